@@ -7,8 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import metadata
 from pathlib import Path
 from unittest import mock
@@ -17,12 +16,12 @@ import psutil
 import pytest
 from ray._private import services
 
-from megatron_ibpo.basics.rendezvous import private_directory
 from megatron_ibpo.cluster import nodes as cluster_nodes
 from megatron_ibpo.cluster.actor import listening_on
 from megatron_ibpo.cluster.nodes import numeric_address
 from megatron_ibpo.cluster.ray_session import ClusterError, open_ray
 from megatron_ibpo.cluster.ray_token import own_token, write_token
+from support.example_runs import engines_among, rows_of, started_by
 from support.paths import ROOT
 from support.simulated_cluster import simulated_cluster
 from support.waiting import eventually
@@ -147,17 +146,6 @@ def test_a_token_of_the_users_is_kept(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_no_place_is_short_enough_the_length_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    length = len(str(tmp_path))
-    words = rf"TMPDIR={tmp_path} has {length} bytes, .* leave it 9 at most; set TMPDIR to a shorter path"
-    with pytest.raises(OSError, match=words):
-        private_directory("ibpo-", 107 - 9 - 6 - 8, fallbacks=("/no/such", str(tmp_path)))
-    made = private_directory("ibpo-", 107 - length - 6 - 8, fallbacks=())
-    assert made.parent == tmp_path
-    assert len(str(made)) + 107 - length - 6 - 8 == 107
-
-
 WITH_SERVER = "import sys; from ray._private import services; services.GCS_SERVER_EXECUTABLE = {!r}\n"
 SHORT_WAITS = {"RAY_gcs_server_port_wait_time_s": "3", "RAY_raylet_start_wait_time_s": "3"}
 
@@ -186,21 +174,6 @@ def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
     output = ended(python("-c", WITH_SERVER.format("/bin/false") + train, *flags, env=SHORT_WAITS), 1)
     assert re.search(r"^error: Ray does not start on this machine: ", output, re.MULTILINE)
     assert "Traceback" not in output
-
-
-@slow
-def test_a_ray_may_take_longer_to_start_than_rays_own_limit(scratch):
-    """Its node manager stands still for 40 s; Ray alone waits for 30."""
-    process, raylet = python("-c", OWN_RAY, env={"TMPDIR": str(scratch)}), None
-    while raylet is None:
-        time.sleep(0.01)
-        with suppress(psutil.Error):
-            below = psutil.Process(process.pid).children(recursive=True)
-            raylet = next((one for one in below if one.name() == "raylet"), None)
-    raylet.suspend()
-    time.sleep(40)
-    raylet.resume()
-    assert ended(process).startswith("127.0.0.1\n"), "nothing is said"
 
 
 def test_there_is_no_cluster_to_join(port):
@@ -242,7 +215,9 @@ def nothing_left(scratch):
     return eventually(lambda: rays(scratch) == list(scratch.glob("*/*")) == [], 20)
 
 
-IN_A_CLUSTER = """
+@slow
+def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch, port):
+    in_a_cluster = """
 import os, ray, subprocess, sys, time
 from pathlib import Path
 mode = Path(sys.argv[1]).stat().st_mode & 0o777
@@ -257,12 +232,8 @@ from megatron_ibpo.cluster.ray_session import open_ray
 with open_ray(os.environ["RAY_ADDRESS"], num_cpus=1):
     print("nodes", sum(node["Alive"] for node in ray.nodes()))
 """
-
-
-@slow
-def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch, port):
     token = scratch / "run/.ray_token"
-    lead = nodes(0, port, scratch, sys.executable, "-c", IN_A_CLUSTER, str(token))
+    lead = nodes(0, port, scratch, sys.executable, "-c", in_a_cluster, str(token))
     follower = nodes(1, port, scratch)
     output = ended(lead)
     assert re.search(r"nodes 2\b", output), output
@@ -353,3 +324,71 @@ def test_a_signal_goes_on_to_the_command_which_takes_its_time(scratch, port):
     lead.terminate()
     assert ended(lead, 5) == "finished\n"
     assert nothing_left(scratch)
+
+
+# --- the loop on a cluster of three nodes
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with simulated_cluster(3) as started:
+        yield started
+
+
+@pytest.fixture
+def start(cluster, tmp_path):
+    """Starts the tiny recipe on the cluster, in the directory `run`, with its output in `log`."""
+    with (tmp_path / "log").open("w") as output, ExitStack() as stack:
+
+        def start(flags):
+            command = [sys.executable, "-m", "megatron_ibpo.commands.train", *flags.split()]
+            command += ["--config", RECIPE, "--run-dir", str(tmp_path / "run"), "--no-save"]
+            command += ["--ray-address", cluster.address]
+            command += ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--eval-num-prompts", "0"]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--no-colocate --rollout-num-gpus 1", ["0, engines –", "1, engines –", "–, engines 0"]),
+        ("--num-trainers 2", ["0, engines 0", "1, engines 1", "–, engines –"]),
+    ],
+)
+@pytest.mark.engine
+@slow
+def test_trainers_on_two_nodes(start, tmp_path, flags, expected):
+    process = start(f"{flags} --num-rollout 2 --check-weight-update-equal")
+    status, said = process.wait(280), (tmp_path / "log").read_text()
+    assert status == 0, said[-5000:]
+    placed = [line for line in said.splitlines() if "trainers" in line and "engines" in line]
+    wanted = [f"trainers {row}, 2 verifiers" for row in expected]
+    assert sorted(line.split(": ", 1)[1] for line in placed) == wanted
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.engine
+@slow
+def test_a_lost_node_is_waited_for_and_nothing_is_sampled_twice(cluster, start, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+
+    def wait_for(words, seconds):
+        assert eventually(lambda: words in log.read_text(), seconds), log.read_text()[-5000:]
+
+    process = start("--num-rollout 8 --no-colocate --rollout-num-gpus 1")
+    wait_for("step 2/8", 240)
+    engine, *_ = engines_among(started_by(cluster.process))
+    raylet = next(parent for parent in engine.parents() if parent.name() == "raylet")
+    for process_of_node in [raylet, *raylet.children(recursive=True)]:
+        process_of_node.kill()
+    wait_for("once the cluster has room", 120)
+    cluster.add_node()
+    assert process.wait(240) == 0, log.read_text()[-5000:]
+    assert [row["step"] for row in rows_of(run_dir)] == list(range(1, 9))
+    replayed = [row for row in rows_of(run_dir) if row.get("groups_replayed")]
+    assert [row["groups_replayed"] for row in replayed[:2]] == [4, 4]

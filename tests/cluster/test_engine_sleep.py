@@ -260,27 +260,22 @@ def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
     assert names(asked) == "saved saved sleep save_hf saved saved sleep save sleep save_hf"
 
 
-# --- how a process ended
-
-WHO = "The actor died.\n\tclass_name: P\n\tpid: 4711\n\tnamespace: n\n\tip: 10.0.0.7\n"
-NO_WORD = WHO + "The actor is dead. Worker unexpectedly exits with a connection error code 2. End of file."
-"""As Ray 2.60 writes it."""
-
-
 def test_a_process_that_has_ended_is_said_to_have_been_killed_or_to_have_crashed(tmp_path):
+    # as Ray 2.60 writes it
+    who = "The actor died.\n\tclass_name: P\n\tpid: 4711\n\tnamespace: n\n\tip: 10.0.0.7\n"
+    no_word = who + "The actor is dead. Worker unexpectedly exits with a connection error code 2."
     of_worker = tmp_path / "worker-1-2-4711.err"
     of_worker.write_text(":actor_name:P\n")
     (tmp_path / "peak-4711").write_text(str(3 * 1024**2))
-    killed = "was killed by SIGKILL (process 4711 on 10.0.0.7). Most often that is the kernel's"
-    said = how_it_ended(NO_WORD, tmp_path)
-    assert said.startswith(killed)
+    said = how_it_ended(no_word, tmp_path)
+    assert said.startswith("was killed by SIGKILL (process 4711 on 10.0.0.7). Most often that is the")
     assert "its memory had reached 3.0 of " in said
     of_worker.write_text("*** SIGSEGV received at time=1 on cpu 1 ***\n")
-    assert how_it_ended(NO_WORD, tmp_path) == "crashed with SIGSEGV (process 4711 on 10.0.0.7)"
-    there = how_it_ended(NO_WORD, None)  # of another node less is known
+    assert how_it_ended(no_word, tmp_path) == "crashed with SIGSEGV (process 4711 on 10.0.0.7)"
+    there = how_it_ended(no_word, None)  # of another node less is known
     assert there.startswith("was killed by SIGKILL, or crashed in native code (process 4711 on 10.0.0.7).")
     assert there.endswith("see dmesg on that node")
-    asked = how_it_ended(WHO + "exit code 1. The process receives a SIGTERM.", None)
+    asked = how_it_ended(who + "exit code 1. The process receives a SIGTERM.", None)
     assert asked == "was ended by SIGTERM (process 4711 on 10.0.0.7)"
     of_node = "The actor died.\nThe actor died because its node has died."
     assert how_it_ended(of_node, None).startswith("has ended: The actor died because its")

@@ -5,9 +5,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,7 +19,7 @@ from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import DataConfig, EnvironmentConfig
 from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore
 from megatron_ibpo.environments.processes import EnvironmentPool
-from megatron_ibpo.rewards import Verifier, WorkerError, open_pool, worker_count
+from megatron_ibpo.rewards import Verifier, WorkerError, open_pool
 from support.simulated_cluster import simulated_cluster
 from support.waiting import eventually
 
@@ -141,21 +139,6 @@ def test_a_node_that_cannot_score_is_refused_before_anything_starts(cluster, set
         verifiers.wait_ready()
 
 
-def test_half_the_processors_of_a_node_score_responses():
-    on = {cpus: worker_count(DataConfig(), cpus) for cpus in (1, 2, 5, 192)}
-    assert on == {1: 2, 2: 2, 5: 2, 192: 96}
-    assert worker_count(DataConfig(reward_workers=3), 192) == 3
-    assert worker_count(DataConfig()) == max(2, len(os.sched_getaffinity(0)) // 2)
-
-
-def test_a_node_alone_is_asked_without_a_detour(cluster):
-    answer = Future()
-    only = SimpleNamespace(submit=lambda target, arguments: answer)
-    with Verifiers(only, cluster_nodes()[:1], DATA) as verifiers:
-        verifiers.wait_ready()
-        assert verifiers.submit(OWNER, ("what?", "42", "42", {})) is answer
-
-
 @pytest.fixture(scope="module")
 def environments(cluster):
     with EnvironmentPool(CONFIG) as own, Environments(own, cluster_nodes()[:2], CONFIG, [TARGET]) as opened:
@@ -197,16 +180,6 @@ def test_episodes_are_spread_by_load_and_a_fault_on_a_node_is_that_of_its_episod
             assert (await sessions[0].step(HELLO)).messages == (HELLO,)
 
     asyncio.run(play())
-
-
-@pytest.mark.slow
-def test_a_node_that_cannot_import_an_environment_is_refused(environments):
-    with (
-        EnvironmentPool(CONFIG) as own,
-        Environments(own, cluster_nodes(), CONFIG, ["users:Nobody"]) as opened,
-        pytest.raises(WorkerError, match=r"environments of .*: --environment users:Nobody: .*'Nobody'"),
-    ):
-        opened.wait_ready()
 
 
 @pytest.mark.slow

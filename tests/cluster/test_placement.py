@@ -144,14 +144,14 @@ def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
     check_main_memory(*arguments, dict.fromkeys(range(4), 4 * GIB))
 
 
-def on_cpus(model, **config) -> tuple[Config, Any, Any, Any]:
-    shape = read_hf_config(model)
-    resolved = on_device(Config(**config), on_gpu=False, has_delta_nets=shape.is_recurrent)
-    return resolved, shape, elements_of(model), placed(cpus(3), 2, own(1, 1))
-
-
 def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves(models):
     """Four bytes a parameter of weights, of gradients and of each of Adam's means, and of an engine."""
+
+    def on_cpus(model, **config) -> tuple[Config, Any, Any, Any]:
+        shape = read_hf_config(model)
+        resolved = on_device(Config(**config), on_gpu=False, has_delta_nets=shape.is_recurrent)
+        return resolved, shape, elements_of(model), placed(cpus(3), 2, own(1, 1))
+
     arguments = on_cpus(ROOT / "examples/models/qwen3_0_6b")
     parameters = sum(arguments[2].values())
     trainer = 16 * parameters + parameters * 12 // 2  # and half of a checkpoint
@@ -166,10 +166,10 @@ def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves(models):
         check_main_memory(*on_cpus(tiny, parallel=ParallelConfig()), little)
 
 
-V1, V2 = ("4:memory:/a/b\n1:cpu:/\n", "memory/{}memory.limit_in_bytes"), ("0::/a/b\n", "{}memory.max")
-
-
-@pytest.mark.parametrize(("group", "file"), [V1, V2])
+@pytest.mark.parametrize(
+    ("group", "file"),
+    [("4:memory:/a/b\n1:cpu:/\n", "memory/{}memory.limit_in_bytes"), ("0::/a/b\n", "{}memory.max")],
+)
 def test_the_least_limit_around_a_process_is_what_it_has(tmp_path, group, file):
     assert main_memory(tmp_path, tmp_path / "none") == psutil.virtual_memory().total
     (tmp_path / "cgroup").write_text(group)

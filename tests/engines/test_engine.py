@@ -64,9 +64,8 @@ def test_an_update_whose_trainer_died_is_ended_before_the_engine_sleeps():
 
 
 def test_transport_follows_the_devices():
-    assert choose_transport(on_gpu=False, colocate=True) == "gloo"
-    assert choose_transport(on_gpu=True, colocate=True) == "ipc"
-    assert choose_transport(on_gpu=True, colocate=False) == "nccl"
+    devices = ((False, True), (True, True), (True, False))
+    assert [choose_transport(on_gpu=gpu, colocate=own) for gpu, own in devices] == ["gloo", "ipc", "nccl"]
 
 
 def test_a_large_model_has_longer_to_start(tmp_path):
@@ -98,7 +97,6 @@ def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path):
     with pytest.raises(ValueError, match="names eos_token_id"):
         read_eos_token_ids(tmp_path)
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert read_eos_token_ids(tmp_path) == (7,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert read_eos_token_ids(tmp_path) == (5, 6)
 
@@ -175,17 +173,6 @@ def test_what_vllm_or_this_project_cannot_take_is_refused(settings):
     ):
         with pytest.raises(ValueError, match=says):
             settings(checkpoint, transport, argument, use_rollout_routing_replay="prefix" in argument)
-
-
-def test_what_drafts_is_for_gpus_and_outlives_sleep(settings, monkeypatch):
-    """With a stand-in for vLLM, whose import takes five seconds."""
-    plain, drafting = settings("next 0"), settings("next 0", "ipc", SPECULATION)
-    assert drafting.extra_arguments["speculative_config"]["method"] == "mtp"
-    found = SimpleNamespace(EngineArgs=dict, WeightTransferConfig=SimpleNamespace)
-    for name in ("vllm", "vllm.config"):
-        monkeypatch.setitem(sys.modules, name, found)
-    assert "sleep_preserve_parameter_names" not in _engine_args(plain)
-    assert _engine_args(drafting)["sleep_preserve_parameter_names"] == ["draft.*"]
 
 
 def test_experts_in_fp8_are_left_to_kernels_that_keep_nothing_over_an_update(settings):

@@ -14,7 +14,7 @@ import yaml
 from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.engines import EngineError
-from megatron_ibpo.engines.lean import LeanEngine, LeanModel, check_shape, checkpoint_weights
+from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weights
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.checks import check_evaluation, check_run, check_settings
 from megatron_ibpo.run.in_one_process import InOneProcess
@@ -151,35 +151,18 @@ def test_new_weights_are_copied_and_take_effect_and_older_and_large_ones_are_ref
         engine.load([("model.embed_tokens.weight", torch.zeros(5_000_000))], 0)
 
 
-def test_a_prompt_that_is_asked_often_is_read_once(engine, monkeypatch):
-    read, forward = [], LeanModel._forward
-
-    def counting(self, ids, cache):
-        read.append(tuple(ids.shape))
-        return forward(self, ids, cache)
-
-    monkeypatch.setattr(LeanModel, "_forward", counting)
-    engine.generate([SampleRequest(token_ids([5, 6, 7]), seed, 4) for seed in range(8)])
-    assert read[0] == (1, 3)
-    assert read[1][1] == 1
-
-
 LEAN = ["--config", str(RECIPE), "--hf-checkpoint", str(TINY), "--rollout-backend", "lean"]
 
 
 def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts():
-    sampling = {"--max-staleness 1": "one process cannot sample while it trains"}
-    sampling |= {"--vllm-arg block_size=16": "it uses no vLLM"}
     processes = {"--num-trainers 2": "one process trains", "--ray-address auto": "it uses no Ray"}
     processes |= {"--load-debug-rollout-data .": "a replay samples nothing"}
-    for because in (sampling, processes):
-        flags = " ".join(because).split()
-        check_settings(parse_config([*LEAN, *flags, "--rollout-backend", "vllm"]))
-        lean = parse_config([*LEAN, *flags])
+    sampling = {"--max-staleness 1": "one process cannot sample while it trains"}
+    for because in (sampling | {"--vllm-arg block_size=16": "it uses no vLLM"}, processes):
         every = [f"--rollout-backend lean with {flag.split()[0]}: {why}" for flag, why in because.items()]
         for check in (check_run, check_settings):
             with pytest.raises(ConfigError) as refused:
-                check(lean)
+                check(parse_config([*LEAN, *" ".join(because).split()]))
             assert str(refused.value).split("\n  ")[1:] == every
 
 
@@ -197,19 +180,18 @@ def test_one_process_trains_a_dense_model_and_other_families_layouts_and_evaluat
         check_evaluation(config)
 
 
-def lean_run(run_dir, *flags):
-    usual = "--rollout-backend lean --rollout-batch-size 4 --n-samples-per-prompt 4 --eval-num-prompts 8 "
-    usual += "--advantage-estimator ibpo --num-rollout 3 --save"
-    command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--config", str(RECIPE)]
-    command += ["--run-dir", str(run_dir), *usual.split(), *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.ray
 @pytest.mark.slow  # tests/examples/test_learning.py runs one too
 def test_a_run_trains_on_what_it_samples_and_one_that_goes_on_ends_as_if_never_stopped(tmp_path):
+    def lean_run(run_dir, *flags):
+        usual = "--rollout-backend lean --rollout-batch-size 4 --n-samples-per-prompt 4 --eval-num-prompts 8 "
+        usual += "--advantage-estimator ibpo --num-rollout 3 --save"
+        command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--config", str(RECIPE)]
+        command += ["--run-dir", str(run_dir), *usual.split(), *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
     whole = lean_run(tmp_path / "whole", "--check-weight-update-equal")
     assert [row["kind"] for row in whole] == ["evaluation", "step", "step", "step", "evaluation"]
     for row in whole[1:4]:

@@ -15,7 +15,7 @@ from support.engine_runs import CONTEXT, CheckpointSource, connect, make_config,
 from support.example_runs import finished, rows_of, start_script
 from support.layouts import layout
 from support.ranks import run_ranks
-from support.tiny_models import make_qwen3_moe, make_qwen3_next
+from support.tiny_models import make_qwen3_next
 from support.trainers import all_updated, replaying
 
 pytestmark, TIMEOUT = [pytest.mark.engine, pytest.mark.slow], 600.0
@@ -30,23 +30,6 @@ def recording_engine(checkpoint, log, dtype, *vllm_arg, context=CONTEXT):
     with closing(Engine(settings, log)) as engine:
         engine.wait_ready(TIMEOUT)
         yield engine
-
-
-def routed_by_transformers(directory, samples):
-    """[tokens read, layers, K] of each sample, of the model in float32, each row's ids sorted."""
-    model = engine_runs.reference_model(directory)
-    found = []
-    for sample in samples:
-        ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids[:-1]]])
-        with torch.no_grad():
-            logits = model(ids, output_router_logits=True).router_logits
-        chosen = [layer.topk(model.config.num_experts_per_tok).indices for layer in logits]
-        found.append(torch.stack(chosen, 1).sort(-1).values.numpy())
-    return found
-
-
-def agreement(recorded, expected):
-    return float((np.sort(recorded, -1) == expected).all(-1).mean())
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +56,22 @@ def hybrid(tmp_path_factory):
 
 def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_update(hybrid):
     """Some choices of bfloat16 are not those of float32; chance would be 1 in 6."""
+
+    def routed_by_transformers(directory, samples):
+        """[tokens read, layers, K] of each sample, of the model in float32, each row's ids sorted."""
+        model = engine_runs.reference_model(directory)
+        found = []
+        for sample in samples:
+            ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids[:-1]]])
+            with torch.no_grad():
+                logits = model(ids, output_router_logits=True).router_logits
+            chosen = [layer.topk(model.config.num_experts_per_tok).indices for layer in logits]
+            found.append(torch.stack(chosen, 1).sort(-1).values.numpy())
+        return found
+
+    def agreement(recorded, expected):
+        return float((np.sort(recorded, -1) == expected).all(-1).mean())
+
     (old, new), samples, across, again = hybrid
     for sample in [*samples, *again]:
         tokens = len(sample.prompt_token_ids) + len(sample.token_ids) - 1
@@ -96,33 +95,6 @@ def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_updat
     assert agreement(again[0].routed_experts, routed_by_transformers(new, again)[0]) > 0.8
 
 
-def test_what_came_from_the_prefix_cache_has_no_record(tmp_path):
-    """The engine computes in float32, where choices are those of transformers but for ties."""
-    model = make_qwen3_moe(tmp_path / "model", 9)
-    (model / "generation_config.json").write_text('{"eos_token_id": 1}')
-    prompt = token_ids(np.random.default_rng(5).integers(2, 64, 200))
-    requests = [SampleRequest(prompt, seed, 20) for seed in (3, 4)]
-    with recording_engine(model, tmp_path / "engine.log", "float32") as engine:
-        samples = [engine.generate([one], version=0, timeout=TIMEOUT)[0] for one in requests]
-    cached = unrecorded(samples)
-    assert cached[0] == 0
-    assert 100 < cached[1] < 200  # whole blocks, and never the last token of the prompt
-    expected = routed_by_transformers(model, samples)
-    for sample, own, first in zip(samples, expected, cached, strict=True):
-        assert agreement(sample.routed_experts[first:], own[first:]) > 0.995
-
-
-def unrecorded(samples):
-    absent = [(s.routed_experts == no_expert(s.routed_experts)).all((1, 2)) for s in samples]
-    counts = [int(rows.sum()) for rows in absent]
-    assert all(rows[:count].all() for rows, count in zip(absent, counts, strict=True))
-    return counts
-
-
-def bits(samples):
-    return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
-
-
 @pytest.mark.timeout(900)  # it starts three engines
 def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cached_turns_before(tmp_path):
     """vLLM keeps a delta net's state at every 64th token of a prompt."""
@@ -133,6 +105,15 @@ def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cach
             SampleRequest(token_ids(prompt), 10 * turn + number, 30, temperature=temperature)
             for number, prompt in enumerate(prompts)
         ]
+
+    def unrecorded(samples):
+        absent = [(s.routed_experts == no_expert(s.routed_experts)).all((1, 2)) for s in samples]
+        counts = [int(rows.sum()) for rows in absent]
+        assert all(rows[:count].all() for rows, count in zip(absent, counts, strict=True))
+        return counts
+
+    def bits(samples):
+        return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in samples]
 
     caches = "enable_prefix_caching="
     with (

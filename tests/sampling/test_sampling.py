@@ -16,20 +16,12 @@ from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo import credit
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import RolloutConfig
-from megatron_ibpo.credit import (
-    CreditContext,
-    Vocabulary,
-    any_group,
-    credit_of,
-    find_operator,
-    is_informative,
-)
+from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, credit_of, find_operator
 from megatron_ibpo.engines import EngineError, EngineLostError
 from megatron_ibpo.sampling import Sampler
-from megatron_ibpo.sampling.ahead import Ahead, Pace, _Flight
+from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.journal_memory import replay
-from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.requests import group_requests
 from support.credit_cases import correct_groups, plain
 from support.sampling_cases import ROLLOUT, STEP, judge, make_prompts
@@ -104,8 +96,7 @@ def answered(request):
 
 def corrected(groups):
     def score(pairs):
-        for prompt, sample in pairs:
-            judge(prompt, sample)
+        return [judge(*pair) for pair in pairs]
 
     correct_groups(groups, CONTEXT, OPERATOR, lambda requests: [answered(r) for r in requests], score)
     return groups
@@ -154,9 +145,10 @@ def test_dynamic_sampling_takes_the_groups_that_it_took_round_by_round(wanted, m
         return group.prompt.index % 5 != 1
 
     def preferred(group):
-        return is_informative(group) or (after_credit and credit.leaves_gradient(group, CONTEXT, OPERATOR))
+        informative = credit.is_informative(group)
+        return informative or (after_credit and credit.leaves_gradient(group, CONTEXT, OPERATOR))
 
-    rules = Rules(wanted, most, usable, is_informative, *[credit.leaves_gradient] * after_credit)
+    rules = Rules(wanted, most, usable, credit.is_informative, *[credit.leaves_gradient] * after_credit)
     engines = [SimulatedEngine(STEP, write) for _ in range(2)]
     batch, _, _ = stream(engines, rules, score=scoring(seed))
     rounds = (lambda number: corrected(at_once(number))) if after_credit else at_once
@@ -235,23 +227,6 @@ def test_where_prefixes_are_not_cached_single_requests_are_spread():
     by_group, together, _ = stream([SimulatedEngine(STEP, write) for _ in range(24)])
     assert plain(batch.groups) == plain(by_group.groups), "the answering engine does not matter"
     assert alone < together
-
-
-def test_corrections_stay_near_their_group_unless_another_engine_has_far_less_to_do():
-    (prompt,) = make_prompts(0, 1)
-    small, large = (SampleRequest(prompt.token_ids, seed, seed * 10) for seed in (1, 2))
-    sampler = sampler_of(SimulatedEngine(STEP, write), SimulatedEngine(STEP, write))
-
-    async def work():
-        busy = asyncio.create_task(sampler.answer(prompt, [large]))
-        await asyncio.sleep(0)  # engine 0 has 20 tokens to write
-        assert sampler.place([small]) == 1
-        assert sampler.place([large], near=0) == 0
-        assert sampler.place([small], near=0) == 1
-        await busy
-        assert sampler.place([small]) == 0
-
-    in_virtual_time(work())
 
 
 def test_a_death_without_a_successor_and_a_verifier_that_raises_take_all_requests_back():
@@ -344,18 +319,6 @@ def test_a_replay_gives_the_recorded_groups_and_the_corrections_that_its_operato
     next(group for group in expected if group.corrections).corrections.pop()
     with pytest.raises(ValueError, match="fewer corrections than this algorithm asks for"):
         replay(expected, OPERATOR, CONTEXT)
-
-
-def test_the_tail_of_sampling_is_from_the_first_sample_to_the_last_since_the_metrics_were_taken():
-    meter = Meter(2)
-    meter.asked(1)
-    found = meter.take()
-    assert (found["engine_requests_max"], found["engine_requests_min"]) == (1, 0)
-    assert not any(found[name] for name in ("engine_deaths", "requests_asked_again", "sampling_tail_seconds"))
-    for at in (30.0, 31.0, 32.5):
-        meter.finished(at)
-    assert meter.take()["sampling_tail_seconds"] == 2.5
-    assert meter.take()["sampling_tail_seconds"] == 0
 
 
 # --- ahead of training
@@ -451,22 +414,19 @@ def test_what_a_filter_refuses_is_replaced_and_counted_but_not_for_good():
     def even(group):
         return group.prompt.index % 2 == 0
 
-    def never(group):
-        return False
-
     batches = run_loop(Pace(1), rules=Rules(WANTED, 4, even, any_group))
     assert all(map(even, groups_of(batches)))
     refused = sum(batch.metrics["groups_refused"] for batch in batches)
     assert refused >= WANTED * (STEPS - 1)
     assert refused == sum(reason == "not taken" for batch in batches for *_, reason in batch.dropped)
-    nothing_better = run_loop(Pace(1), rules=Rules(WANTED, 2, any_group, never))
+    nothing_better = run_loop(Pace(1), rules=Rules(WANTED, 2, any_group, lambda _: False))
     assert all(len(batch.groups) == WANTED for batch in nothing_better)
     with pytest.raises(ValueError, match="--group-filter refused all"):
-        run_loop(Pace(1), rules=Rules(WANTED, 2, never, any_group))
+        run_loop(Pace(1), rules=Rules(WANTED, 2, lambda _: False, any_group))
 
 
 def test_ahead_of_training_too_an_unsolved_group_is_kept_for_its_corrections():
-    rules = Rules(WANTED, 4, any_group, is_informative, credit.leaves_gradient)
+    rules = Rules(WANTED, 4, any_group, credit.is_informative, credit.leaves_gradient)
     groups = groups_of(run_loop(Pace(1), rules=rules))
     unsolved = [group for group in groups if not any(response.correct for response in group.responses)]
     assert unsolved
@@ -496,22 +456,3 @@ def test_a_response_goes_on_with_new_weights_and_its_advantage_is_that_of_its_sa
         for sample in (sample for group in batch.groups for sample in group.samples):
             sample.versions = ((0, 0),)
         assert [s.advantage for s in credit.assign_credit(batch.groups, LATER).sequences] == credited
-
-
-@pytest.mark.parametrize("over_sampling", [0, 8])
-def test_a_group_that_ends_does_not_look_at_all_the_others(over_sampling, monkeypatch):
-    """Groups under way are looked at a few times each for a batch, however many there are of them."""
-    looks = []
-
-    def counted(flight, name):
-        looks.append(name)
-        return object.__getattribute__(flight, name)
-
-    def looks_for_each(wanted):
-        looks.clear()
-        rules = Rules(wanted, 1, any_group, any_group)
-        batches = run_loop(Pace(1, over_sampling), rules=rules, num_engines=wanted // 4, steps=4)
-        return looks.count("state") / len(groups_of(batches))
-
-    monkeypatch.setattr(_Flight, "__getattribute__", counted)
-    assert looks_for_each(32) < 1.5 * looks_for_each(8)
