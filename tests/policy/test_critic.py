@@ -1,14 +1,14 @@
 """The critic: its loss by hand, the same values and gradients under every layout, and resuming."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 
-from megatron_ibpo.policy.checkpoint import load_checkpoint
-from megatron_ibpo.policy.critic import Critic, value_loss
-from megatron_ibpo.policy.model import build_value_model
+from megatron_ibpo.policy import rank as policy_rank
+from megatron_ibpo.policy.critic import value_loss
 from megatron_ibpo.policy.saving import save_checkpoint
-from megatron_ibpo.weights.formats.load import load_hf
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.critics import critic_config, open_critic, rows_with_returns
@@ -16,7 +16,7 @@ from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import make_qwen3_next
 from support.train_sequences import with_holes
-from support.trainers import close_trainer, open_trainer
+from support.trainers import close_trainer
 
 LR = {"dense": 0.01, "tied": 0.01, "calm": 0.003}
 """For a step of ordinary size: values, of up to 10, move by up to 1. A step of more than they are would blow
@@ -50,10 +50,7 @@ def flat(values):
 
 
 SHARDED = layout(distributed_optimizer=True)
-LAYOUTS = {
-    2: {"dense": [layout(pp=2), SHARDED], "tied": [layout(tp=2)], "calm": [layout(tp=2, ep=2)]},
-}
-"""By ranks and model: layouts that together take apart what can be taken apart."""
+LAYOUTS = {2: {"dense": [layout(pp=2), SHARDED], "tied": [layout(tp=2)], "calm": [layout(tp=2, ep=2)]}}
 MORE_LAYOUTS = {
     2: {"dense": [layout(cp=2), layout()], "calm": [layout(cp=2), layout(pp=2)]},
     4: {"dense": [layout(tp=2, cp=2)], "tied": [layout(tp=2, pp=2)], "calm": [layout(tp=2, ep=4)]},
@@ -106,28 +103,26 @@ def test_the_loss_is_the_mean_over_all_trained_tokens(world, checkpoints):
 
 @pytest.mark.world(2)
 def test_a_critic_goes_on_bit_for_bit_from_a_checkpoint_that_holds_one(world, checkpoints, tmp_path):
-    rows, hf_dir = rows_with_returns(6), checkpoints["dense"]
+    rows, config = rows_with_returns(6), critic_config(layout(tp=2), lr=1e-3, eps_adam=1e-8)
+    config.model.hf_checkpoint, config.algorithm.advantages = checkpoints["dense"], "critic"
 
-    def opened():
-        config = critic_config(layout(tp=2), lr=1e-3, eps_adam=1e-8)
-        trainer, _, shape = open_trainer(world, hf_dir, config)
-        chunks = build_value_model(shape, config)
-        load_hf(chunks, shape, hf_dir, head=False)
-        return trainer, Critic(chunks, config, world, total_updates=10)
+    def opened(checkpoint):
+        with mock.patch.object(policy_rank, "start_world", return_value=world):
+            rank = policy_rank.TrainerRank(config, checkpoint)
+        return rank.trainer, rank.critic
 
     def gone_on(critic):
         return [planned.update_values(critic, rows) for _ in range(2)], planned.values(critic, rows)
 
-    trainer, critic = opened()
+    trainer, critic = opened(None)
     assert not flat(planned.values(critic, rows)).any(), "it starts at 0"
     planned.update(trainer, rows)
     planned.update_values(critic, rows)
     saved = save_checkpoint(trainer, tmp_path, 1, {}, critic)
+    alone = save_checkpoint(trainer, tmp_path / "policy alone", 1, {})
     through = gone_on(critic)
     close_trainer()
-    trainer, critic = opened()
-    load_checkpoint(trainer, saved, critic)
-    assert gone_on(critic) == through
-    alone = save_checkpoint(trainer, tmp_path / "policy alone", 1, {})
+    assert gone_on(opened(saved)[1]) == through
+    close_trainer()
     with pytest.raises(CheckpointError, match="holds no critic"):
-        load_checkpoint(trainer, alone, critic)
+        opened(alone)

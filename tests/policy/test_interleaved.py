@@ -18,8 +18,7 @@ from support.trainers import EPSILON, LR, assert_close, close_trainer, config_fo
 def interleaved(stages, chunks=2, config=None, **sizes):
     config = config or config_for(None)
     config.parallel = layout(pp=stages, **sizes)
-    if chunks > 1:
-        config.model.model_override = (f"virtual_pipeline_model_parallel_size={chunks}",)
+    config.model.model_override = (f"virtual_pipeline_model_parallel_size={chunks}",) if chunks > 1 else ()
     return config
 
 

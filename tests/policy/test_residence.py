@@ -21,10 +21,8 @@ from support.layouts import layout
 from support.train_sequences import sequences
 from support.trainers import close_trainer, config_for, open_trainer, weights_of
 
-ROWS = sequences(6)
-REST = [
-    pytest.param(own, marks=pytest.mark.slow) for own in ("dense fp32", "dense fp32 sharded", "dense bf16")
-]
+ROWS, SLOW = sequences(6), pytest.mark.slow
+REST = ("dense fp32", "dense fp32 sharded", "dense bf16")
 
 
 def config_of(case):
@@ -57,7 +55,7 @@ def taken(trainer):
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("case", ["deltas bf16 sharded", *REST])
+@pytest.mark.parametrize("case", ["deltas bf16 sharded", *(pytest.param(own, marks=SLOW) for own in REST)])
 def test_whatever_leaves_comes_back_to_the_bit_and_takes_no_memory_meanwhile(world, checkpoints, case):
     """With every kind of Megatron optimizer: its parameters are the model's own, views, or copies."""
     hf_dir, config = checkpoints[case.split()[0]], config_of(case)
@@ -176,14 +174,17 @@ class Copied(SimpleNamespace):
 def test_a_step_beside_sleeping_engines_is_the_step_without_them(world, checkpoints, tmp_path):
     """Engines take the device whenever they may, and wake where trainers have left it."""
     config = config_of("dense bf16 sharded")
-    config.model.hf_checkpoint = checkpoints["dense"]
+    config.model.hf_checkpoint, config.model.ref_load = checkpoints["dense"], checkpoints["other"]
+    config.loss.kl_coef = 0.1
 
     def opened(checkpoint):
         with mock.patch.object(policy_rank, "start_world", return_value=world):
             return policy_rank.TrainerRank(config, checkpoint)
 
     def norm(rank):
-        return rank.update(planned.own_share(plan_update, ROWS, config))["grad_norm"]
+        metrics = rank.update(planned.own_share(plan_update, ROWS, config))
+        assert metrics["kl"] > 0.1, "to the other"
+        return metrics["grad_norm"]
 
     def step(sleeping, directory):
         rank, sent, asked = opened(None), {}, []
@@ -194,8 +195,7 @@ def test_a_step_beside_sleeping_engines_is_the_step_without_them(world, checkpoi
             return Sent({}, 0, 0, {})
 
         def begin(method, *arguments):
-            held = {kind for kind, size in taken(rank.trainer).items() if size > 0}
-            asked.append((method, *arguments, held))
+            asked.append((method, *arguments, {kind for kind, size in taken(rank.trainer).items() if size}))
 
         def check_away():
             assert not sleeping or not any(taken(rank.trainer).values())
@@ -249,12 +249,10 @@ def test_a_step_beside_sleeping_engines_is_the_step_without_them(world, checkpoi
 @pytest.mark.parametrize(("family", "sizes", "bf16"), [
     ("next", {"tp": 2, "ep": 2}, False),
     ("dense", {"distributed_optimizer": True}, False),
-    pytest.param("tied", {"pp": 2}, False, marks=pytest.mark.slow),
-    pytest.param("dense", {"tp": 2}, True, marks=pytest.mark.slow),
+    pytest.param("tied", {"pp": 2}, False, marks=SLOW),
+    pytest.param("dense", {"tp": 2}, True, marks=SLOW),
 ])  # fmt: skip
-def test_a_reference_takes_the_policys_place_and_gives_it_back_bit_for_bit(
-    world, checkpoints, family, sizes, bf16
-):
+def test_a_reference_takes_the_policys_place_and_gives_it_back(world, checkpoints, family, sizes, bf16):
     """With what the optimizer steps on: float32 masters under bfloat16."""
     config = config_for(layout(**sizes), lr=1e-2, eps_adam=1e-8)
     config.model.bf16 = bf16

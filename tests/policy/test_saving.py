@@ -47,15 +47,14 @@ class FullForAMoment(io.FileIO):
 
 def writing(change):
     """Megatron's function that writes, changed: `change(write, *arguments)` takes its place."""
-    writer, name = filesystem_async.FileSystemWriterAsync, "write_preloaded_data"
-    return mock.patch.object(writer, name, partial(change, getattr(writer, name)))
+    writer = filesystem_async.FileSystemWriterAsync
+    return mock.patch.object(writer, "write_preloaded_data", partial(change, writer.write_preloaded_data))
 
 
 def finish(saver):
-    saver.rests(wait=True)
-    saver.seal()
-    saver.rests(wait=True)
-    saver.end()
+    for goes_on in (saver.seal, saver.end):
+        saver.rests(wait=True)
+        goes_on()
 
 
 def overtaken(saver, trainer, export, order, begin):
@@ -131,30 +130,23 @@ def test_a_save_gets_its_name_when_it_is_whole_and_a_full_disk_leaves_nothing(wo
 class Allocations(TorchDispatchMode):
     """Counts bytes that operators of this thread make meanwhile, until nobody holds them."""
 
-    def __init__(self):
-        super().__init__()
-        self.present, self.peak, self.known = 0, 0, set()
+    present = peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.know((args, kwargs), counts=False)  # what was there before
-        made = function(*args, **(kwargs or {}))
-        self.know(made, counts=True)
+        made, given = function(*args, **(kwargs or {})), {own._cdata for own in storages((args, kwargs))}
+        for storage in storages(made):
+            if storage._cdata not in given:
+                self.present += storage.nbytes()
+                weakref.finalize(storage, self.gone, storage.nbytes())
         self.peak = max(self.peak, self.present)
         return made
 
-    def know(self, tree, counts):
-        for storage in (
-            leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)
-        ):
-            if storage._cdata not in self.known:
-                num_bytes = counts * storage.nbytes()
-                self.known.add(storage._cdata)
-                self.present += num_bytes
-                weakref.finalize(storage, self.gone, storage._cdata, num_bytes)
-
-    def gone(self, number, num_bytes):
-        self.known.discard(number)
+    def gone(self, num_bytes):
         self.present -= num_bytes
+
+
+def storages(tree):
+    return [own.untyped_storage() for own in tree_leaves(tree) if isinstance(own, torch.Tensor)]
 
 
 @pytest.mark.world(2)
@@ -198,15 +190,11 @@ def test_a_checkpoint_that_cannot_be_finished_leaves_nothing(tmp_path):
 
 
 SHARDED = {"distributed_optimizer": True}
-"""The optimizer, over data parallel."""
 ONE, TP2, PP2 = (1, {}), (2, {"tp": 2}), (2, {"pp": 2})
 UNEVEN, INTERLEAVED, EP2 = (2, {"pp": 2, "first": 1}), (2, {"pp": 2, "pieces": 2}), (2, {"ep": 2})
 EP2_SHARDED, TP2_DP2 = (2, {"ep": 2, **SHARDED}), (4, {"tp": 2, **SHARDED})
-QUICK = [
-    ("dense", TP2_DP2, (2, {"pp": 2, **SHARDED})),
-    ("deltas", TP2, UNEVEN),
-    ("deltas", EP2_SHARDED, (1, SHARDED)),
-]
+PP2_SHARDED = (2, {"pp": 2, **SHARDED})
+QUICK = [("dense", TP2_DP2, PP2_SHARDED), ("deltas", TP2, UNEVEN), ("deltas", EP2_SHARDED, (1, SHARDED))]
 """Model; ranks and layout where a checkpoint is saved and where it goes on: each kind of parallelism is taken
 apart and put together, with either optimizer."""
 REST = [
@@ -214,11 +202,8 @@ REST = [
     *(("next", EP2, other) for other in (ONE, (2, {"tp": 2, "ep": 2}))),
     ("next", (2, {"cp": 2, **SHARDED}), (1, SHARDED)),
     ("next", (4, {"ep": 2, **SHARDED}), (2, {"tp": 2, "ep": 2, **SHARDED})),
-    ("dense", TP2, PP2),
-    ("deep", ONE, INTERLEAVED),
-    ("deep", INTERLEAVED, PP2),
-    ("next", PP2, INTERLEAVED),
-    ("next", INTERLEAVED, ONE),
+    *(("dense", TP2, PP2), ("deep", ONE, INTERLEAVED), ("deep", INTERLEAVED, PP2)),
+    *(("next", PP2, INTERLEAVED), ("next", INTERLEAVED, ONE)),
 ]
 
 

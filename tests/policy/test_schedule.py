@@ -22,19 +22,10 @@ from megatron_ibpo.policy.saving import save_checkpoint
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.load import load_hf
-from support import planned
+from support import planned, trainers
 from support.layouts import layout
 from support.train_sequences import sequences
-from support.trainers import (
-    EPSILON,
-    LR,
-    assert_close,
-    close_trainer,
-    config_for,
-    one_update,
-    open_trainer,
-    weights_of,
-)
+from support.trainers import EPSILON, LR, assert_close, close_trainer, config_for, open_trainer, weights_of
 
 UPDATES = 10  # of a run, as `open_trainer` says to the schedule
 ROWS = sequences(6)
@@ -70,8 +61,8 @@ def test_the_rate_rises_in_a_line_and_falls_as_the_schedule_says(world, checkpoi
 @pytest.mark.world(1)
 def test_decay_takes_its_share_of_every_matrix_and_of_no_norm(world, checkpoints):
     """AdamW's: lr · decay · weight beside the step itself, which the weight decay does not scale."""
-    before, plain, _ = one_update(world, checkpoints["dense"], scheduled(), ROWS)
-    _, with_decay, _ = one_update(world, checkpoints["dense"], scheduled(decay=0.1), ROWS)
+    before, plain, _ = trainers.one_update(world, checkpoints["dense"], scheduled(), ROWS)
+    _, with_decay, _ = trainers.one_update(world, checkpoints["dense"], scheduled(decay=0.1), ROWS)
     norms = {name for name, tensor in before.items() if tensor.dim() == 1}
     assert norms
     for name, weight in before.items():
@@ -82,9 +73,9 @@ def test_decay_takes_its_share_of_every_matrix_and_of_no_norm(world, checkpoints
 
 @pytest.mark.world(1)
 def test_a_gradient_above_the_bound_is_scaled_to_it_as_a_whole(world, checkpoints):
-    found, bound = [], 1e9
+    found, bound, hf_dir = [], 1e9, checkpoints["dense"]
     for _ in range(2):
-        before, after, metrics = one_update(world, checkpoints["dense"], scheduled(clip_grad=bound), ROWS)
+        before, after, metrics = trainers.one_update(world, hf_dir, scheduled(clip_grad=bound), ROWS)
         steps = {name: before[name] - tensor for name, tensor in after.items()}
         # Adam's first step is LR · g / (|g| + EPSILON)
         gradients = {name: EPSILON * step / (LR - step.abs()) for name, step in steps.items()}

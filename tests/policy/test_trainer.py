@@ -8,23 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ibpo.policy import forward_backward, parallel
 from megatron_ibpo.policy.packing import packed
 from megatron_ibpo.policy.planning import MicroBatch
-from support import planned
+from support import planned, trainers
 from support.layouts import layout
 from support.ranks import run_ranks
 from support.train_sequences import sequences, with_holes
-from support.trainers import (
-    COMPARED,
-    EPSILON,
-    assert_close,
-    close_trainer,
-    config_for,
-    gradients,
-    one_update,
-    open_trainer,
-    weights_of,
-)
+from support.trainers import COMPARED, EPSILON, assert_close, close_trainer, config_for, open_trainer
 
 pytestmark = pytest.mark.world
 
@@ -47,10 +38,7 @@ LAYOUTS = {
         4: {"dense": [layout(tp=2, pp=2)], "next": [layout(tp=2, ep=4)]},
     },
     "more": {
-        2: {
-            "dense": [layout(), layout(cp=2, distributed_optimizer=True)],
-            "next": [layout(tp=2), layout(ep=2), layout()],
-        },
+        2: {"dense": [layout(), layout(cp=2, distributed_optimizer=True)], "next": [layout(ep=2), layout()]},
         4: {
             "dense": [layout(tp=2), layout(cp=2), layout(cp=4), layout(tp=2, cp=2), layout(pp=2, cp=2)],
             "next": [layout(**own) for own in FOUR],
@@ -70,7 +58,7 @@ def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, kind
     for size, by_name in (alone | LAYOUTS[kind]).items():
         cases = [(name, own) for name, several in by_name.items() for own in several]
         given = [(checkpoints[n if n == "next" else "dense"], own, LOSSES.get(n, {})) for n, own in cases]
-        per_rank = run_ranks(gradients, size, given, rows, timeout=600)
+        per_rank = run_ranks(trainers.gradients, size, given, rows, timeout=600)
         for number, case in enumerate(cases):
             (moved, metrics), *others = (own[number] for own in per_rank)
             for _, own in others:
@@ -91,7 +79,7 @@ def test_the_fused_head_trains_as_the_logits_do(world, checkpoints):
     for name in ("dense", "tied"):
         chosen = (layout(), {}), *((own, {"fuse_lm_head": True}) for own in (layout(tp=2), layout(pp=2)))
         cases = [(checkpoints[name], own, {"num_steps_per_rollout": 2, **how}) for own, how in chosen]
-        (expected, wanted), *found = gradients(world, cases, sequences(8))
+        (expected, wanted), *found = trainers.gradients(world, cases, sequences(8))
         for moved, metrics in found:
             assert_close(moved, expected, name)
             for own in COMPARED[:6]:
@@ -110,8 +98,9 @@ def test_loss_ratios_and_gradients_are_those_of_autograd_without_the_masked_toke
         rows.append(replace(row, temperature=(0.7, 1, 1.3)[number % 3], rollout_logprobs=engine))
     mean_length = sum(row.weight * row.loss_mask.sum() for row in rows) / sum(row.weight for row in rows)
     variants, hf_dir = ("gspo", "dapo"), checkpoints["dense"]
-    cases = [(hf_dir, layout(), {"loss_variant": own, "old_logprobs": "engine"}) for own in variants]
-    by_rank = run_ranks(gradients, 2, cases, rows)
+    settings = {"old_logprobs": "engine", "max_tokens": 60}  # several micro-batches
+    cases = [(hf_dir, layout(), settings | {"loss_variant": own}) for own in variants]
+    by_rank = run_ranks(trainers.gradients, 2, cases, rows)
     for number, variant in enumerate(variants):
         model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
         loss, gaps = torch.zeros(()), []
@@ -145,14 +134,11 @@ def test_loss_ratios_and_gradients_are_those_of_autograd_without_the_masked_toke
 
 @pytest.mark.world(2)
 def test_in_low_precision_each_rank_has_whole_blocks_of_rows(world):
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.forward_backward import _lay_out_all
-
     parallel.initialize(layout(tp=2), world, seed=0)
     rows, found = sequences(3), []
     for fp8, fp4 in ((None, None), ("hybrid", None), (None, "e2m1")):
         packs = packed([MicroBatch(tuple(range(len(rows))), tuple(rows))])
-        (batch,) = _lay_out_all(packs, world.device, SimpleNamespace(fp8=fp8, fp4=fp4))
+        (batch,) = forward_backward._lay_out_all(packs, world.device, SimpleNamespace(fp8=fp8, fp4=fp4))
         found.append(batch.input_ids_1N.shape[1])
     tokens = sum(row.num_tokens - 1 for row in rows)
     assert found == [tokens + tokens % 2, *[-(-tokens // 256) * 256] * 2]
@@ -163,7 +149,7 @@ def test_the_second_minibatch_is_off_policy(world, checkpoints):
     """Where old and new log-probs are of one policy every ratio is 1, at whatever temperature."""
     rows = [replace(row, temperature=(0.7, 1.0, 1.3)[k % 3]) for k, row in enumerate(sequences(8))]
     for lr in (1e-12, 1e-3):
-        config = config_for(layout(), num_steps_per_rollout=2, lr=lr, eps_adam=1e-8)
+        config = config_for(layout(), num_steps_per_rollout=2, lr=lr, eps_adam=1e-8, log_probs_tokens=60)
         trainer, _, _ = open_trainer(world, checkpoints["dense"], config)
         before, metrics = planned.logprobs(trainer, rows), planned.update(trainer, rows)
         after = planned.logprobs(trainer, rows)
@@ -178,11 +164,12 @@ def test_the_second_minibatch_is_off_policy(world, checkpoints):
 @pytest.mark.world(1)
 def test_a_step_that_is_not_finite_is_not_taken_and_the_next_one_is(world, checkpoints):
     trainer, export, _ = open_trainer(world, checkpoints["dense"], config_for(layout()))
-    rows, before = sequences(4), weights_of(export)
+    rows, before = sequences(4), trainers.weights_of(export)
     for weight, skipped in ((math.nan, True), (0.1, False)):
         rows[0].weight, rows[0].advantage = weight, 1.0
         assert planned.update(trainer, rows)["updates_skipped"] == skipped
-        assert all(tensor.equal(before[name]) for name, tensor in weights_of(export).items()) == skipped
+        after = trainers.weights_of(export)
+        assert all(after[name].equal(own) for name, own in before.items()) == skipped
 
 
 @pytest.mark.world(1)
@@ -205,8 +192,9 @@ def test_corrections_weight_gradients_and_the_loss_that_is_reported(world, check
     loss = sum(-row.weight * row.advantage * own.mean() for row, own in zip(by_hand, tokens, strict=True))
     for variant in ("gspo", "grpo"):
         corrected = config_for(layout(), loss_variant=variant, **CORRECTIONS)
-        before, weights, metrics = one_update(world, hf_dir, corrected, rows)
-        _, wanted, plain = one_update(world, hf_dir, config_for(layout(), loss_variant=variant), by_hand)
+        before, weights, metrics = trainers.one_update(world, hf_dir, corrected, rows)
+        plain = config_for(layout(), loss_variant=variant)
+        _, wanted, plain = trainers.one_update(world, hf_dir, plain, by_hand)
         assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
         scale = max((wanted[name] - before[name]).abs().max() for name in wanted)
         assert max((weights[name] - wanted[name]).abs().max() for name in wanted) <= 2e-4 * scale

@@ -38,6 +38,7 @@ print("asked", stop.requested, flush=True)
 if sys.argv[2] == "goes on":
     time.sleep(20)
 """
+SAYS = "stopping after this step; once more to stop at once\n"
 
 
 @pytest.fixture
@@ -57,10 +58,9 @@ def stopping(tmp_path):
 
 def test_the_first_signal_is_noted_and_a_second_one_stops_at_once(stopping):
     process = stopping("goes on")
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)  # as launchers hand it on: it is the same one
-    assert process.stdout.readline() == "stopping after this step; once more to stop at once\n"
-    assert process.stdout.readline() == "asked True\n"
+    for _ in range(2):  # as launchers hand it on: it is the same one
+        process.send_signal(signal.SIGTERM)
+    assert [process.stdout.readline() for _ in range(2)] == [SAYS, "asked True\n"]
     assert process.poll() is None
     time.sleep(1.1)
     process.send_signal(signal.SIGINT)
@@ -75,8 +75,7 @@ def test_a_signal_cuts_an_evaluation_short(stopping):
 
 
 def test_a_run_goes_on_and_speaks_to_a_file_when_nothing_reads_what_it_says(stopping, tmp_path):
-    stopping_line = "stopping after this step; once more to stop at once\n"
-    for number, told in ((signal.SIGTERM, ""), (signal.SIGHUP, stopping_line)):
+    for number, told in ((signal.SIGTERM, ""), (signal.SIGHUP, SAYS)):
         process = stopping("steps")
         process.stdout.close()  # the reader goes with the terminal
         process.send_signal(number)

@@ -286,13 +286,24 @@ def test_what_was_sampled_before_an_error_is_not_sampled_again(tmp_path, monkeyp
     assert again.engines.asked == []
 
 
-def test_a_budget_stops_a_run_after_the_step_that_spends_it(tmp_path):
+def test_a_budget_stops_a_run_after_the_step_that_spends_it(tmp_path, monkeypatch):
+    """The gradient meter is free."""
+
+    def each(trainers, method, work):
+        return [{"gradient_snr": 1.0}] if method == "measure_gradient" else update(trainers, method, work)
+
     flags = ("--num-rollout", "9", "--budget", "900", "--budget-unit", "tokens", "--no-save")
     flags += ("--lr-decay-style", "constant", "--lr-warmup-fraction", "0")
-    with opened(config_of(tmp_path, *flags)) as run:
-        *before, last = [step.metrics["spent_tokens"] for step in run]
-    assert max(before, default=0) < 900 <= last
-    assert status_of(run.config) == "finished"
+    update, found = Trainers.each, []
+    monkeypatch.setattr(Trainers, "each", each)
+    for name, meter in (("without", ()), ("with", ("--gradient-meter-interval", "1"))):
+        with opened(config_of(tmp_path / name, *flags, *meter)) as run:
+            rows = [step.metrics for step in run]
+        assert status_of(run.config) == "finished"
+        assert all(("gradient_snr" in row) == (name == "with") for row in rows)
+        found.append([row["spent_tokens"] for row in rows])
+    assert found[0] == found[1]
+    assert max(found[0][:-1], default=0) < 900 <= found[0][-1]
 
 
 def test_a_policy_that_diverges_is_stopped(tmp_path, monkeypatch):
