@@ -72,17 +72,6 @@ def test_all_of_a_run_on_one_machine_listens_on_loopback_and_ends_at_a_signal(tm
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
 
 
-def test_a_closed_terminal_loses_no_step(tmp_path, scratch):
-    run_dir = tmp_path / "run"
-    process, started = run_until(run_dir, 1, *LONG, *ONE_TRAINER)
-    process.stdout.close()
-    os.killpg(process.pid, signal.SIGHUP)
-    assert process.wait(100) == 130
-    assert saved_steps(run_dir)[-1] == rows_of(run_dir)[-1]["step"]
-    assert "interrupted: " in (run_dir / "hangup.log").read_text()
-    assert runs.still_running(started) == []
-
-
 def test_a_signal_while_engines_start_ends_the_run_at_once(tmp_path, scratch):
     def has_engines():
         with contextlib.suppress(psutil.Error):  # one that has just ended

@@ -104,12 +104,6 @@ def test_every_sequence_is_planned_once_and_no_rank_could_be_relieved(lengths, r
     assert loads[fullest] - shortest <= min(loads) * (1 + 1e-12)
 
 
-def test_a_sequence_goes_into_the_first_micro_batch_with_room():
-    lengths = [60, 50, 40, 30, 20, 110]
-    (batches,) = planning.cut_shares(planning.deal(lengths, 1, cost), lengths, 100, cost)
-    assert batches == [[5], [0, 2], [1, 3, 4]]  # 110 alone; 60 + 40; 50 + 30 + 20; the costliest first
-
-
 def test_ranks_that_share_sequences_share_the_budget_of_a_micro_batch():
     """Two sequences of 5 tokens, 8 when padded: together on two ranks of 8 each, one by one on ranks of 7."""
     for budget, members in ((8, [2]), (7, [1, 1])):
