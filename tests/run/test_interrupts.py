@@ -97,7 +97,7 @@ def test_a_lost_node_is_waited_for_while_the_run_starts_again_but_not_for_good(m
 
     def trained(*happens):
         """What happens at each opening, in order: an error then, or one in the steps, or the exit status."""
-        left, waits = list(happens), []
+        left, waits = [*happens], []
 
         @contextmanager
         def open_run(config, node_wait, started):
@@ -128,7 +128,6 @@ def test_the_journal_serves_a_run_that_goes_on_though_its_devices_have_decided_s
     asked = Config()
     run = SimpleNamespace(config=on_device(asked, on_gpu=False, has_delta_nets=True))
     again = on_cluster.going_on(run, asked)
-    assert again.run.load == run.config.run.run_dir
-    assert again.model.bf16 is False
+    assert (again.run.load, again.model.bf16) == (run.config.run.run_dir, False)
     assert run.config.rollout.vllm_dtype == "bfloat16"
     assert sampling_settings(again) == sampling_settings(asked)

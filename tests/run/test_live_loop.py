@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -101,16 +100,16 @@ def test_no_sample_is_older_than_staleness_allows_and_some_are_as_old(flags, bou
         for sample in (sample for group in groups for sample in group.samples)
         for version, _ in sample.tokens_by_version()
     }
-    assert max(ages) == bound
     assert min(ages) >= 0
+    assert max(ages) == bound
 
 
 def test_a_journal_of_other_settings_is_not_used_and_a_line_names_them(tmp_path):
     with live_run(config_of(tmp_path, *EVERY_TWO)) as killed:
         killed.take(3)
     with ExitStack() as stack:
-        warmer = replace(killed.run.config.rollout, rollout_temperature=0.9)
-        _, recovered = open_journal(replace(killed.run.config, rollout=warmer), 2, stack)
+        warmer = config_of(tmp_path, *EVERY_TWO, "--rollout-temperature", "0.9")
+        _, recovered = open_journal(warmer, 2, stack)
     assert (recovered.batches, recovered.samples) == ((), {})
     assert "after step 2 is not used, since rollout_temperature changed" in recovered.notes[0]
 
@@ -122,8 +121,7 @@ def test_a_run_that_goes_on_takes_up_the_order_of_data_where_it_was(whole, journ
     assert list(map(indices, steps.groups)) == list(map(indices, undisturbed.groups[2:]))
     for group, other in zip(steps.all_groups, undisturbed.all_groups[2 * 4 :], strict=True):
         for sample, before in zip(group.samples, other.samples, strict=True):
-            assert sample.token_ids.tolist() == before.token_ids.tolist()
-            assert sample.reward == before.reward
+            assert (sample.token_ids.tolist(), sample.reward) == (before.token_ids.tolist(), before.reward)
     if journal == "kept":
         assert all_of(steps.groups[0]) == all_of(killed.groups[2])
         assert steps.trainers.updates[0] == killed.trainers.updates[2]
@@ -182,13 +180,11 @@ def test_a_step_that_the_journal_has_lost_ends_the_run_and_is_named(tmp_path):
 
 @pytest.mark.parametrize("operator", ["compare-and-correct", RESET_GROUPS])
 def test_a_run_whose_operator_asks_for_more_samples_finishes_with_its_summary(tmp_path, operator):
-    flags = ("--ibpo-operator", operator, "--ibpo-corrections", "2", "--num-rollout", "1", "--no-save")
-    with live_run(config_of(tmp_path, *flags)) as steps:
-        steps.take(1)
-        assert any(group.corrections for group in steps.groups[0])
-        steps.run.finish("finished")
+    config = config_of(tmp_path, "--ibpo-operator", operator, "--num-rollout", "1", "--no-save")
+    with opened(config) as run:
+        assert any(group.corrections for step in run for group in step.groups)
+    assert status_of(config) == "finished"
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "finished"
     assert (summary["break_even"] is None) == (operator != "compare-and-correct")
 
 
@@ -199,14 +195,12 @@ def test_all_prompts_are_played_in_the_environment_of_the_run_or_in_their_own(tm
     (tmp_path / "whole.py").write_text("def extract_answer(response): return response\nscore = None")
     flags = ("--rm-type", f"{tmp_path / 'whole.py'}:score", "--rollout-max-context-len", "128")
     flags += ("--eval-prompt-data", str(tmp_path / "held_out.jsonl"), "--eval-num-prompts", "2")
-    data = open_run_data(config_of(tmp_path, *flags, "--environment", "a:Game"))
-    (evaluated,) = data.eval_sets
-    assert [prompt.metadata for prompt in evaluated.prompts] == [{"environment": "a:Game"}, own]
-    assert evaluated.answer is None, "the environment scores"
-    assert {prompt.metadata["environment"] for prompt in data.prompts.batch(0, 4)} == {"a:Game"}
-    (without,) = open_run_data(config_of(tmp_path, *flags)).eval_sets
-    assert without.prompts[0].metadata == {}
-    assert without.answer is not None
+    for game, metadata in ((("--environment", "a:Game"), {"environment": "a:Game"}), ((), {})):
+        data = open_run_data(config_of(tmp_path, *flags, *game))
+        (evaluated,) = data.eval_sets
+        assert [prompt.metadata for prompt in evaluated.prompts] == [metadata, own]
+        assert (evaluated.answer is None) == bool(game), "the environment scores"
+        assert data.prompts.batch(0, 1)[0].metadata == metadata
 
 
 TWO = ("--num-rollout", "2", "--save-interval", "1")  # of runs that are stepped from Python
@@ -237,12 +231,11 @@ def test_a_step_is_its_row_its_samples_and_its_sequences(tmp_path):
     with opened(config) as run:
         steps = list(run)
     assert run.rows == [step.metrics for step in steps] == read_rows(tmp_path / "metrics.jsonl")
-    assert [step.metrics["step"] for step in steps] == [1, 2]
     for step in steps:
         rewards = [response.reward for group in step.groups for response in group.responses]
         assert step.metrics["reward"] == pytest.approx(sum(rewards) / len(rewards))
         assert {sequence.prompt_index for sequence in step.sequences} == {g.prompt.index for g in step.groups}
-    assert status_of(config) == "finished"
+    assert (rows_of(config), status_of(config)) == ([("step", 1), ("step", 2)], "finished")
     with pytest.raises(ValueError, match="this run is closed"):
         next(run)
 
@@ -326,8 +319,8 @@ def test_a_recipe_takes_settings_as_flags_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = "examples/recipes/small_cpu.yaml"
     config = mi.load_recipe(recipe, run_dir="a", num_rollout=2, ibpo_lambda=0.3, eval_num_prompts=0)
-    flags = "--run-dir a --num-rollout 2 --ibpo-lambda 0.3 --eval-num-prompts 0"
-    assert config == mi.parse_config(["--config", str(ROOT / recipe), *flags.split()])
+    flags = f"--config {ROOT / recipe} --run-dir a --num-rollout 2 --ibpo-lambda 0.3 --eval-num-prompts 0"
+    assert config == mi.parse_config(flags.split())
     files = mi.load_recipe(recipe, prompt_data=("b.jsonl", "c.jsonl")).data.prompt_data
     assert files == (str(tmp_path / "b.jsonl"), str(tmp_path / "c.jsonl"))
     with pytest.raises(mi.ConfigError, match="num_rollout: 'two' is not a whole number"):
@@ -335,9 +328,8 @@ def test_a_recipe_takes_settings_as_flags_do(tmp_path, monkeypatch):
 
 
 def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path):
-    config = config_of(tmp_path / "run", "--num-steps-per-rollout", "3", "--eps-clip", "2")
     with pytest.raises(mi.ConfigError, match="--num-steps-per-rollout"):
-        mi.open_run(config)
+        mi.open_run(config_of(tmp_path / "run", "--num-steps-per-rollout", "3", "--eps-clip", "2"))
     assert not (tmp_path / "run").exists()
     (tmp_path / "empty").mkdir()
     config = config_of(tmp_path / "run", "--load", str(tmp_path / "empty"))

@@ -61,8 +61,8 @@ def test_settings_of_sampling_have_no_effect_and_are_named_and_what_only_rl_can_
 
 
 def test_prompts_without_responses_are_refused_before_a_trainer_starts(tmp_path):
-    flags = flags_for("reasoning_gym://chain_sum", "--num-rollout", "1", "--run-dir", str(tmp_path / "run"))
-    config = parse_config((*flags, "--rollout-backend", "lean"))
+    flags = ("--run-dir", str(tmp_path / "run"), "--rollout-backend", "lean")
+    config = parse_config(flags_for("reasoning_gym://chain_sum", *flags))
     with pytest.raises(DataError, match="chain_sum has prompts without responses"), open_supervised(config):
         pass
     assert not (tmp_path / "run").exists()
