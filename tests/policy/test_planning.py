@@ -1,7 +1,6 @@
 """Every sequence travels once, to one rank, and is packed there; importance corrections of what is packed."""
 
 import math
-import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -110,19 +109,6 @@ def test_ranks_that_share_sequences_share_the_budget_of_a_micro_batch():
         config = config_for(layout(cp=2), max_tokens=budget)
         (share,) = plan_forward([made([5], [4, 3, 2, 2])] * 2, config, 1, cost).shares
         assert [len(batch.members) for batch in share] == members
-
-
-def test_arrays_travel_once_for_both_cuts_and_are_not_copied_into_the_pickle():
-    rows = [made(response=list(range(2, 60)) * 100, group=group) for group in range(4)]
-    (share,) = plan_update(rows, config_for(layout(), log_probs_tokens=10**6), 1, cost).shares
-    cut, buffers = share[0].cut, []
-    head = pickle.dumps(cut, protocol=5, buffer_callback=buffers.append)
-    assert len(head) < 5000
-    sent = [s for batch in cut.micro_batches for s in batch.sequences]
-    arrays = [own for s in sent for own in (s.prompt_token_ids, s.response_token_ids, s.loss_mask)]
-    assert sum(buffer.raw().nbytes for buffer in buffers) == sum(own.nbytes for own in arrays)
-    (found, *_) = pickle.loads(head, buffers=buffers).forward_batches[0].sequences
-    assert np.array_equal(found.response_token_ids, rows[0].response_token_ids)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=50), st.integers(1, 4))

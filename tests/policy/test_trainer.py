@@ -33,34 +33,34 @@ LOSSES = {
 SHARDED = layout(distributed_optimizer=True)
 OFF_POLICY = [SHARDED, layout(cp=2), layout(pp=2)]
 FOUR = {"cp": 4}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}, {"pp": 2, "cp": 2}, {"tp": 2, "cp": 2, "ep": 4}
-LAYOUTS = {
-    "each kind": {
-        2: {
-            "dense": [layout(tp=2), layout(pp=2), layout(cp=2), SHARDED],
-            "next": [layout(tp=2, ep=2), layout(tp=2, etp=2), layout(pp=2), layout(cp=2, ep=2)],
-            "engine": OFF_POLICY, "corrected": OFF_POLICY,
-        },
-        4: {"dense": [layout(tp=2, pp=2)], "next": [layout(tp=2, ep=4)]},
+EACH_KIND = {
+    2: {
+        "dense": [layout(tp=2), layout(pp=2), layout(cp=2), SHARDED],
+        "next": [layout(tp=2, ep=2), layout(tp=2, etp=2), layout(pp=2), layout(cp=2, ep=2)],
+        "engine": OFF_POLICY, "corrected": OFF_POLICY,
     },
-    "more": {
-        2: {"dense": [layout(), layout(cp=2, distributed_optimizer=True)], "next": [layout(ep=2), layout()]},
-        4: {
-            "dense": [layout(tp=2), layout(cp=2), layout(cp=4), layout(tp=2, cp=2), layout(pp=2, cp=2)],
-            "next": [layout(**own) for own in FOUR],
-            "engine": [layout(tp=2, pp=2)], "corrected": [layout(tp=2, pp=2)],
-        },
+    4: {"dense": [layout(tp=2, pp=2)], "next": [layout(tp=2, ep=4)]},
+}  # fmt: skip
+MORE = {
+    2: {
+        "dense": [layout(), layout(cp=2, distributed_optimizer=True)],
+        "next": [layout(tp=2), layout(ep=2), layout()],
+    },
+    4: {
+        "dense": [layout(tp=2), layout(cp=2), layout(cp=4), layout(tp=2, cp=2), layout(pp=2, cp=2)],
+        "next": [layout(**own) for own in FOUR],
+        "engine": [layout(tp=2, pp=2)], "corrected": [layout(tp=2, pp=2)],
     },
 }  # fmt: skip
-"""By ranks, and model or loss: layouts that together take apart what can be taken apart."""
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("kind", ["each kind", pytest.param("more", marks=pytest.mark.slow)])
-def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, kind):
-    """Shares are uneven at DP2."""
+@pytest.mark.parametrize("layouts", [EACH_KIND, pytest.param(MORE, marks=pytest.mark.slow)])
+def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, layouts):
+    """By ranks, and model or loss. Shares are uneven at DP2."""
     rows, found = sequences(), {}
     alone = {1: {name: [layout()] for name in ("dense", "next", *LOSSES)}}
-    for size, by_name in (alone | LAYOUTS[kind]).items():
+    for size, by_name in (alone | layouts).items():
         cases = [(name, own) for name, several in by_name.items() for own in several]
         given = [(checkpoints[n if n == "next" else "dense"], own, LOSSES.get(n, {})) for n, own in cases]
         per_rank = run_ranks(trainers.gradients, size, given, rows, timeout=600)
