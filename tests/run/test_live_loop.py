@@ -180,11 +180,13 @@ def test_a_step_that_the_journal_has_lost_ends_the_run_and_is_named(tmp_path):
 
 @pytest.mark.parametrize("operator", ["compare-and-correct", RESET_GROUPS])
 def test_a_run_whose_operator_asks_for_more_samples_finishes_with_its_summary(tmp_path, operator):
-    config = config_of(tmp_path, "--ibpo-operator", operator, "--num-rollout", "1", "--no-save")
-    with opened(config) as run:
-        assert any(group.corrections for step in run for group in step.groups)
-    assert status_of(config) == "finished"
+    flags = ("--ibpo-operator", operator, "--num-rollout", "1", "--no-save")
+    with live_run(config_of(tmp_path, *flags)) as steps:
+        steps.take(1)
+        assert any(group.corrections for group in steps.groups[0])
+        steps.run.finish("finished")
     summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "finished"
     assert (summary["break_even"] is None) == (operator != "compare-and-correct")
 
 
