@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from study_rewards import score
 from study_tasks import STUDY_TASKS, Noise, pairs, steps_of
+from tiny_tokenizer import make_tiny_tokenizer
 
+TOKENIZER = make_tiny_tokenizer()
 TARGET = {"target": 31, "terms": 5, "first": 5, "banned": [4, 7]}
 SUMS = {"pairs": [[38, "+", 7], [91, "-", 5], [26, "+", 1], [40, "-", 8]]}
 CHAIN = {"left": 47, "right": 52, "terms": [3, 8, 1, 9, 4, 2, 6, 5]}
@@ -45,6 +47,7 @@ def test_who_has_no_misconception_mends_every_step_or_compares_with_skill_1_is_r
     assert steps_of("".join(steps)) == steps
     assert [task.mended(question, steps[:place], step) for place, step in enumerate(steps)] == steps
     candidate, mended = task.solution(question, rng, noise), []
+    assert TOKENIZER.unk_token_id not in TOKENIZER(task.text(question) + "".join(candidate))["input_ids"]
     for step in candidate:
         mended.append(task.mended(question, mended, step))
     assert judged(kind, question, "".join(mended)) == 1

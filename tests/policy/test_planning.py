@@ -12,22 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.config import Config, ConfigError, LossConfig
+from megatron_ibpo.policy import planning
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics, is_rejected
 from megatron_ibpo.policy.packing import ALONE, Context, lay_out, pack
-from megatron_ibpo.policy.planning import (
-    MicroBatch,
-    cut_shares,
-    data_parallel_rank,
-    deal,
-    merge_parts,
-    plan_forward,
-    plan_measure,
-    plan_update,
-    plan_value_update,
-    split_minibatches,
-    update_metrics,
-    weighted_mean_length,
-)
+from megatron_ibpo.policy.planning import MicroBatch, plan_forward, plan_measure, plan_update
 from megatron_ibpo.run.checks import check_settings
 from support.layouts import layout
 from support.planned import cost
@@ -77,10 +65,10 @@ def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
     assert batch.input_ids_1N.tolist() == [[7, 1, 60, 61]]
     assert batch.rows.targets_N.tolist() == [1, 60, 61, 2]
     assert batch.rows.response_mask_N.tolist() == [1, 0, 0, 1]
-    assert weighted_mean_length([row]) == 2
+    assert planning.weighted_mean_length([row]) == 2
     told = {"sequences_trained": 2, "sequences_without_advantage": 1}
     told |= {"tokens_trained": 1 + 2 + 3 + 2, "tokens_trained_corrections": 3 + 2}
-    assert update_metrics([row, made(advantage=0.0), made(kind="correction")]) == told
+    assert planning.update_metrics([row, made(advantage=0.0), made(kind="correction")]) == told
 
 
 def test_what_is_given_by_token_lies_on_the_response_rows():
@@ -99,10 +87,10 @@ def test_what_is_given_by_token_lies_on_the_response_rows():
 @given(st.lists(st.integers(2, 300), max_size=60), st.integers(1, 5), st.integers(50, 400), st.integers(1, 5))
 def test_every_sequence_is_planned_once_and_no_rank_could_be_relieved(lengths, ranks, max_tokens, multiple):
     """Micro-batches of nothing fill up to what an interleaved schedule takes."""
-    shares = deal(lengths, ranks, cost)
-    plan = cut_shares(shares, lengths, max_tokens, cost)
+    shares = planning.deal(lengths, ranks, cost)
+    plan = planning.cut_shares(shares, lengths, max_tokens, cost)
     assert sorted(i for batches in plan for batch in batches for i in batch) == list(range(len(lengths)))
-    filled = cut_shares(shares, lengths, max_tokens, cost, multiple)
+    filled = planning.cut_shares(shares, lengths, max_tokens, cost, multiple)
     most = -(-len(plan[0]) // multiple) * multiple
     assert filled == [[*batches, *[[]] * (most - len(plan[0]))] for batches in plan]
     for batches in plan:
@@ -117,15 +105,15 @@ def test_every_sequence_is_planned_once_and_no_rank_could_be_relieved(lengths, r
 
 def test_ranks_that_share_sequences_share_the_budget_of_a_micro_batch():
     """Two sequences of 5 tokens, 8 when padded: together on two ranks of 8 each, one by one on ranks of 7."""
-    rows = [made([5], [4, 3, 2, 2]) for _ in range(2)]
     for budget, members in ((8, [2]), (7, [1, 1])):
-        (share,) = plan_forward(rows, config_for(layout(cp=2), max_tokens=budget), 1, cost).shares
+        config = config_for(layout(cp=2), max_tokens=budget)
+        (share,) = plan_forward([made([5], [4, 3, 2, 2])] * 2, config, 1, cost).shares
         assert [len(batch.members) for batch in share] == members
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=50), st.integers(1, 4))
 def test_minibatches_hold_whole_groups_and_average_over_their_own(groups, count):
-    minibatches = split_minibatches([made(group=g, weight=1.0) for g in groups], count)
+    minibatches = planning.split_minibatches([made(group=g, weight=1.0) for g in groups], count)
     assert len(minibatches) == count
     homes = [{s.group for s in part} for part in minibatches]
     assert sum(len(home) for home in homes) == len(set(groups))
@@ -150,7 +138,7 @@ def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, rank
     # its mean is 0, and it is trained on where its tokens differ
     rows = [*rows, made(advantage=0.0, token_advantages=[1.0, -1.0], rollout_logprobs=[-1.0, -1.0])]
     plan = plan_update(rows, config, ranks, cost)
-    parts = split_minibatches(rows, steps)
+    parts = planning.split_minibatches(rows, steps)
     live = [
         [s for s in p if s.loss_mask.any() and (s.advantage or s.token_advantages is not None)] for p in parts
     ]
@@ -177,7 +165,7 @@ def test_a_token_mean_divides_by_the_weighted_length_of_the_whole_minibatch():
     """(1/2 · 4 + 1/4 · 2 + 1/4 · 1) / 1, one sequence without advantage, one with a hole in its mask."""
     rows = [made(response=[1, 2, 3, 4]), made(weight=0.25, advantage=0.0)]
     rows.append(made(response=[1, 2, 3], weight=0.25, loss_mask=[False, True, False]))
-    assert weighted_mean_length([]) == 1.0
+    assert planning.weighted_mean_length([]) == 1.0
     plan = plan_update(rows, config_for(layout()), 2, cost)
     assert [share[0].mean_length for share in plan.shares] == [2.75, 2.75]
 
@@ -195,22 +183,23 @@ def test_blocks_of_prompts_count_those_without_advantage():
 
 
 def test_what_ranks_found_comes_back_in_order():
-    assert merge_parts([[(2, "c")], [], [(0, "a"), (1, "b")]], 3) == ["a", "b", "c"]
+    assert planning.merge_parts([[(2, "c")], [], [(0, "a"), (1, "b")]], 3) == ["a", "b", "c"]
     with pytest.raises(ValueError, match="no rank reported on 1 of 2 sequences; the first is 0"):
-        merge_parts([[(1, "b")]], 2)
+        planning.merge_parts([[(1, "b")]], 2)
 
 
 def test_ranks_are_counted_tensor_parallel_first_and_pipeline_last():
-    for tp, cp, pp, world in ((1, 1, 1, 4), (2, 1, 1, 4), (1, 1, 2, 4), (2, 1, 2, 8), (2, 2, 2, 16)):
-        ranks = [data_parallel_rank(rank, layout(tp=tp, cp=cp, pp=pp), world) for rank in range(world)]
+    for tp, cp, pp, world in ((1, 1, 1, 4), (2, 1, 2, 8), (2, 2, 2, 16)):
+        own = layout(tp=tp, cp=cp, pp=pp)
         once = [share for share in range(world // (tp * cp * pp)) for _ in range(tp * cp)]
-        assert ranks == once * pp
+        assert [planning.data_parallel_rank(rank, own, world) for rank in range(world)] == once * pp
 
 
 def test_a_rank_is_sent_only_what_it_reads():
     names = ("token_weights", "rollout_logprobs", "returns", "values")
     row, config = made(**{name: [0.5, 1.0] for name in names}), config_for(layout())
-    for plan, reads in ((plan_update, names[:2]), (plan_value_update, names[2:]), (plan_forward, ())):
+    of_critic = planning.plan_value_update
+    for plan, reads in ((plan_update, names[:2]), (of_critic, names[2:]), (plan_forward, ())):
         (part,) = plan([row], config, 1, cost).shares[0]
         (sent,) = (part if plan == plan_forward else part.cut.micro_batches[0]).sequences
         assert tuple(name for name in names if getattr(sent, name) is not None) == reads
@@ -228,7 +217,7 @@ def test_a_sequence_that_lacks_what_is_read_is_refused():
         (plan_update, {"prompt": []}, config, "sequence 0 has no prompt"),
         (plan_update, {}, config, "--use-tis and --sequence-rejection: 1 sequences have no log-probs"),
         (plan_update, {}, engine, "--old-logprobs engine: 1 sequences have no log-probs"),
-        (plan_value_update, {}, config, "the critic needs returns and old values"),
+        (planning.plan_value_update, {}, config, "the critic needs returns and old values"),
         (plan_forward, {"loss_mask": [True] * 3}, config, "loss_mask has 3 entries for 2 response tokens"),
         (plan_forward, {"returns": [1.0] * 3}, config, "returns has 3 entries for 2 response tokens"),
     ):
@@ -289,12 +278,10 @@ def test_how_sequences_are_cut_into_micro_batches_changes_nothing(ratios):
 
 
 def test_corrections_that_contradict_each_other_are_refused():
-    bounds = "must be two bounds LOW HIGH with 0 <= LOW < 1 < HIGH"
     for settings, says in (
         ({"use_tis": True, "icepop": (0.5, 5.0)}, "--use-tis and --icepop both weight tokens"),
         ({"use_tis": True, "old_logprobs": "engine"}, "--use-tis cannot be combined with --old-logprobs"),
-        ({"icepop": (0.5, 5.0, 6.0)}, f"--icepop: {bounds}"),
-        ({"sequence_rejection": (1.1, 2.0)}, f"--sequence-rejection: {bounds}"),
+        ({"icepop": (1.1, 2.0)}, "--icepop: must be two bounds LOW HIGH with 0 <= LOW < 1 < HIGH"),
         ({"sequence_rejection": (0.9, math.inf)}, "--sequence-rejection: must be a finite number"),
     ):
         with pytest.raises(ConfigError, match=says):

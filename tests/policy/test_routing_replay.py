@@ -20,7 +20,7 @@ from support.layouts import layout
 from support.ranks import run_ranks
 from support.tiny_models import make_glm4_moe, make_gpt_oss
 from support.train_sequences import sequences
-from support.trainers import all_updated, close_trainer, open_trainer, replaying, updated, weights_of
+from support.trainers import all_updated, close_trainer, open_trainer, replaying, updated
 
 LAYERS, EXPERTS, K = 4, 4, 2  # of the tiny Qwen3-Next
 
@@ -142,22 +142,14 @@ def test_choices_are_replayed_alike_under_every_layout_and_recomputed(checkpoint
                 assert own_metrics[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), (chosen, name)
 
 
-def second_step(world, hf_dir, rows, parallel, cases):
-    found = []
-    for case in cases:
-        settings = {"max_tokens": 60, "num_steps_per_rollout": 2, "lr": 0.05, "eps_adam": 1e-8, **case}
-        trainer, export, _ = open_trainer(world, hf_dir, replaying(parallel, rollout=False, **settings))
-        found.append((planned.update(trainer, rows), weights_of(export)))
-        close_trainer()
-    return found
-
-
 @pytest.mark.world
 def test_an_update_replays_the_pass_for_its_old_log_probs(checkpoints):
     """Cut otherwise than the update, so that rows lie elsewhere and on other ranks."""
     rows = [row for row in sequences(10) if row.advantage]
+    steps = {"rollout": False, "max_tokens": 60, "num_steps_per_rollout": 2, "lr": 0.05, "eps_adam": 1e-8}
     cases = [{"own": False}, {"own": True, "log_probs_tokens": 90}, {"own": True, "log_probs_tokens": 1}]
-    alone, whole, single = run_ranks(second_step, 1, checkpoints["next"], rows, layout(), cases)[0]
+    configs = [replaying(**steps, **case) for case in cases]
+    alone, whole, single = run_ranks(all_updated, 1, checkpoints["next"], configs, rows)[0]
     assert alone[0]["updates_skipped"] == whole[0]["updates_skipped"] == 0
     assert whole[0]["routing_changed"] > 0, "the weights have moved"
     # the first mini-batch, of the groups 0 and 1, has no pass before it
@@ -166,8 +158,9 @@ def test_an_update_replays_the_pass_for_its_old_log_probs(checkpoints):
     assert whole[0]["routing_live"] == pytest.approx(share)
     assert gap(whole[1], alone[1]) > 0
     assert whole[0]["loss"] == pytest.approx(single[0]["loss"], rel=1e-4)
-    found = run_ranks(second_step, 2, checkpoints["next"], rows, layout(tp=2, ep=2), cases[1:])[0]
-    for (own, _), (wanted, _) in zip(found, (whole, single), strict=True):
+    configs = [replaying(layout(tp=2, ep=2), **steps, **case) for case in cases[1:]]
+    found = run_ranks(all_updated, 2, checkpoints["next"], configs, rows)[0]
+    for (own, *_), (wanted, *_) in zip(found, (whole, single), strict=True):
         for name in ("routing_changed", "routing_live"):
             assert own[name] == pytest.approx(wanted[name], abs=0.01)
         assert own["ratio_max"] == pytest.approx(wanted["ratio_max"], rel=1e-2)

@@ -47,7 +47,7 @@ def test_the_rate_rises_in_a_line_and_falls_as_the_schedule_says(world, checkpoi
         "linear": lambda passed: 1 - 0.9 * passed,
         "constant": lambda passed: 1.0,
     }
-    for style, warmup in (("cosine", 3), ("linear", 3), ("constant", 3), ("cosine", 0)):
+    for style, warmup in (("cosine", 3), ("linear", 0), ("constant", 3)):
         config = scheduled(style, warmup / UPDATES, num_steps_per_rollout=2, **SMALL)
         trainer, _, _ = open_trainer(world, checkpoints["dense"], config)
         found = [planned.update(trainer, ROWS)["learning_rate"] for _ in range(UPDATES // 2)]
@@ -123,9 +123,7 @@ def test_gradients_reduced_during_the_backward_pass_are_the_same(world, checkpoi
         assert (len(trainer.chunks[0].bucket_groups) > 4) == overlap
         found.append(([planned.update(trainer, ROWS)["grad_norm"] for _ in range(2)], weights_of(export)))
         close_trainer()
-    (norms, weights), (other_norms, others) = found
-    assert other_norms == pytest.approx(norms, rel=1e-6)
-    assert all(torch.allclose(others[name], own, atol=1e-6) for name, own in weights.items())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.world(2)
@@ -184,7 +182,6 @@ def test_what_an_optimizer_needs_is_said_before_anything_starts():
         f"{precise} --use-distributed-optimizer --bf16 False": "needs bfloat16 weights",
         "--optimizer-cpu-offload": "needs --use-precision-aware-optimizer",
         f"{gathers} --overlap-grad-reduce": "gather: needs --use-distributed-optimizer",
-        f"{gathers} --use-distributed-optimizer": "gather: needs --use-distributed-optimizer",
     }.items():
         with pytest.raises(ConfigError, match=says):
             check_run(parse_config([*flags.split(), "--dry-run"]))

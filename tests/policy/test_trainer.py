@@ -1,4 +1,4 @@
-"""The trainer computes the same under every layout, what autograd computes, and takes no bad step."""
+"""The trainer computes the same under every layout, interleaved pipelines too, and what autograd computes."""
 
 import math
 from dataclasses import replace
@@ -8,23 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.plan.memory import rank_memory
+from megatron_ibpo.plan.parameter_count import take_census
+from megatron_ibpo.policy import forward_backward, parallel
+from megatron_ibpo.policy.overrides import check_overrides, micro_batch_multiple, model_chunks
 from megatron_ibpo.policy.packing import packed
-from megatron_ibpo.policy.planning import MicroBatch
-from support import planned
+from megatron_ibpo.policy.planning import MicroBatch, empty_micro_batches, plan_update
+from support import planned, trainers
+from support.critics import critic_config, open_critic, rows_with_returns
 from support.layouts import layout
 from support.ranks import run_ranks
 from support.train_sequences import sequences, with_holes
-from support.trainers import (
-    COMPARED,
-    EPSILON,
-    assert_close,
-    close_trainer,
-    config_for,
-    gradients,
-    one_update,
-    open_trainer,
-    weights_of,
-)
+from support.trainers import COMPARED, EPSILON, LR, assert_close, close_trainer, config_for, open_trainer
 
 pytestmark = pytest.mark.world
 
@@ -37,40 +33,37 @@ LOSSES = {
 SHARDED = layout(distributed_optimizer=True)
 OFF_POLICY = [SHARDED, layout(cp=2), layout(pp=2)]
 FOUR = {"cp": 4}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}, {"pp": 2, "cp": 2}, {"tp": 2, "cp": 2, "ep": 4}
-LAYOUTS = {
-    "each kind": {
-        2: {
-            "dense": [layout(tp=2), layout(pp=2), layout(cp=2), SHARDED],
-            "next": [layout(tp=2, ep=2), layout(tp=2, etp=2), layout(pp=2), layout(cp=2, ep=2)],
-            "engine": OFF_POLICY, "corrected": OFF_POLICY,
-        },
-        4: {"dense": [layout(tp=2, pp=2)], "next": [layout(tp=2, ep=4)]},
+EACH_KIND = {
+    2: {
+        "dense": [layout(tp=2), layout(pp=2), layout(cp=2), SHARDED],
+        "next": [layout(tp=2, ep=2), layout(tp=2, etp=2), layout(pp=2), layout(cp=2, ep=2)],
+        "engine": OFF_POLICY, "corrected": OFF_POLICY,
     },
-    "more": {
-        2: {
-            "dense": [layout(), layout(cp=2, distributed_optimizer=True)],
-            "next": [layout(tp=2), layout(ep=2), layout()],
-        },
-        4: {
-            "dense": [layout(tp=2), layout(cp=2), layout(cp=4), layout(tp=2, cp=2), layout(pp=2, cp=2)],
-            "next": [layout(**own) for own in FOUR],
-            "engine": [layout(tp=2, pp=2)], "corrected": [layout(tp=2, pp=2)],
-        },
+    4: {"dense": [layout(tp=2, pp=2)], "next": [layout(tp=2, ep=4)]},
+}  # fmt: skip
+MORE = {
+    2: {
+        "dense": [layout(), layout(cp=2, distributed_optimizer=True)],
+        "next": [layout(tp=2), layout(ep=2), layout()],
+    },
+    4: {
+        "dense": [layout(tp=2), layout(cp=2), layout(cp=4), layout(tp=2, cp=2), layout(pp=2, cp=2)],
+        "next": [layout(**own) for own in FOUR],
+        "engine": [layout(tp=2, pp=2)], "corrected": [layout(tp=2, pp=2)],
     },
 }  # fmt: skip
-"""By ranks, and model or loss: layouts that together take apart what can be taken apart."""
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("kind", ["each kind", pytest.param("more", marks=pytest.mark.slow)])
-def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, kind):
-    """Shares are uneven at DP2."""
+@pytest.mark.parametrize("layouts", [EACH_KIND, pytest.param(MORE, marks=pytest.mark.slow)])
+def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, layouts):
+    """By ranks, and model or loss. Shares are uneven at DP2."""
     rows, found = sequences(), {}
     alone = {1: {name: [layout()] for name in ("dense", "next", *LOSSES)}}
-    for size, by_name in (alone | LAYOUTS[kind]).items():
+    for size, by_name in (alone | layouts).items():
         cases = [(name, own) for name, several in by_name.items() for own in several]
         given = [(checkpoints[n if n == "next" else "dense"], own, LOSSES.get(n, {})) for n, own in cases]
-        per_rank = run_ranks(gradients, size, given, rows, timeout=600)
+        per_rank = run_ranks(trainers.gradients, size, given, rows, timeout=600)
         for number, case in enumerate(cases):
             (moved, metrics), *others = (own[number] for own in per_rank)
             for _, own in others:
@@ -91,7 +84,7 @@ def test_the_fused_head_trains_as_the_logits_do(world, checkpoints):
     for name in ("dense", "tied"):
         chosen = (layout(), {}), *((own, {"fuse_lm_head": True}) for own in (layout(tp=2), layout(pp=2)))
         cases = [(checkpoints[name], own, {"num_steps_per_rollout": 2, **how}) for own, how in chosen]
-        (expected, wanted), *found = gradients(world, cases, sequences(8))
+        (expected, wanted), *found = trainers.gradients(world, cases, sequences(8))
         for moved, metrics in found:
             assert_close(moved, expected, name)
             for own in COMPARED[:6]:
@@ -110,8 +103,9 @@ def test_loss_ratios_and_gradients_are_those_of_autograd_without_the_masked_toke
         rows.append(replace(row, temperature=(0.7, 1, 1.3)[number % 3], rollout_logprobs=engine))
     mean_length = sum(row.weight * row.loss_mask.sum() for row in rows) / sum(row.weight for row in rows)
     variants, hf_dir = ("gspo", "dapo"), checkpoints["dense"]
-    cases = [(hf_dir, layout(), {"loss_variant": own, "old_logprobs": "engine"}) for own in variants]
-    by_rank = run_ranks(gradients, 2, cases, rows)
+    settings = {"old_logprobs": "engine", "max_tokens": 60}  # several micro-batches
+    cases = [(hf_dir, layout(), settings | {"loss_variant": own}) for own in variants]
+    by_rank = run_ranks(trainers.gradients, 2, cases, rows)
     for number, variant in enumerate(variants):
         model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
         loss, gaps = torch.zeros(()), []
@@ -145,14 +139,11 @@ def test_loss_ratios_and_gradients_are_those_of_autograd_without_the_masked_toke
 
 @pytest.mark.world(2)
 def test_in_low_precision_each_rank_has_whole_blocks_of_rows(world):
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.forward_backward import _lay_out_all
-
     parallel.initialize(layout(tp=2), world, seed=0)
     rows, found = sequences(3), []
     for fp8, fp4 in ((None, None), ("hybrid", None), (None, "e2m1")):
         packs = packed([MicroBatch(tuple(range(len(rows))), tuple(rows))])
-        (batch,) = _lay_out_all(packs, world.device, SimpleNamespace(fp8=fp8, fp4=fp4))
+        (batch,) = forward_backward._lay_out_all(packs, world.device, SimpleNamespace(fp8=fp8, fp4=fp4))
         found.append(batch.input_ids_1N.shape[1])
     tokens = sum(row.num_tokens - 1 for row in rows)
     assert found == [tokens + tokens % 2, *[-(-tokens // 256) * 256] * 2]
@@ -163,7 +154,7 @@ def test_the_second_minibatch_is_off_policy(world, checkpoints):
     """Where old and new log-probs are of one policy every ratio is 1, at whatever temperature."""
     rows = [replace(row, temperature=(0.7, 1.0, 1.3)[k % 3]) for k, row in enumerate(sequences(8))]
     for lr in (1e-12, 1e-3):
-        config = config_for(layout(), num_steps_per_rollout=2, lr=lr, eps_adam=1e-8)
+        config = config_for(layout(), num_steps_per_rollout=2, lr=lr, eps_adam=1e-8, log_probs_tokens=60)
         trainer, _, _ = open_trainer(world, checkpoints["dense"], config)
         before, metrics = planned.logprobs(trainer, rows), planned.update(trainer, rows)
         after = planned.logprobs(trainer, rows)
@@ -178,11 +169,12 @@ def test_the_second_minibatch_is_off_policy(world, checkpoints):
 @pytest.mark.world(1)
 def test_a_step_that_is_not_finite_is_not_taken_and_the_next_one_is(world, checkpoints):
     trainer, export, _ = open_trainer(world, checkpoints["dense"], config_for(layout()))
-    rows, before = sequences(4), weights_of(export)
+    rows, before = sequences(4), trainers.weights_of(export)
     for weight, skipped in ((math.nan, True), (0.1, False)):
         rows[0].weight, rows[0].advantage = weight, 1.0
         assert planned.update(trainer, rows)["updates_skipped"] == skipped
-        assert all(tensor.equal(before[name]) for name, tensor in weights_of(export).items()) == skipped
+        after = trainers.weights_of(export)
+        assert all(after[name].equal(own) for name, own in before.items()) == skipped
 
 
 @pytest.mark.world(1)
@@ -205,8 +197,9 @@ def test_corrections_weight_gradients_and_the_loss_that_is_reported(world, check
     loss = sum(-row.weight * row.advantage * own.mean() for row, own in zip(by_hand, tokens, strict=True))
     for variant in ("gspo", "grpo"):
         corrected = config_for(layout(), loss_variant=variant, **CORRECTIONS)
-        before, weights, metrics = one_update(world, hf_dir, corrected, rows)
-        _, wanted, plain = one_update(world, hf_dir, config_for(layout(), loss_variant=variant), by_hand)
+        before, weights, metrics = trainers.one_update(world, hf_dir, corrected, rows)
+        plain = config_for(layout(), loss_variant=variant)
+        _, wanted, plain = trainers.one_update(world, hf_dir, plain, by_hand)
         assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
         scale = max((wanted[name] - before[name]).abs().max() for name in wanted)
         assert max((weights[name] - wanted[name]).abs().max() for name in wanted) <= 2e-4 * scale
@@ -240,3 +233,88 @@ def test_the_loss_keeps_the_policy_close_to_its_reference(world, checkpoints):
         loss += row.weight * (-row.advantage + 0.5 * each[-1].mean())
     assert metrics["kl"] == pytest.approx(np.concatenate(each).mean(), rel=1e-4)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def interleaved(stages, chunks=2, config=None, **sizes):
+    config = config or config_for(None)
+    config.parallel = layout(pp=stages, **sizes)
+    config.model.model_override = (f"virtual_pipeline_model_parallel_size={chunks}",) if chunks > 1 else ()
+    return config
+
+
+def updated(world, hf_dirs, stages, chunks, rows, sizes):
+    """What one step, held to a reference policy, comes to for each model and its critic."""
+    found = []
+    for hf_dir in hf_dirs:
+        config = interleaved(stages, chunks, config_for(None, max_tokens=60, kl_coef=0.5), **sizes)
+        trainer, export, _ = open_trainer(world, hf_dir, config, reference=hf_dir)
+        before, logprobs = trainers.weights_of(export), planned.logprobs(trainer, rows)
+        metrics, after = planned.update(trainer, rows), trainers.weights_of(export)
+        close_trainer()
+        moved = {name: (before[name] - after[name]) * (EPSILON / LR) for name in before}
+        config = interleaved(stages, chunks, critic_config(None, lr=0.01, max_tokens=40), **sizes)
+        critic = open_critic(world, hf_dir, config)
+        values, of_critic = planned.values(critic, rows), planned.update_values(critic, rows)
+        close_trainer()
+        found.append((logprobs + values, metrics | of_critic, before, moved))
+    return found
+
+
+GATHERED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "ep": 2}
+
+
+@pytest.mark.parametrize(("names", "stages", "ranks", "sizes"), [
+    (["deep", "next"], 2, 2, {}),
+    pytest.param(["next"], 2, 4, GATHERED, marks=pytest.mark.slow),
+    pytest.param(["deep"], 4, 4, {}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_logprobs_loss_and_gradients_are_those_of_one_process(checkpoints, names, stages, ranks, sizes):
+    hf_dirs, rows = [checkpoints[name] for name in names], rows_with_returns()
+    expected = run_ranks(updated, 1, hf_dirs, 1, 1, rows, {})[0]
+    found = run_ranks(updated, ranks, hf_dirs, stages, 2, rows, sizes, timeout=240)
+    for number, (logprobs, metrics, before, moved) in enumerate(expected):
+        own_logprobs, own_metrics, own_before, own_moved = found[0][number]
+        assert all(own_before[name].equal(before[name]) for name in before)
+        assert own_moved.keys() == moved.keys() == before.keys(), "every weight has a name"
+        assert_close(own_moved, moved)
+        for values, wanted in zip(own_logprobs, logprobs, strict=True):
+            assert values == pytest.approx(wanted, abs=1e-5, rel=1e-5)
+        for name in {*metrics} - {"seconds_old_logprobs"}:
+            assert own_metrics[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), name
+            assert all(rank[number][1][name] == own_metrics[name] for rank in found)
+
+
+def test_what_a_stage_holds_is_counted_with_its_pieces(checkpoints):
+    """Of two stages with two pieces each the first has seen 2 + 2 + 1 forward passes through a piece when its
+    first backward pass begins, the last 2 + 1; without interleaving 2 and 1 through both."""
+
+    def activations(chunks):
+        shape, config = read_hf_config(checkpoints["deep"]), interleaved(2, chunks)
+        census = take_census(shape, config, world_size=2)
+        assert [part.layers for part in census.stages] == [4, 4]
+        return [rank_memory(shape, config, part, census, 1000).activations for part in census.stages]
+
+    (first, last), pieces = activations(1), activations(2)
+    assert first > last
+    assert pieces == [first + (first - last) / 2, last + (first - last) / 2]
+
+
+def test_micro_batches_of_nothing_are_counted():
+    config = interleaved(2, config=config_for(None, max_tokens=1))
+    shares = plan_update([row for row in sequences(9) if row.advantage][:5], config, 1, planned.cost).shares
+    assert (len(shares[0][0].cut.micro_batches), empty_micro_batches(shares)) == (6, 1)
+    assert (model_chunks(config), micro_batch_multiple(config)) == (2, 2)
+    config.model.model_override += ("microbatch_group_size_per_vp_stage=3",)
+    assert micro_batch_multiple(config) == 3, "groups may be larger than the pipeline"
+
+
+def test_what_the_schedule_cannot_run_is_refused():
+    for stages, settings, says in (
+        (1, (), "needs --pipeline-model-parallel-size of at least 2"),
+        (4, ("microbatch_group_size_per_vp_stage=3",), "must be at least --pipeline-model-parallel-size"),
+        (2, ("overlap_p2p_comm=false",), "would mix up what they send"),
+    ):
+        config = interleaved(stages)
+        config.model.model_override += settings
+        with pytest.raises(ValueError, match=says):
+            check_overrides(config)

@@ -31,11 +31,11 @@ def test_tokens_before_a_window_are_not_counted():
     assert f[1000] - 1000 * f[1] == 12 * pair * (1000 * 999 // 2) + 12 * pair * (128 * 127 // 2 + 872 * 127)
 
 
-@pytest.mark.parametrize(("name", "billions"), [("qwen3_32b", 2 * 31.98), ("qwen3_next_80b_a3b", 2 * 3.56)])
-def test_a_token_of_the_large_models_costs_two_operations_for_each_active_weight(name, billions):
+def test_a_token_of_the_large_models_costs_two_operations_for_each_active_weight():
     """Qwen3-32B multiplies 32.0 G weights (32.8 G less the embedding), Qwen3-Next-80B about 3.6 G."""
-    shape = read_hf_config(ROOT / "examples/models" / name)
-    assert forward_flops(shape, 1) == pytest.approx(billions * 1e9, rel=0.02)
+    for name, billions in (("qwen3_32b", 31.98), ("qwen3_next_80b_a3b", 3.56)):
+        shape = read_hf_config(ROOT / "examples/models" / name)
+        assert forward_flops(shape, 1) == pytest.approx(2 * billions * 1e9, rel=0.02)
 
 
 def test_an_update_costs_three_forward_passes_and_four_when_it_recomputes():
@@ -79,4 +79,3 @@ def test_what_is_not_repeated_are_the_nodes_of_the_prefix_tree(sequences):
     repeated = repeated_prefixes([token_ids(s) for s in sequences])
     nodes = {tuple(s[: i + 1]) for s in sequences for i in range(len(s))}
     assert sum(map(len, sequences)) - sum(repeated) == len(nodes)
-    assert all(0 <= r <= len(s) for r, s in zip(repeated, sequences, strict=True))

@@ -38,6 +38,7 @@ print("asked", stop.requested, flush=True)
 if sys.argv[2] == "goes on":
     time.sleep(20)
 """
+SAYS = "stopping after this step; once more to stop at once\n"
 
 
 @pytest.fixture
@@ -57,10 +58,9 @@ def stopping(tmp_path):
 
 def test_the_first_signal_is_noted_and_a_second_one_stops_at_once(stopping):
     process = stopping("goes on")
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)  # as launchers hand it on: it is the same one
-    assert process.stdout.readline() == "stopping after this step; once more to stop at once\n"
-    assert process.stdout.readline() == "asked True\n"
+    for _ in range(2):  # as launchers hand it on: it is the same one
+        process.send_signal(signal.SIGTERM)
+    assert [process.stdout.readline() for _ in range(2)] == [SAYS, "asked True\n"]
     assert process.poll() is None
     time.sleep(1.1)
     process.send_signal(signal.SIGINT)
@@ -75,8 +75,7 @@ def test_a_signal_cuts_an_evaluation_short(stopping):
 
 
 def test_a_run_goes_on_and_speaks_to_a_file_when_nothing_reads_what_it_says(stopping, tmp_path):
-    stopping_line = "stopping after this step; once more to stop at once\n"
-    for number, told in ((signal.SIGTERM, ""), (signal.SIGHUP, stopping_line)):
+    for number, told in ((signal.SIGTERM, ""), (signal.SIGHUP, SAYS)):
         process = stopping("steps")
         process.stdout.close()  # the reader goes with the terminal
         process.send_signal(number)
@@ -98,7 +97,7 @@ def test_a_lost_node_is_waited_for_while_the_run_starts_again_but_not_for_good(m
 
     def trained(*happens):
         """What happens at each opening, in order: an error then, or one in the steps, or the exit status."""
-        left, waits = list(happens), []
+        left, waits = [*happens], []
 
         @contextmanager
         def open_run(config, node_wait, started):
@@ -129,7 +128,6 @@ def test_the_journal_serves_a_run_that_goes_on_though_its_devices_have_decided_s
     asked = Config()
     run = SimpleNamespace(config=on_device(asked, on_gpu=False, has_delta_nets=True))
     again = on_cluster.going_on(run, asked)
-    assert again.run.load == run.config.run.run_dir
-    assert again.model.bf16 is False
+    assert (again.run.load, again.model.bf16) == (run.config.run.run_dir, False)
     assert run.config.rollout.vllm_dtype == "bfloat16"
     assert sampling_settings(again) == sampling_settings(asked)

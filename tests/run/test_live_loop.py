@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -109,8 +108,8 @@ def test_a_journal_of_other_settings_is_not_used_and_a_line_names_them(tmp_path)
     with live_run(config_of(tmp_path, *EVERY_TWO)) as killed:
         killed.take(3)
     with ExitStack() as stack:
-        warmer = replace(killed.run.config.rollout, rollout_temperature=0.9)
-        _, recovered = open_journal(replace(killed.run.config, rollout=warmer), 2, stack)
+        warmer = config_of(tmp_path, *EVERY_TWO, "--rollout-temperature", "0.9")
+        _, recovered = open_journal(warmer, 2, stack)
     assert (recovered.batches, recovered.samples) == ((), {})
     assert "after step 2 is not used, since rollout_temperature changed" in recovered.notes[0]
 
@@ -122,8 +121,7 @@ def test_a_run_that_goes_on_takes_up_the_order_of_data_where_it_was(whole, journ
     assert list(map(indices, steps.groups)) == list(map(indices, undisturbed.groups[2:]))
     for group, other in zip(steps.all_groups, undisturbed.all_groups[2 * 4 :], strict=True):
         for sample, before in zip(group.samples, other.samples, strict=True):
-            assert sample.token_ids.tolist() == before.token_ids.tolist()
-            assert sample.reward == before.reward
+            assert (sample.token_ids.tolist(), sample.reward) == (before.token_ids.tolist(), before.reward)
     if journal == "kept":
         assert all_of(steps.groups[0]) == all_of(killed.groups[2])
         assert steps.trainers.updates[0] == killed.trainers.updates[2]
@@ -182,7 +180,7 @@ def test_a_step_that_the_journal_has_lost_ends_the_run_and_is_named(tmp_path):
 
 @pytest.mark.parametrize("operator", ["compare-and-correct", RESET_GROUPS])
 def test_a_run_whose_operator_asks_for_more_samples_finishes_with_its_summary(tmp_path, operator):
-    flags = ("--ibpo-operator", operator, "--ibpo-corrections", "2", "--num-rollout", "1", "--no-save")
+    flags = ("--ibpo-operator", operator, "--num-rollout", "1", "--no-save")
     with live_run(config_of(tmp_path, *flags)) as steps:
         steps.take(1)
         assert any(group.corrections for group in steps.groups[0])
@@ -199,14 +197,12 @@ def test_all_prompts_are_played_in_the_environment_of_the_run_or_in_their_own(tm
     (tmp_path / "whole.py").write_text("def extract_answer(response): return response\nscore = None")
     flags = ("--rm-type", f"{tmp_path / 'whole.py'}:score", "--rollout-max-context-len", "128")
     flags += ("--eval-prompt-data", str(tmp_path / "held_out.jsonl"), "--eval-num-prompts", "2")
-    data = open_run_data(config_of(tmp_path, *flags, "--environment", "a:Game"))
-    (evaluated,) = data.eval_sets
-    assert [prompt.metadata for prompt in evaluated.prompts] == [{"environment": "a:Game"}, own]
-    assert evaluated.answer is None, "the environment scores"
-    assert {prompt.metadata["environment"] for prompt in data.prompts.batch(0, 4)} == {"a:Game"}
-    (without,) = open_run_data(config_of(tmp_path, *flags)).eval_sets
-    assert without.prompts[0].metadata == {}
-    assert without.answer is not None
+    for game, metadata in ((("--environment", "a:Game"), {"environment": "a:Game"}), ((), {})):
+        data = open_run_data(config_of(tmp_path, *flags, *game))
+        (evaluated,) = data.eval_sets
+        assert [prompt.metadata for prompt in evaluated.prompts] == [metadata, own]
+        assert (evaluated.answer is None) == bool(game), "the environment scores"
+        assert data.prompts.batch(0, 1)[0].metadata == metadata
 
 
 TWO = ("--num-rollout", "2", "--save-interval", "1")  # of runs that are stepped from Python
@@ -237,12 +233,11 @@ def test_a_step_is_its_row_its_samples_and_its_sequences(tmp_path):
     with opened(config) as run:
         steps = list(run)
     assert run.rows == [step.metrics for step in steps] == read_rows(tmp_path / "metrics.jsonl")
-    assert [step.metrics["step"] for step in steps] == [1, 2]
     for step in steps:
         rewards = [response.reward for group in step.groups for response in group.responses]
         assert step.metrics["reward"] == pytest.approx(sum(rewards) / len(rewards))
         assert {sequence.prompt_index for sequence in step.sequences} == {g.prompt.index for g in step.groups}
-    assert status_of(config) == "finished"
+    assert (rows_of(config), status_of(config)) == ([("step", 1), ("step", 2)], "finished")
     with pytest.raises(ValueError, match="this run is closed"):
         next(run)
 
@@ -286,13 +281,24 @@ def test_what_was_sampled_before_an_error_is_not_sampled_again(tmp_path, monkeyp
     assert again.engines.asked == []
 
 
-def test_a_budget_stops_a_run_after_the_step_that_spends_it(tmp_path):
+def test_a_budget_stops_a_run_after_the_step_that_spends_it(tmp_path, monkeypatch):
+    """The gradient meter is free."""
+
+    def each(trainers, method, work):
+        return [{"gradient_snr": 1.0}] if method == "measure_gradient" else update(trainers, method, work)
+
     flags = ("--num-rollout", "9", "--budget", "900", "--budget-unit", "tokens", "--no-save")
     flags += ("--lr-decay-style", "constant", "--lr-warmup-fraction", "0")
-    with opened(config_of(tmp_path, *flags)) as run:
-        *before, last = [step.metrics["spent_tokens"] for step in run]
-    assert max(before, default=0) < 900 <= last
-    assert status_of(run.config) == "finished"
+    update, found = Trainers.each, []
+    monkeypatch.setattr(Trainers, "each", each)
+    for name, meter in (("without", ()), ("with", ("--gradient-meter-interval", "1"))):
+        with opened(config_of(tmp_path / name, *flags, *meter)) as run:
+            rows = [step.metrics for step in run]
+        assert status_of(run.config) == "finished"
+        assert all(("gradient_snr" in row) == (name == "with") for row in rows)
+        found.append([row["spent_tokens"] for row in rows])
+    assert found[0] == found[1]
+    assert max(found[0][:-1], default=0) < 900 <= found[0][-1]
 
 
 def test_a_policy_that_diverges_is_stopped(tmp_path, monkeypatch):
@@ -315,8 +321,8 @@ def test_a_recipe_takes_settings_as_flags_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = "examples/recipes/small_cpu.yaml"
     config = mi.load_recipe(recipe, run_dir="a", num_rollout=2, ibpo_lambda=0.3, eval_num_prompts=0)
-    flags = "--run-dir a --num-rollout 2 --ibpo-lambda 0.3 --eval-num-prompts 0"
-    assert config == mi.parse_config(["--config", str(ROOT / recipe), *flags.split()])
+    flags = f"--config {ROOT / recipe} --run-dir a --num-rollout 2 --ibpo-lambda 0.3 --eval-num-prompts 0"
+    assert config == mi.parse_config(flags.split())
     files = mi.load_recipe(recipe, prompt_data=("b.jsonl", "c.jsonl")).data.prompt_data
     assert files == (str(tmp_path / "b.jsonl"), str(tmp_path / "c.jsonl"))
     with pytest.raises(mi.ConfigError, match="num_rollout: 'two' is not a whole number"):
@@ -324,9 +330,8 @@ def test_a_recipe_takes_settings_as_flags_do(tmp_path, monkeypatch):
 
 
 def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path):
-    config = config_of(tmp_path / "run", "--num-steps-per-rollout", "3", "--eps-clip", "2")
     with pytest.raises(mi.ConfigError, match="--num-steps-per-rollout"):
-        mi.open_run(config)
+        mi.open_run(config_of(tmp_path / "run", "--num-steps-per-rollout", "3", "--eps-clip", "2"))
     assert not (tmp_path / "run").exists()
     (tmp_path / "empty").mkdir()
     config = config_of(tmp_path / "run", "--load", str(tmp_path / "empty"))

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,10 +20,10 @@ MODEL = ROOT / "examples/tiny_qwen3"
 
 @pytest.fixture
 def rows(tmp_path):
-    sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
-    lines = [{"prompt": f"{a}+{b}\n", "response": f"{a}+{b}={a + b}#{a + b}"} for a, b in sums]
+    sums = [(f"{a}+{b}", a + b) for a in range(1, 10) for b in range(1, 10)]
+    lines = [json.dumps({"prompt": f"{asked}\n", "response": f"{asked}={c}#{c}"}) for asked, c in sums]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("\n".join(lines))
     return path
 
 
@@ -32,26 +31,19 @@ def flags_for(rows, *more):
     return ("--hf-checkpoint", str(MODEL), "--prompt-data", str(rows), "--label-key", "response", *more)
 
 
-def sequences(rows, count):
-    data = parse_config(flags_for(rows)).data
-    tokenizer = load_tokenizer(MODEL)
-    source = open_sources(data.prompt_data, tokenizer, data, split="train", reader_type=DemonstrationReader)
-    return sequences_of(source.batch(0, count))
-
-
-def cross_entropy(sequences):
-    """Return transformers' loss of the sequences in one padded batch."""
+def cross_entropy(rows, count):
+    """Return transformers' mean loss of the first batch's tokens."""
     from transformers import AutoModelForCausalLM
 
-    def padded(rows, value):
-        rows = [torch.from_numpy(np.concatenate(row)).long() for row in rows]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
-
-    ids = padded([(s.prompt_token_ids, s.response_token_ids) for s in sequences], 0)
-    labels = [(np.full(len(s.prompt_token_ids), -100), s.response_token_ids) for s in sequences]
+    data, tokenizer, losses = parse_config(flags_for(rows)).data, load_tokenizer(MODEL), []
+    source = open_sources(data.prompt_data, tokenizer, data, split="train", reader_type=DemonstrationReader)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    with torch.no_grad():
-        return model(input_ids=ids, labels=padded(labels, -100)).loss.item()
+    for one in sequences_of(source.batch(0, count)):
+        prompt, ids = len(one.prompt_token_ids), [*one.prompt_token_ids, *one.response_token_ids]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, prompt - 1 : -1]
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[prompt:]), reduction="none"))
+    return torch.cat(losses).mean().item()
 
 
 def test_settings_of_sampling_have_no_effect_and_are_named_and_what_only_rl_can_do_is_refused(rows):
@@ -69,8 +61,8 @@ def test_settings_of_sampling_have_no_effect_and_are_named_and_what_only_rl_can_
 
 
 def test_prompts_without_responses_are_refused_before_a_trainer_starts(tmp_path):
-    flags = flags_for("reasoning_gym://chain_sum", "--num-rollout", "1", "--run-dir", str(tmp_path / "run"))
-    config = parse_config((*flags, "--rollout-backend", "lean"))
+    flags = ("--run-dir", str(tmp_path / "run"), "--rollout-backend", "lean")
+    config = parse_config(flags_for("reasoning_gym://chain_sum", *flags))
     with pytest.raises(DataError, match="chain_sum has prompts without responses"), open_supervised(config):
         pass
     assert not (tmp_path / "run").exists()
@@ -88,9 +80,8 @@ def test_a_run_in_one_process_learns_and_exports(rows, tmp_path):
     found = train(rows, tmp_path / "run", *flags.split(), "--eval-num-prompts", "8")
     steps = {row["step"]: row for row in found if row["kind"] == "step"}
     assert list(steps) == [1, 2, 3, 4]
-    assert steps[1]["loss"] == pytest.approx(cross_entropy(sequences(rows, 8)), rel=1e-5)
+    assert steps[1]["loss"] == pytest.approx(cross_entropy(rows, 8), rel=1e-5)
     assert steps[4]["loss"] < steps[1]["loss"]
-    assert steps[1]["grad_norm"] > 0
     assert steps[4]["epoch"] == 4 * 8 / 81
     assert steps[1]["tokens"] > steps[1]["loss_tokens"] > 0
     assert {"clip_fraction", "ratio_mean", "tokens_trained"}.isdisjoint(steps[1])
@@ -108,7 +99,7 @@ def test_a_run_on_two_ranks_learns_exports_and_resumes_bit_for_bit(rows, tmp_pat
     checkpoint = tmp_path / "whole/checkpoints/step_000003"
     resumed = train(rows, tmp_path / "resumed", *flags, "--load", str(checkpoint))
     losses = [row["loss"] for row in whole if row["kind"] == "step"]
-    assert losses[0] == pytest.approx(cross_entropy(sequences(rows, 32)), rel=1e-5)
+    assert losses[0] == pytest.approx(cross_entropy(rows, 32), rel=1e-5)
     assert losses[-1] < 0.2 * losses[0]
     held_out = [row["held_out_loss"] for row in whole if row["kind"] == "evaluation"]
     assert held_out[-1] < 0.2 * held_out[0]

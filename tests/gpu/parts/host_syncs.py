@@ -22,7 +22,7 @@ INSTALLED = Path(sysconfig.get_paths()["purelib"]).resolve()
 
 def run(job):
     if not job.on_gpu:
-        raise Skipped("torch finds waits on CUDA alone")
+        raise Skipped("torch finds waits on CUDA alone; tests/policy/test_residence.py counts reads")
     load, config, sequences = set_up(job, job.variant)
     policy, _ = start_policy(config)
     policy.update(sequences)  # kernels are compiled and state is made in the first step
