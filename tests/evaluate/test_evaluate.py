@@ -132,8 +132,7 @@ def test_the_most_frequent_answer_counts_and_the_best_of_n_is_chosen_without_the
 def test_an_interval_covers_the_truth_nineteen_times_in_twenty():
     """Of problems of very different difficulty: chances of a U-shaped Beta."""
     for a, b, samples, measure, truth in [
-        (0.25, 0.5, 1, measures.interval, 1 / 3),
-        (0.25, 0.5, 8, measures.interval, 1 / 3),
+        (0.25, 0.5, 1, measures.interval, 1 / 3), (0.25, 0.5, 8, measures.interval, 1 / 3),
         # the mean of pass@2 is 1 - E[(1-p)²]
         (0.4, 0.6, 6, lambda run: measures.interval_over_prompts(measures.pass_at(run, 2)), 1 - 0.96 / 2),
     ]:  # fmt: skip

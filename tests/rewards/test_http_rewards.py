@@ -150,6 +150,7 @@ def test_a_judge_may_be_a_part_of_a_composite_and_a_server_that_is_gone_gives_no
     assert (found.reward, found.correct, found.details["http_judge"]) == (0.4, True, 0.5)
     assert gone.reward is None
     assert "http_judge: " in gone.error
+    assert gone.details["retries"] >= 1
 
 
 def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
@@ -181,7 +182,7 @@ def test_the_score_is_taken_from_the_judges_text():
     for text, place, number in (
         ("__score__ = -1\nFinal score: .5", None, 0.5),
         ('```json\n{"score": "0.75"}\n```', None, 0.75),
-        ("Score: 7/10", None, None),
+        ("Score: 7/10, score: 70 %, score: 7 out of 10", None, None),
         ("Score (0-1): high, score: 0-1, score: 0,8", None, None),
         ("I give [[8]], no, [[9]]", r"\[\[(\d+)\]\]", 9.0),
         ("I give [[A]]", r"\[\[(.)\]\]", None),
@@ -256,12 +257,9 @@ def executed(request, times):
     limits, given = Limits(request["run_timeout"], 1 << 30), request["stdin"].encode()
     with Process("program", request["code"], [""], stdin=given, limits=limits, isolated=False) as process:
         done = process.finish()
-    result = {
-        "status": "TimeLimitExceeded" if done.reached else "Finished", "execution_time": 0.1,
-        "return_code": done.status, "stdout": done.stdout.decode(), "stderr": done.stderr,
-    }  # fmt: skip
-    status = "Success" if done.status == 0 else "Failed"
-    return {"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}}
+    result = {"return_code": done.status, "stdout": done.stdout.decode(), "stderr": done.stderr}
+    result["status"] = "TimeLimitExceeded" if done.reached else "Finished"
+    return {"status": "Failed" if done.status else "Success", "message": "", "run_result": result}
 
 
 def graded(url, program, label, **settings):

@@ -43,29 +43,22 @@ def patterns(module):
     return [value for value in vars(module).values() if isinstance(value, re.Pattern)]
 
 
+SAMPLES: dict[str, Callable[..., str]] = {
+    "LITERAL": chr, "RANGE": lambda bounds: chr(bounds[0]), "NEGATE": lambda _: "!",
+    "CATEGORY": lambda of: {"DIGIT": "1", "SPACE": " ", "WORD": "w"}.get(of.name[len("CATEGORY_") :], "!"),
+    **dict.fromkeys(["ANY", "NOT_LITERAL"], lambda _: "x"), "IN": lambda choices: sample(choices[:1]),
+    "BRANCH": lambda ways: sample(ways[1][0]), "SUBPATTERN": lambda group: sample(group[3]),
+    "ATOMIC_GROUP": lambda inside: sample(inside),
+    **dict.fromkeys(
+        ["MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"],
+        lambda repeat: sample(repeat[2]) * max(repeat[0], min(2, repeat[1])),
+    ),
+}  # fmt: skip
+
+
 def sample(parsed):
     """A text that a pattern matches in the main, by the first of its alternatives and two of what repeats."""
-    text = ""
-    for kind, argument in parsed:
-        match kind.name:
-            case "LITERAL":
-                text += chr(argument)
-            case "RANGE":
-                text += chr(argument[0])
-            case "CATEGORY":
-                known = {"CATEGORY_DIGIT": "1", "CATEGORY_SPACE": " ", "CATEGORY_WORD": "w"}
-                text += known.get(argument.name, "!")
-            case "ANY" | "NOT_LITERAL" | "NEGATE":
-                text += "!" if kind.name == "NEGATE" else "x"
-            case "IN":
-                text += sample(argument[:1])
-            case "BRANCH":
-                text += sample(argument[1][0])
-            case "SUBPATTERN" | "ATOMIC_GROUP":
-                text += sample(argument[3] if kind.name == "SUBPATTERN" else argument)
-            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
-                text += sample(argument[2]) * max(argument[0], min(2, argument[1]))
-    return text
+    return "".join(SAMPLES.get(kind.name, lambda _: "")(argument) for kind, argument in parsed)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,7 @@ from types import SimpleNamespace
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import serve
 
-
-class Action(SimpleNamespace):
-    """An action: its fields are those of the message."""
+Action = SimpleNamespace  # whose fields are those of the message
 
 
 class Observation(SimpleNamespace):
@@ -19,7 +17,7 @@ class Observation(SimpleNamespace):
         super().__init__(reward=reward, done=done, **fields)
 
 
-class BreaksTheConnection(Exception):
+class BreaksTheConnection(BaseException):
     """Raised by an environment to have the server hang up."""
 
 
@@ -52,8 +50,6 @@ def _session(make, action, socket):
             try:
                 kind, data = _answer(environment, action, message["type"], message.get("data"))
                 answer = json.dumps({"type": kind, "data": data})
-            except BreaksTheConnection:
-                raise
             except Exception as error:
                 answer = _error(error, "EXECUTION_ERROR")
             socket.send(answer)
