@@ -137,12 +137,10 @@ def test_calls_are_read_back_as_the_family_writes_them(chat_of, name, values, se
 
 def test_reasoning_is_read_apart_from_the_answer_and_ends_at_a_call_which_may_be_text(chat_of):
     for name, thought in (
-        ("qwen2_5", "<think>add</think>"),
-        ("qwen3", "<think>\nadd\n</think>\n\n"),
-        ("qwen3_5", "add\n</think>\n\n"),
-        ("glm4_5", "\n<think>add</think>\n"),
+        ("qwen2_5", "<think>add</think>"), ("qwen3", "<think>\nadd\n</think>\n\n"),
+        ("qwen3_5", "add\n</think>\n\n"), ("glm4_5", "\n<think>add</think>\n"),
         ("gpt_oss", "<|channel|>analysis<|message|>add<|end|><|start|>assistant<|channel|>final<|message|>"),
-    ):
+    ):  # fmt: skip
         tokenizer, chat, _ = chat_of(name)
         read = chat.read(tokenizer.encode(thought + "four"))
         assert read == assistant("four", reasoning_content="add")
@@ -196,11 +194,9 @@ def test_a_turn_that_repeats_itself_is_read_as_text_at_once(chat_of):
         ("qwen3", "<tool_call>" + "[" * 50_000 + "</tool_call>"),
         ("qwen3_5", "</think><tool_call><function=f>" + "<parameter=a>" * 5_000 + "</tool_call>"),
         ("qwen3_5", "</think><tool_call>" + "<function=" * 5_000 + "</tool_call>"),
-        ("glm4_5", "<tool_call>f" + "<arg_key>" * 5_000),
-        ("gpt_oss", "<|start|><|message|>" * 5_000),
-        ("qwen2_5", "<tool_call>" * 5_000),
-        ("qwen3", "<|im_start|>assistant\n" + "\n" * 10_000),
-    ):
+        ("glm4_5", "<tool_call>f" + "<arg_key>" * 5_000), ("gpt_oss", "<|start|><|message|>" * 5_000),
+        ("qwen2_5", "<tool_call>" * 5_000), ("qwen3", "<|im_start|>assistant\n" + "\n" * 10_000),
+    ):  # fmt: skip
         tokenizer, chat, _ = chat_of(name)
         read = chat.read(tokenizer.encode(text))
         check_message(read)
@@ -223,13 +219,10 @@ def test_arguments_are_an_object_with_the_types_of_the_schema(chat_of):
 
 def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it(chat_of, tmp_path):
     for name, end, first in (
-        ("qwen3", "<|im_end|>", "\n<|im_start|>user"),
-        ("qwen3", "<|endoftext|>", "<|im_end|>\n<|im_start|>user"),
-        ("glm4_5", "<|user|>", "\nmore"),
-        ("glm4_5", "<|endoftext|>", "<|user|>\nmore"),
-        ("llama3_2", "<|eom_id|>", "<|start_header_id|>user"),
-        ("gpt_oss", "<|return|>", "<|start|>user"),
-    ):
+        ("qwen3", "<|im_end|>", "\n<|im_start|>user"), ("gpt_oss", "<|return|>", "<|start|>user"),
+        ("qwen3", "<|endoftext|>", "<|im_end|>\n<|im_start|>user"), ("glm4_5", "<|user|>", "\nmore"),
+        ("glm4_5", "<|endoftext|>", "<|user|>\nmore"), ("llama3_2", "<|eom_id|>", "<|start_header_id|>user"),
+    ):  # fmt: skip
         tokenizer, chat, _ = chat_of(name)
         added = chat.extend(tokenizer.encode(end), [user("more")])
         assert tokenizer.decode_all(added).startswith(first)

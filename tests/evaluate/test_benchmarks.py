@@ -15,10 +15,8 @@ import pytest
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import DataError
-from megatron_ibpo.evaluate import benchmark_files
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
 from megatron_ibpo.rewards import open_verifier
-from support.paths import ROOT
 from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
 
@@ -182,7 +180,6 @@ def test_another_layout_is_refused_with_line_and_expectation(tmp_path):
         with pytest.raises(DataError, match=re.escape(expected)) as refused:
             read(name, path)
         assert str(refused.value).startswith(f"{path}, line 1: ")
-        assert f"| `{name}://`" in (ROOT / "docs/evaluation.md").read_text()
     row = {"question": "1+1=", "answer": "#### 2"}
     with pytest.raises(DataError, match=r"line 3: repeats the problem at .*line 1"):
         read("gsm8k", lines(tmp_path / "x.jsonl", row, row | {"question": "2+2="}, row))
@@ -231,14 +228,3 @@ def test_the_labels_of_code_benchmarks_are_graded_by_the_code_verifier(tmp_path)
             prompt = Prompt(0, token_ids([1]), 1, label, name, text)
             scores = verifier.score([(prompt, f"```python\n{code}\n```") for code in (right, wrong)])
             assert [(score.correct, score.error) for score in scores] == [(True, None), (False, None)], name
-
-
-def test_files_are_known_by_their_checksums(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_bytes(b"abc")
-    (tmp_path / "b.json").write_bytes(b"[]")
-    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, B.1
-    monkeypatch.setitem(benchmark_files.PUBLISHED, abc, "the alphabet's first.jsonl")
-    first, second = benchmark_files.checksums(str(tmp_path))
-    assert first == f"{tmp_path}/a.jsonl: SHA-256 {abc}, as published: the alphabet's first.jsonl"
-    assert second.startswith(f"{tmp_path}/b.json: SHA-256 ")
-    assert "published" not in second

@@ -74,11 +74,19 @@ def test_outputs_are_compared_as_livecodebench_does():
         assert same_output(said, expected) is same
 
 
-def test_the_share_of_passed_tests_is_kept_and_the_first_failure_ends():
+def test_the_share_of_passed_tests_is_kept_until_the_first_failure_or_too_much_time_which_is_no_error():
     program = "a, b = map(int, input().split())\nprint(a + b if a < 5 else 0)"
     assert graded(program, SUM) == {"score": 0.0, "tests_passed": pytest.approx(2 / 3), "timed_out": 0.0}
     none = score("", "I do not know", json.dumps(SUM), {})
     assert none == {"score": 0.0, "tests_passed": 0.0, "timed_out": 0.0}
+    many = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
+    found = graded("import time\ntime.sleep(0.1)\nprint(1)", many, total_seconds=0.8)
+    assert (found["score"], found["timed_out"]) == (0.0, 1.0)
+    assert 0.0 < found["tests_passed"] < 1.0
+    slept = "import time\ndef f(x):\n    time.sleep(0.1)\n    return x"
+    assert graded(slept, {**many, "fn_name": "f"}, total_seconds=0.5)["timed_out"] == 1.0
+    for start, label in (("", SUM), ("def append(a, b):\n    ", APPEND), ("def square(x):\n    ", CHECK)):
+        assert graded(start + "while True: pass", label, seconds=0.2)["timed_out"] == 1.0
 
 
 def test_functions_get_arguments_and_return_json():
@@ -192,10 +200,8 @@ def test_what_tests_mean_to_see_of_their_arguments_they_see():
         (sort, "args = [[3, 1], 0]\nf(*args)\nassert args[0] == [1, 3]"),
         (sort, "case = {'in': [3, 1]}\nf(case['in'])\nassert case['in'] == [1, 3]"),
         (sort, "class T:\n def go(self):\n  a = [3, 1]\n  f(a)\n  assert a == [1, 3]\nT().go()\nassert 1"),
-        (sort, "a = [3, 1]\nif f(a) is None:\n assert a == [1, 3]\nelse:\n assert False"),
         (sort, "a = [3, 1]\ntry:\n f(a)\nfinally:\n assert a == [1, 3]"),
         ("def f(d): d['x'] = 1; return d", "d = {}\nassert f(d) == {'x': 1}\nassert d == {'x': 1}"),
-        ("def f(d): return dict(d, x=1)", "d = {}\nassert f(d) == {'x': 1}\nassert d == {}"),
         ("def f(a): return a.pop()", "a = [1, 2]\nr = []\nwhile a:\n r.append(f(a))\nassert r == [2, 1]"),
         ("def f(x): return x[5]", "try:\n f([1])\n assert False\nexcept IndexError:\n pass"),
         ("def f(): return iter([1, 2])", "assert [x for x in f()] == [1, 2]"),
@@ -212,17 +218,6 @@ def test_neither_stderr_nor_what_it_answers_to_calls_stops_a_program_or_passes_f
     for line in ("[true]", "null", "[[[", "[true, 1, 2]", '[false, "passed"]', "x" * 100, "[" * 100_000):
         program = f"import os\nos.write(3, {line.encode()!r} + b'\\n' * 3)\nos._exit(0)"
         assert not passes(program, APPEND)
-
-
-def test_slow_programs_are_wrong_and_no_error():
-    many = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
-    found = graded("import time\ntime.sleep(0.1)\nprint(1)", many, total_seconds=0.8)
-    assert (found["score"], found["timed_out"]) == (0.0, 1.0)
-    assert 0.0 < found["tests_passed"] < 1.0
-    slept = "import time\ndef f(x):\n    time.sleep(0.1)\n    return x"
-    assert graded(slept, {**many, "fn_name": "f"}, total_seconds=0.5)["timed_out"] == 1.0
-    for start, label in (("", SUM), ("def append(a, b):\n    ", APPEND), ("def square(x):\n    ", CHECK)):
-        assert graded(start + "while True: pass", label, seconds=0.2)["timed_out"] == 1.0
 
 
 def test_labels_that_cannot_be_graded_are_named():

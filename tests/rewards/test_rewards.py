@@ -30,7 +30,6 @@ USERS_REWARDS = """
     from megatron_ibpo.rewards import ResponseError
 
     not_a_function = 3
-
     class Unspeakable(Exception):
         def __str__(self): raise KeyError("no words")
 
@@ -292,14 +291,12 @@ def test_weights_must_leave_correct_to_the_main_part():
     fine = DataConfig(rm_type="composite", reward_part=("math=0.9", "code:format=0.2"), reward_threshold=0.9)
     assert rewards.reward_functions(fine) == ["megatron_ibpo.rewards.math:score", "code:format"]
     for parts, threshold, says in (
-        ((), 1.0, "has no parts"),
+        ((), 1.0, "has no parts"), (("math=1", "composite=0.1"), 1.0, "cannot contain itself"),
         (("math=0.5", "code:format=0.5"), 0.5, "could be correct without the first"),
         (("math=0.5", "code:format=0.4"), 1.0, "no response could be correct"),
-        (("math=much",), 1.0, "must be a number"),
-        (("math=0",), 1.0, "leave the part out"),
+        (("math=much",), 1.0, "must be a number"), (("math=0",), 1.0, "leave the part out"),
         (("math=1", "code:format=-1e308"), 1.0, r"at most 1e\+09 in size"),
-        (("math=1", "composite=0.1"), 1.0, "cannot contain itself"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             rewards.reward_functions(replace(fine, reward_part=parts, reward_threshold=threshold))
 
@@ -416,13 +413,3 @@ def test_the_answer_follows_the_last_mark_and_has_the_place_of_its_last_occurren
         ("3+4=7#7", "7", 6), (r"so \boxed{ 1 + x }", "1+x", 11), ("3+4=7#7", "8", None), ("", "", None),
     ):  # fmt: skip
         assert rewards.answer_place(response, answer) == place
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_every_generated_task_can_be_graded_or_says_why_not():
-    from check_generated_tasks import DATASETS, UNGRADABLE, verdict
-
-    assert set(UNGRADABLE) <= set(DATASETS)
-    refused = {task for task in DATASETS if verdict(task, 5).reason is not None}
-    assert refused == set(UNGRADABLE)

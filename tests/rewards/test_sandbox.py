@@ -174,7 +174,7 @@ def test_no_environment_nor_descriptor_of_the_host_goes_in_and_signals_stay_in(m
 
 
 @needs_groups
-def test_a_sandbox_is_in_control_groups_of_its_own():
+def test_a_sandbox_is_in_control_groups_of_its_own_which_are_used_again_with_nothing_of_the_last_program():
     with Process("program", "import time; time.sleep(60)", [""], limits=Limits(tasks=5)) as started:
         bounds = {
             path.name: int(path.read_text())
@@ -189,10 +189,6 @@ def test_a_sandbox_is_in_control_groups_of_its_own():
         assert {group.name for group in groups_in_use()} <= inside
         with Process("program", "import time; time.sleep(60)", [""], limits=Limits(tasks=5)):
             assert len(groups_in_use()) == 2 * len(parents())
-
-
-@needs_groups
-def test_a_control_group_is_used_again_and_holds_nothing_of_the_last_program():
     source = """
         with open("filled", "wb") as file:
             file.write(bytes(15 << 20))
@@ -218,27 +214,11 @@ def test_the_control_groups_of_a_verifier_end_with_it():
 
 
 @needs_groups
-@pytest.mark.slow
+@pytest.mark.slow  # for the time that so many files take, whose names and nodes are memory of the kernel's
 def test_a_flood_of_empty_files_ends_at_the_memory_of_its_group():
-    """Slow for the time that so many files take. Their names and nodes are memory of the kernel's."""
     source = "for number in range(10_000_000): open(str(number), 'w').close()"
     execution = run(source, seconds=120, memory_bytes=128 << 20)
     assert (execution.status, execution.reached) == (128 + signal.SIGKILL, None)
-
-
-def test_what_a_killed_owner_left_of_groups_is_removed():
-    script = """
-        import os
-        from megatron_ibpo.rewards.sandbox.control_groups import control_groups
-        with control_groups(1 << 30, 9) as groups:
-            print(*groups, flush=True)
-            os.kill(os.getpid(), 9)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    left = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split()
-    parents.cache_clear()
-    assert len(parents()) == len(left)
-    assert not any(os.path.exists(group) for group in left)
 
 
 def test_what_grows_without_end_bursts_alone_and_at_its_limit():
@@ -336,23 +316,29 @@ def test_tests_and_program_are_in_two_sandboxes(planted):
     assert (execution.status, execution.stdout) == (0, b"passed\n"), execution
 
 
-def test_the_sandbox_ends_with_its_owner():
-    """It also ends when the owner is killed, as a verifier that takes too long is."""
+def test_the_sandbox_ends_with_its_owner_and_what_that_left_of_groups_is_removed():
+    """Also where the owner is killed, as a verifier that takes too long is."""
+
+    def left():
+        parents.cache_clear()  # so that they are looked for again, which removes what nobody owns
+        return groups_of(owner.pid)
+
     script = """
-        import os, sys, time
+        import time
         from megatron_ibpo.rewards.sandbox import Limits, Process
         started = Process("program", "import time; time.sleep(600)", [""], limits=Limits(seconds=600))
         print(started.first, flush=True)
         time.sleep(600)
     """
-    others = children()
-    command = [sys.executable, "-c", textwrap.dedent(script)]
+    command, others = [sys.executable, "-c", textwrap.dedent(script)], children()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as owner:
         first = int(owner.stdout.readline())
+        assert len(groups_of(owner.pid)) == len(parents())
         owner.kill()
     assert eventually(lambda: has_ended(first), 30), "the sandbox lives on"
     for orphan in children() - others:  # this process adopts them
         orphan.wait(30)
+    assert eventually(lambda: left() == [], 10)
 
 
 def test_a_sandbox_that_cannot_be_built_or_does_not_isolate_is_an_error_and_no_verdict(monkeypatch, tmp_path):
