@@ -95,11 +95,12 @@ def test_one_game_written_for_five_frameworks_goes_the_same_in_each(directory, m
         def reset(self, seed=None):
             random.seed(seed)
 
-    for name, members in (
-        ("skyrl_gym.envs.base_text_env", {"BaseTextEnv": SkyrlEnv, "BaseTextEnvStepOutput": dict}),
-        ("gem", {"Env": GemEnv}),
-        ("openenv.core.env_server", {"Environment": object, "State": dict, **vars(openenv_server)}),
-    ):
+    stand_ins: dict[str, dict[str, Any]] = {
+        "skyrl_gym.envs.base_text_env": {"BaseTextEnv": SkyrlEnv, "BaseTextEnvStepOutput": dict},
+        "gem": {"Env": GemEnv},
+        "openenv.core.env_server": {"Environment": object, "State": dict, **vars(openenv_server)},
+    }
+    for name, members in stand_ins.items():
         for module in accumulate(name.split("."), "{}.{}".format):
             monkeypatch.setitem(sys.modules, module, ModuleType(module))
         vars(sys.modules[name]).update(members)
