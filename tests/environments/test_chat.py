@@ -16,7 +16,6 @@ from support.byte_tokenizers import FAMILIES, end_ids, family_tokenizer, tagged_
 FEW = settings(max_examples=10)
 PROPERTIES = {"text": {"type": "string"}, "count": {"type": "integer"}, "exact": {"type": "boolean"}}
 CALC = {"name": "calc", "description": "Compute.", "parameters": {"type": "object", "properties": PROPERTIES}}
-QUESTION = [{"role": "user", "content": "q"}]
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
@@ -28,6 +27,9 @@ answers = st.one_of(words.map(lambda text: [user(text)]), words.map(lambda text:
 
 def user(text):
     return {"role": "user", "content": text}
+
+
+QUESTION = [user("q")]
 
 
 def assistant(content="", **more):
@@ -106,16 +108,14 @@ def test_where_the_template_rewrites_nothing_the_ids_are_those_it_renders(chat_o
             assert tokenizer.decode_all(ids) == tokenizer.render_chat(messages, tools=[CALC])
 
 
-@pytest.mark.parametrize(
-    ("name", "their_name"),
-    [("qwen3", "Qwen3"), ("qwen3_5", "Qwen35"), ("glm4_5", "GLM45"), ("llama3_2", "Llama3")],
-)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "glm4_5", "llama3_2"])
 @FEW
 @given(messages=answers, more=words)
-def test_extending_equals_the_bridge_of_the_renderers_package(chat_of, name, their_name, messages, more):
+def test_extending_equals_the_bridge_of_the_renderers_package(chat_of, name, messages, more):
     tokenizer, chat, ends = chat_of(name)
     assert any("writes earlier turns differently" in note for note in chat.notes) is (name != "llama3_2")
-    kind, config = (getattr(renderers, their_name + end) for end in ("Renderer", "RendererConfig"))
+    theirs = {"qwen3": "Qwen3", "qwen3_5": "Qwen35", "glm4_5": "GLM45", "llama3_2": "Llama3"}[name]
+    kind, config = (getattr(renderers, theirs + end) for end in ("Renderer", "RendererConfig"))
     prompt = chat.open(QUESTION, [])
     policy = turn_ids(tokenizer, ends, assistant("done"))
     if messages[0]["role"] == "tool" and name != "llama3_2":
@@ -135,22 +135,17 @@ def test_calls_are_read_back_as_the_family_writes_them(chat_of, name, values, se
     assert chat.read(ids, [CALC]) == chat.read(ids[:-1], [CALC]) == assistant(tool_calls=calls)
 
 
-def test_reasoning_is_read_apart_from_the_answer_which_is_all_without_marks(chat_of):
+def test_reasoning_is_read_apart_from_the_answer_and_ends_at_a_call_which_may_be_text(chat_of):
     for name, thought in (
-        ("qwen2_5", "<think>add</think>"),
-        ("qwen3", "<think>\nadd\n</think>\n\n"),
-        ("qwen3_5", "add\n</think>\n\n"),
-        ("glm4_5", "\n<think>add</think>\n"),
+        ("qwen2_5", "<think>add</think>"), ("qwen3", "<think>\nadd\n</think>\n\n"),
+        ("qwen3_5", "add\n</think>\n\n"), ("glm4_5", "\n<think>add</think>\n"),
         ("gpt_oss", "<|channel|>analysis<|message|>add<|end|><|start|>assistant<|channel|>final<|message|>"),
-    ):
+    ):  # fmt: skip
         tokenizer, chat, _ = chat_of(name)
         read = chat.read(tokenizer.encode(thought + "four"))
         assert read == assistant("four", reasoning_content="add")
         if name != "qwen3_5":  # whose turns begin with reasoning
             assert chat.read(tokenizer.encode("four")) == assistant("four"), name
-
-
-def test_a_call_ends_reasoning_and_is_text_where_it_is_broken_or_no_tools_are(chat_of):
     made = '<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>'
     broken, text = made.replace("}}", ""), "Try " + made
     for name in ("qwen2_5", "qwen3"):
@@ -199,11 +194,9 @@ def test_a_turn_that_repeats_itself_is_read_as_text_at_once(chat_of):
         ("qwen3", "<tool_call>" + "[" * 50_000 + "</tool_call>"),
         ("qwen3_5", "</think><tool_call><function=f>" + "<parameter=a>" * 5_000 + "</tool_call>"),
         ("qwen3_5", "</think><tool_call>" + "<function=" * 5_000 + "</tool_call>"),
-        ("glm4_5", "<tool_call>f" + "<arg_key>" * 5_000),
-        ("gpt_oss", "<|start|><|message|>" * 5_000),
-        ("qwen2_5", "<tool_call>" * 5_000),
-        ("qwen3", "<|im_start|>assistant\n" + "\n" * 10_000),
-    ):
+        ("glm4_5", "<tool_call>f" + "<arg_key>" * 5_000), ("gpt_oss", "<|start|><|message|>" * 5_000),
+        ("qwen2_5", "<tool_call>" * 5_000), ("qwen3", "<|im_start|>assistant\n" + "\n" * 10_000),
+    ):  # fmt: skip
         tokenizer, chat, _ = chat_of(name)
         read = chat.read(tokenizer.encode(text))
         check_message(read)
@@ -226,13 +219,10 @@ def test_arguments_are_an_object_with_the_types_of_the_schema(chat_of):
 
 def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it(chat_of, tmp_path):
     for name, end, first in (
-        ("qwen3", "<|im_end|>", "\n<|im_start|>user"),
-        ("qwen3", "<|endoftext|>", "<|im_end|>\n<|im_start|>user"),
-        ("glm4_5", "<|user|>", "\nmore"),
-        ("glm4_5", "<|endoftext|>", "<|user|>\nmore"),
-        ("llama3_2", "<|eom_id|>", "<|start_header_id|>user"),
-        ("gpt_oss", "<|return|>", "<|start|>user"),
-    ):
+        ("qwen3", "<|im_end|>", "\n<|im_start|>user"), ("gpt_oss", "<|return|>", "<|start|>user"),
+        ("qwen3", "<|endoftext|>", "<|im_end|>\n<|im_start|>user"), ("glm4_5", "<|user|>", "\nmore"),
+        ("glm4_5", "<|endoftext|>", "<|user|>\nmore"), ("llama3_2", "<|eom_id|>", "<|start_header_id|>user"),
+    ):  # fmt: skip
         tokenizer, chat, _ = chat_of(name)
         added = chat.extend(tokenizer.encode(end), [user("more")])
         assert tokenizer.decode_all(added).startswith(first)
@@ -255,10 +245,9 @@ def test_a_template_without_tools_gets_them_as_text(tmp_path):
     said = tokenizer.encode('Let me.<tool_call>{"name": "calc", "arguments": {"count": 1}}</tool_call>')
     read = chat.read([*said, tokenizer.eos_id], [CALC])
     assert read == assistant("Let me.", tool_calls=[call({"count": 1})])
-    assert tokenizer.decode_all(chat.extend([tokenizer.eos_id], [answer("1"), answer("2")])) == (
-        "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
+    shown = tokenizer.decode_all(chat.extend([tokenizer.eos_id], [answer("1"), answer("2")]))
+    responses = "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+    assert shown == f"\n<|im_start|>user\n{responses}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_without_a_template_turns_are_plain_text_one_after_the_other(tmp_path):
@@ -268,9 +257,7 @@ def test_without_a_template_turns_are_plain_text_one_after_the_other(tmp_path):
     assert tokenizer.decode(ids) == "Count. one "
     ids += [*tokenizer.encode("two "), tokenizer.eos_id]
     assert tokenizer.decode_all(chat.extend(ids, [user("three ")])) == "three "
-    shown = tokenizer.decode(chat.open(QUESTION, [CALC]))
-    assert shown.startswith("# Tools")
-    assert shown.endswith("</tool_call>\nq")
+    assert tokenizer.decode(chat.open(QUESTION, [CALC])).startswith("# Tools")
     said = tokenizer.encode('<tool_call>{"name": "calc", "arguments": {"count": 1}}</tool_call>')
     assert chat.read([*said, tokenizer.eos_id])["tool_calls"] == [call({"count": 1})]
 

@@ -23,7 +23,7 @@ from support.sandboxed import needs_sandbox
 from support.waiting import eventually, has_ended
 
 COUNTING = """
-    import ctypes, gc, json, os, random, socket, subprocess, sys, tempfile, time
+    import gc, json, os, random, socket, subprocess, sys, tempfile, time
     from megatron_ibpo.environments import Opening, Turn
     from megatron_ibpo.rewards import ResponseError
 
@@ -89,12 +89,17 @@ def pool():
         yield opened
 
 
+open_now: set[object] = set()
+
+
 @asynccontextmanager
 async def episode(pool, question="?", seed=0):
     session = await pool.open(TARGET, question, "42", {"level": 1}, seed)
+    open_now.add(session)
     try:
         yield session
     finally:
+        open_now.remove(session)
         await session.close()
 
 
@@ -177,7 +182,7 @@ def test_where_no_process_can_live_forking_ahead_ends(users_module, tmp_path):
     assert (tmp_path / "deaths").read_text() == "x"
 
 
-def test_a_fault_has_its_kind_and_says_what_happened(pool):
+def test_a_fault_has_its_kind_and_says_what_happened_and_one_of_the_response_is_a_score(pool):
     for text, kind, says in (
         (KILL_SELF, "death", r"step: its process died \(SIGKILL\)"),
         ("os._exit(3)", "death", r"step: its process died \(status 3\)"),
@@ -205,10 +210,7 @@ def test_a_fault_has_its_kind_and_says_what_happened(pool):
     ):
         with pytest.raises(EpisodeFaultError, match=says):
             played(pool, question=question)
-
-
-def test_a_score_may_have_rewards_of_turns_or_be_a_fault_of_the_response(pool):
-    for reward, score in (
+    for reward, score in (  # rewards of turns, and a fault of the response
         ("dict(score=1, turns=[0, 0.5])", EpisodeScore(1.0, {"turn_1": 0.0, "turn_2": 0.5})),
         ("(_ for _ in ()).throw(ResponseError())", EpisodeScore(0.0, {"response_error": 1.0})),
     ):
@@ -228,52 +230,21 @@ def test_what_takes_too_long_is_ended():
     assert fine[0] == ["1"]
 
 
-@pytest.mark.parametrize("last", [COUNT, KILL_SELF], ids=["closed", "killed"])
+@pytest.mark.parametrize("last", [COUNT, KILL_SELF, HANG], ids=["closed", "killed", "cancelled"])
 def test_nothing_that_an_episode_has_started_outlives_it(pool, last, tmp_path):
     async def play():
-        with suppress(EpisodeFaultError):
+        with suppress(EpisodeFaultError, TimeoutError):
             async with episode(pool) as session:
                 started = map(int, (await told(session, f"self.leave({str(tmp_path)!r})")).split())
                 pids.extend(started)
                 assert not any(map(has_ended, pids))
-                await told(session, last)
+                async with asyncio.timeout(0.5):
+                    await told(session, last)
 
     pids: list[int] = []
     asyncio.run(play())
     assert len(pids) == 3
     assert eventually(lambda: all(map(has_ended, pids)), seconds=10)
-
-
-def test_a_cancelled_step_ends_its_process(pool):
-    async def play():
-        async with episode(pool) as session:
-            pid = int(await told(session, PID))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await told(session, HANG)
-        return pid
-
-    assert has_ended(asyncio.run(play()))
-
-
-def test_only_so_many_episodes_are_open_at_once_and_others_have_their_turn(pool):
-    open_now, most, ended = 0, 0, []
-
-    async def play(name):
-        nonlocal open_now, most
-        async with episode(pool):
-            open_now += 1
-            most = max(most, open_now)
-            await asyncio.sleep(0)
-            open_now -= 1
-        ended.append(name)
-
-    async def play_all():
-        await asyncio.gather(*map(play, range(12)))
-
-    asyncio.run(play_all())
-    assert most <= 4
-    assert sorted(ended) == list(range(12))
 
 
 def test_an_environment_that_cannot_be_imported_or_isolated_is_refused_in_one_line(pool, monkeypatch):
@@ -334,7 +305,7 @@ def test_a_sandboxed_environment_has_no_network_and_a_temporary_directory_only()
     assert not Path(found["made"]).exists()
 
 
-def test_whatever_is_killed_every_episode_answers_or_fails_and_nothing_is_left():
+def test_whatever_is_killed_every_episode_has_its_turn_answers_or_fails_and_nothing_is_left():
     rng, outcomes, killed, turns = random.Random(0), [], Counter(), 6
     before = {child.pid for child in psutil.Process().children(recursive=True)}
 
@@ -352,6 +323,7 @@ def test_whatever_is_killed_every_episode_answers_or_fails_and_nothing_is_left()
     async def play(pool, number):
         try:
             async with episode(pool, str(number)) as session:
+                assert len(open_now) <= 16
                 assert json.loads(session.opening.messages[0]["content"])[0] == str(number)
                 for turn in range(1, turns + 1):
                     assert await told(session, COUNT) == str(turn)

@@ -15,10 +15,8 @@ import pytest
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import DataError
-from megatron_ibpo.evaluate import benchmark_files
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
 from megatron_ibpo.rewards import open_verifier
-from support.paths import ROOT
 from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
 
@@ -102,15 +100,13 @@ def test_mbpp_in_both_of_its_files_and_only_its_test_tasks(tmp_path):
     assert "assert f(0) == 11" in question
     test = "import math\nassert f(1) == 12\nassert f(0) == 11"
     assert json.loads(label) == {"test": test, "entry_point": None}
-    sanitized = tmp_path / "sanitized-mbpp.json"
     row = {"prompt": "Add one.", "task_id": 60, "test_imports": ["import re"], "test_list": ["assert f(1)"]}
-    sanitized.write_text(json.dumps([row]))
-    ((_, _, label),), _ = read("mbpp", sanitized)
+    (tmp_path / "sanitized-mbpp.json").write_text(json.dumps([row]))
+    ((_, _, label),), _ = read("mbpp", tmp_path / "sanitized-mbpp.json")
     assert json.loads(label)["test"] == "import re\nassert f(1)"
 
 
-def packed(content):
-    """Private tests as the lite files have them: base64 of zlib of a pickle of JSON text."""
+def packed(content):  # as the lite files have private tests
     return base64.b64encode(zlib.compress(pickle.dumps(content))).decode()
 
 
@@ -128,14 +124,11 @@ def problem(**changes):
 
 def problem_of_a_function():
     tests = json.dumps([{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}])
-    return problem(
-        question_id="3700",
-        question_content="Return the sum of a list and a number.",
+    return problem(  # the full files have private tests unpacked
+        question_id="3700", question_content="Return the sum of a list and a number.",
         starter_code="class Solution:\n    def total(self, xs: List[int], y: int) -> int:\n        ",
-        public_test_cases=tests,
-        private_test_cases=tests,  # the full files have them unpacked
-        metadata='{"func_name": "total"}',
-    )
+        public_test_cases=tests, private_test_cases=tests, metadata='{"func_name": "total"}',
+    )  # fmt: skip
 
 
 def test_livecodebench_has_public_and_private_tests_and_only_contests_of_its_window(tmp_path):
@@ -155,20 +148,14 @@ def test_livecodebench_has_public_and_private_tests_and_only_contests_of_its_win
     assert notes == ["livecodebench_v6: 2 rows outside of LiveCodeBench v6, 2025-02 to 2025-05 left out"]
 
 
-class Harmful:
-    """Runs code when it is unpickled as usual."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
 def test_private_tests_that_are_none_or_would_run_code_are_refused(tmp_path):
+    class Harmful:
+        def __reduce__(self):
+            return Path.touch, (harmed,)
+
     harmed = tmp_path / "harmed"
     for private, says in [
-        (packed(Harmful(harmed)), "it asks for pathlib.+, and only a text may be in it"),
+        (packed(Harmful()), "it asks for pathlib.+, and only a text may be in it"),
         (packed({"input": "1"}), "its pickle holds a dict, where a text must be"),
         ("no base64!", "neither JSON nor base64 of zlib of a pickled text"),
         (base64.b64encode(b"no zlib").decode(), "neither JSON nor base64"),
@@ -182,7 +169,7 @@ def test_private_tests_that_are_none_or_would_run_code_are_refused(tmp_path):
         with pytest.raises(DataError, match=words):
             read("livecodebench_v6", lines(tmp_path / "test6.jsonl", *rows))
     assert not harmed.exists()
-    pickle.loads(pickle.dumps(Harmful(harmed)))
+    pickle.loads(pickle.dumps(Harmful()))
     assert harmed.exists(), "it would have"
 
 
@@ -193,13 +180,12 @@ def test_another_layout_is_refused_with_line_and_expectation(tmp_path):
         with pytest.raises(DataError, match=re.escape(expected)) as refused:
             read(name, path)
         assert str(refused.value).startswith(f"{path}, line 1: ")
-        assert f"| `{name}://`" in (ROOT / "docs/evaluation.md").read_text()
     row = {"question": "1+1=", "answer": "#### 2"}
     with pytest.raises(DataError, match=r"line 3: repeats the problem at .*line 1"):
         read("gsm8k", lines(tmp_path / "x.jsonl", row, row | {"question": "2+2="}, row))
 
 
-def test_a_field_that_cannot_be_used_is_named(tmp_path):
+def test_a_field_that_cannot_be_used_and_a_file_that_is_not_what_its_name_says_are_refused(tmp_path):
     for name, row, says in [
         ("gsm8k", {"question": "?", "answer": "42"}, "field 'answer' has no '#### ' with the final answer"),
         ("aime25", {"problem": "?", "answer": True}, "field 'answer' must be a text or a number"),
@@ -211,9 +197,6 @@ def test_a_field_that_cannot_be_used_is_named(tmp_path):
     ]:
         with pytest.raises(DataError, match=re.escape(says)):
             read(name, lines(tmp_path / "x.jsonl", row))
-
-
-def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path):
     for file, content, says in [
         ("x.jsonl", b'{"question": \n', "x.jsonl, line 1: not JSON"),
         ("x.jsonl", b"[1]\n", "x.jsonl, line 1: expected a JSON object, found list"),
@@ -229,7 +212,6 @@ def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path):
 
 @needs_sandbox
 def test_the_labels_of_code_benchmarks_are_graded_by_the_code_verifier(tmp_path):
-    """A right and a wrong program for a problem of each layout."""
     check = "def check(candidate):\n    assert candidate(2) == 4\n"
     of_humaneval = {"task_id": "H/1", "prompt": "def twice(x):\n", "entry_point": "twice", "test": check}
     mbpp = {"task_id": 11, "text": "?", "test_list": ["assert f(1) == 2"]}
@@ -246,14 +228,3 @@ def test_the_labels_of_code_benchmarks_are_graded_by_the_code_verifier(tmp_path)
             prompt = Prompt(0, token_ids([1]), 1, label, name, text)
             scores = verifier.score([(prompt, f"```python\n{code}\n```") for code in (right, wrong)])
             assert [(score.correct, score.error) for score in scores] == [(True, None), (False, None)], name
-
-
-def test_files_are_known_by_their_checksums(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_bytes(b"abc")
-    (tmp_path / "b.json").write_bytes(b"[]")
-    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, B.1
-    monkeypatch.setitem(benchmark_files.PUBLISHED, abc, "the alphabet's first.jsonl")
-    first, second = benchmark_files.checksums(str(tmp_path))
-    assert first == f"{tmp_path}/a.jsonl: SHA-256 {abc}, as published: the alphabet's first.jsonl"
-    assert second.startswith(f"{tmp_path}/b.json: SHA-256 ")
-    assert "published" not in second

@@ -17,14 +17,14 @@ from megatron_ibpo.evaluate.stored_samples import read_results, read_samples, sa
 from support.credit_cases import plain
 
 
-def eval_sample_of(asked, tokens, logprobs, finish="stop", *, right=1, fails=False, answer=None, name="t"):
-    """A sample of these tokens, whose text is the first one; `fails` makes the verifier fail."""
+def eval_sample_of(asked, tokens, logprobs, finish="stop", *, right=1, answer=None, name="t"):
+    """A sample of these tokens, whose text is the first one; where that is 9, the verifier fails."""
     request = asked.request
     own = Sample(
         request.prompt_token_ids, token_ids(tokens), np.array(logprobs, np.float32), finish,
         request.temperature, versions=((0, 1),), loss_mask=np.ones(len(tokens), bool),
     )  # fmt: skip
-    if fails:
+    if tokens[0] == 9:
         own.reward_error = "verifier crashed"
     else:
         own.reward, own.correct = float(tokens[0] == right), tokens[0] == right
@@ -39,7 +39,7 @@ def measured(numbers, plan, *, right=1, samples=1, sampled=(1.0, 1.0, -1), answe
     """(the evaluation of prompts of these numbers, all requests)
 
     Sample j of prompt i has the tokens, perhaps with a finish reason, that `plan(i, j, request)` says, at
-    log-probs of -1/(j+1). `right` is correct; 9 makes the verifier fail.
+    log-probs of -1/(j+1).
     """
     counts: Counter[int] = Counter()
     requests = []
@@ -50,8 +50,8 @@ def measured(numbers, plan, *, right=1, samples=1, sampled=(1.0, 1.0, -1), answe
             number = int(one.request.prompt_token_ids[0])
             said = plan(number, counts[number], one.request)
             tokens, finish = said if isinstance(said, tuple) else (said, "stop")
-            logprobs, how = [-1 / (counts[number] + 1)] * len(tokens), {"right": right, "answer": answer}
-            made.append(eval_sample_of(one, tokens, logprobs, finish, fails=tokens[0] == 9, **how))
+            logprobs = [-1 / (counts[number] + 1)] * len(tokens)
+            made.append(eval_sample_of(one, tokens, logprobs, finish, right=right, answer=answer))
             requests.append(one.request)
             counts[number] += 1
         return made
@@ -61,7 +61,7 @@ def measured(numbers, plan, *, right=1, samples=1, sampled=(1.0, 1.0, -1), answe
     return found[0], requests
 
 
-def test_accuracies_lengths_and_truncation_are_counted():
+def test_accuracies_lengths_truncation_and_failures_of_the_verifier_which_are_no_wrong_answers_are_counted():
     def plan(number, j, request):
         if request.temperature == 0:
             return [1]
@@ -74,9 +74,6 @@ def test_accuracies_lengths_and_truncation_are_counted():
     assert (result.accuracy_low, result.accuracy_high) == pytest.approx((0.3006, 0.9544), abs=1e-4)
     assert "accuracy 0.750 [0.301, 0.954] sampled, 1.000 greedy" in str(result)
     assert (result.pass_at, result.majority_accuracy, result.best_of_accuracy) == ({}, None, None)
-
-
-def test_a_failed_verifier_is_counted_and_is_no_wrong_answer():
     result, _ = measured(range(4), lambda number, j, request: [1 if number else 9])
     assert result.reward_errors == 2, "once sampled, once greedy"
     assert result.accuracy == 1.0
@@ -113,16 +110,12 @@ def test_pass_at_k_is_the_chance_that_one_of_k_drawn_scored_samples_is_right():
 
 def test_the_most_frequent_answer_counts_and_the_best_of_n_is_chosen_without_the_verifier():
     for outcomes, answers, expected in [
-        ([0, 0, 1, 0], "aabc", 0),  # wrong twice, right once
-        ([1, 0, 1, 0], "abab", 0.5),  # undecided
-        ([0, 1, 1, 1], [None, "a", "a", None], 1),  # no answer is no vote
-        ([0, 0, 0, 0], [None] * 4, 0),
-        ([0, 0, 0, 1], ["", "", "", "a"], 1),  # an empty answer is none
-        ([1, 1, 0, 0], "aabb", 0.5),  # both twice, one of them right
+        ([0, 0, 1, 0], "aabc", 0), ([1, 0, 1, 0], "abab", 0.5), ([1, 1, 0, 0], "aabb", 0.5),
+        # no answer, or an empty one, is no vote
+        ([0, 1, 1, 1], [None, "a", "a", None], 1), ([0] * 4, [None] * 4, 0), ([0, 0, 1], ["", "", "a"], 1),
         # an answer that the verifier failed on is judged by its other samples
-        ([nan, 1, 0], "aab", 1),
-        ([nan, nan, 1], "aab", 0),
-    ]:
+        ([nan, 1, 0], "aab", 1), ([nan, nan, 1], "aab", 0),
+    ]:  # fmt: skip
         assert measures.majority(np.array([outcomes]), [list(answers)]).tolist() == [expected]
     outcomes = np.array([[1, 0], [0, 1]])
     assert measures.best_of(outcomes, np.array([[-0.1, -0.2], [-0.1, -0.2]])).tolist() == [1, 0]
@@ -132,8 +125,7 @@ def test_the_most_frequent_answer_counts_and_the_best_of_n_is_chosen_without_the
 def test_an_interval_covers_the_truth_nineteen_times_in_twenty():
     """Of problems of very different difficulty: chances of a U-shaped Beta."""
     for a, b, samples, measure, truth in [
-        (0.25, 0.5, 1, measures.interval, 1 / 3),
-        (0.25, 0.5, 8, measures.interval, 1 / 3),
+        (0.25, 0.5, 1, measures.interval, 1 / 3), (0.25, 0.5, 8, measures.interval, 1 / 3),
         # the mean of pass@2 is 1 - E[(1-p)²]
         (0.4, 0.6, 6, lambda run: measures.interval_over_prompts(measures.pass_at(run, 2)), 1 - 0.96 / 2),
     ]:  # fmt: skip
@@ -241,10 +233,9 @@ class SimulatedEngine:
                 raise KeyboardInterrupt
             one = asked[index]
             self.asked.append(one.key)
-            tokens = [1 + one.request.seed % 3, int(one.request.prompt_token_ids[-1])]
-            logprobs, fails = [-0.25, -one.request.seed % 7], one.key in self.failing
-            answer = lambda _, text: text  # noqa: E731
-            each(index, eval_sample_of(one, tokens, logprobs, fails=fails, answer=answer, name="sums"))
+            first = 9 if one.key in self.failing else 1 + one.request.seed % 3
+            tokens, logprobs = [first, int(one.request.prompt_token_ids[-1])], [-0.25, -one.request.seed % 7]
+            each(index, eval_sample_of(one, tokens, logprobs, answer=lambda _, text: text, name="sums"))
 
 
 def evaluated(directory, engine=None, settings=SETTINGS, *, corrects=True):

@@ -1,6 +1,5 @@
 """`ibpo evaluate`: what it is told, what it leaves, and two of them compared."""
 
-import io
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import matplotlib.image
 import psutil
 import pytest
 import torch
-from rich.console import Console
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.commands.evaluate import main, policy_of
@@ -100,19 +98,16 @@ SUMS = "reasoning_gym://chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digit
 
 
 def opened(tmp_path, *specs, **settings):
-    """The sets of an evaluation of a tiny model whose context start-up has resolved."""
-    given = {"rollout_max_response_len": 48, "eval_num_prompts": 3} | settings
-    given |= {"hf_checkpoint": str(TINY), "run_dir": str(tmp_path / "out")}
+    given = {"rollout_max_response_len": 48, "eval_num_prompts": 3, "hf_checkpoint": str(TINY)} | settings
     recipe = tmp_path / "evaluation.yaml"  # is read ten times as fast as flags
-    recipe.write_text(json.dumps(given))
+    recipe.write_text(json.dumps(given | {"run_dir": str(tmp_path / "out")}))
     config = policy_of(["--config", str(recipe), "--eval-prompt-data", *map(str, specs)]).config
-    config.rollout.rollout_max_context_len = 512
+    config.rollout.rollout_max_context_len = 512  # as start-up resolves it
     check_evaluation(config)
     return open_eval_sets(config, TOKENIZER)
 
 
-def rows(tmp_path, *fields):
-    """A file of JSON Lines: a simple sum each, with these fields beside it."""
+def rows(tmp_path, *fields):  # a simple sum each, with these fields beside it
     sums = ({"prompt": f"{n}+1=", "label": str(n + 1)} | more for n, more in enumerate(fields))
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in sums))
@@ -164,22 +159,19 @@ def test_what_is_tuned_on_and_what_is_judged_by_share_no_question(tmp_path):
     assert not set(tuning) & set(test)
     assert test == again
     mine = rows(tmp_path, *[{}] * 40)
-    tuning, test = (set(texts(half, mine)) for half in ("tuning", "test"))
-    assert tuning | test == {f"{n}+1=" for n in range(40)}
-    assert not tuning & test
+    tuning, test = (texts(half, mine) for half in ("tuning", "test"))
+    assert sorted(tuning + test) == sorted(f"{n}+1=" for n in range(40))
     mine = rows(tmp_path, {"prompt": tuning.pop()})
     with pytest.raises(ValueError, match="--eval-half test: none of the prompts"):
         texts("test", mine)
 
 
 def test_how_a_set_is_sampled_follows_flags_then_the_preset_then_training(tmp_path):
+    flags = {"eval_preset": "qwen3-next-80b-a3b", "n_samples_per_eval_prompt": 2, "eval_top_p": 1.0}
     for settings, expected in (
         ({}, EvalSampling(1, 48, 0.9, 1.0, -1)),
         ({"eval_preset": "qwen3-32b"}, EvalSampling(64, 64, 0.6, 0.95, 20)),
-        (
-            {"eval_preset": "qwen3-next-80b-a3b", "n_samples_per_eval_prompt": 2, "eval_top_p": 1.0},
-            EvalSampling(2, 64, 0.7, 1.0, 20),
-        ),
+        (flags, EvalSampling(2, 64, 0.7, 1.0, 20)),
     ):
         length = {"eval_max_response_len": 64} if settings else {}
         (own,) = opened(tmp_path, SUMS, rollout_temperature=0.9, **settings, **length)
@@ -215,15 +207,13 @@ def written(own, policy_says):
     return SetEvaluation(own, *made)
 
 
-def test_an_evaluation_leaves_results_a_picture_and_a_table(tmp_path):
+def test_an_evaluation_leaves_results_a_picture_and_a_table(tmp_path, capsys):
     (own,) = opened(tmp_path, f"sums={SUMS}", n_samples_per_eval_prompt=2)
     one = written(own, lambda index, number: ("yes", True) if index == 0 or number else ("", False))
     with KeptSamples(tmp_path / "out", "/models/a", {"sums": {"--seed": 0}}):
         pass
     seconds, counts = {"start": 1.5, "evaluate": 2.5}, {"engine_restarts": 0, "verifier_deaths": 1}
-    said = io.StringIO()
-    console = Console(file=said, width=100)
-    report_evaluation(tmp_path / "out", "/models/a", [one], seconds=seconds, counts=counts, console=console)
+    report_evaluation(tmp_path / "out", "/models/a", [one], seconds=seconds, counts=counts)
     results = json.loads((tmp_path / "out/results.json").read_text())
     of_set = results.pop("sets")["sums"]
     assert of_set["measures"] == one.evaluation.metrics()
@@ -233,11 +223,8 @@ def test_an_evaluation_leaves_results_a_picture_and_a_table(tmp_path):
     expected = {"status": "finished", "policy": "/models/a", "seconds_by_stage": seconds, "counts": counts}
     assert results.items() >= expected.items()
     assert matplotlib.image.imread(tmp_path / "out/evaluation.png").shape[0] > 300
-    lines = [line.split("│") for line in said.getvalue().splitlines() if "│" in line]
-    assert {line[1].strip(): line[2].strip() for line in lines} == {
-        "accuracy, sampled": "0.667", "accuracy, greedy": "0.333", "pass@2": "1.000", "maj@2": "1.000",
-        "best-of-2": "0.333", "cut off": "0.000", "without an answer": "0.333",
-    }  # fmt: skip
+    lines = [line.split("│")[1:3] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert ["accuracy, sampled", "0.667"] in [[cell.strip() for cell in line] for line in lines]
 
 
 @pytest.fixture
@@ -276,14 +263,10 @@ def test_two_evaluations_are_compared_problem_by_problem(left):
 
 
 def test_two_evaluations_are_shown_side_by_side_and_what_cannot_be_compared_is_refused(left, capsys):
-    def right(index, number):
-        return True
-
-    def of_others(sums):
-        return {"prompts": [replace(prompt, text="what?") for prompt in sums.prompts]}
-
-    first = left(lambda index, number: False)
-    second = left(right, change=lambda sums: {"prompts": sums.prompts[:10]})
+    first = left(lambda *_: False)
+    second = left(lambda *_: True, change=lambda sums: {"prompts": sums.prompts[:10]})
+    others = left(lambda *_: True, change=lambda sums: {"name": "others"})
+    asked = left(lambda *_: True, change=lambda own: {"prompts": [replace(own.prompts[0], text="?")]})
     assert main(["compare", str(first), str(second)]) == 0
     shown = capsys.readouterr().out
     assert "2 problems in only one of the two, left out" in shown
@@ -291,8 +274,8 @@ def test_two_evaluations_are_shown_side_by_side_and_what_cannot_be_compared_is_r
     assert "≤ 0.0005" in shown, "the floor of so many resamples"
     for second, more, says in [
         (first, ["--measure", "pass_at_9"], "'pass_at_9' was not measured in both; in both are accuracy"),
-        (left(right, change=lambda sums: {"name": "others"}), [], "no set is in both"),
-        (left(right, change=of_others), [], "these problems differ between the two: 0, 1"),
+        (others, [], "no set is in both"),
+        (asked, [], "these problems differ between the two: 0"),
     ]:
         assert main(["compare", str(first), str(second), *more]) == 2
         assert says in capsys.readouterr().err

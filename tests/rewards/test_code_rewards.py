@@ -12,16 +12,12 @@ from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.rewards.code import extract_answer, label_problem, offered_imports, same_output, score
-from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap
 from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
 pytestmark = needs_sandbox
 SUM = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3", "7", "11"]}
 APPEND = {"inputs": ["[1, 2]\n3", [[], 0]], "outputs": ["[1, 2, 3]", [[0]]], "fn_name": "append"}
-CHECK = {
-    "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-3) == 9\n",
-    "entry_point": "square",
-}
+CHECK = {"test": "def check(f):\n    assert f(2) == 4\n    assert f(-3) == 9\n", "entry_point": "square"}
 
 
 def graded(program, label, **settings):
@@ -78,11 +74,19 @@ def test_outputs_are_compared_as_livecodebench_does():
         assert same_output(said, expected) is same
 
 
-def test_the_share_of_passed_tests_is_kept_and_the_first_failure_ends():
+def test_the_share_of_passed_tests_is_kept_until_the_first_failure_or_too_much_time_which_is_no_error():
     program = "a, b = map(int, input().split())\nprint(a + b if a < 5 else 0)"
     assert graded(program, SUM) == {"score": 0.0, "tests_passed": pytest.approx(2 / 3), "timed_out": 0.0}
     none = score("", "I do not know", json.dumps(SUM), {})
     assert none == {"score": 0.0, "tests_passed": 0.0, "timed_out": 0.0}
+    many = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
+    found = graded("import time\ntime.sleep(0.1)\nprint(1)", many, total_seconds=0.8)
+    assert (found["score"], found["timed_out"]) == (0.0, 1.0)
+    assert 0.0 < found["tests_passed"] < 1.0
+    slept = "import time\ndef f(x):\n    time.sleep(0.1)\n    return x"
+    assert graded(slept, {**many, "fn_name": "f"}, total_seconds=0.5)["timed_out"] == 1.0
+    for start, label in (("", SUM), ("def append(a, b):\n    ", APPEND), ("def square(x):\n    ", CHECK)):
+        assert graded(start + "while True: pass", label, seconds=0.2)["timed_out"] == 1.0
 
 
 def test_functions_get_arguments_and_return_json():
@@ -196,10 +200,8 @@ def test_what_tests_mean_to_see_of_their_arguments_they_see():
         (sort, "args = [[3, 1], 0]\nf(*args)\nassert args[0] == [1, 3]"),
         (sort, "case = {'in': [3, 1]}\nf(case['in'])\nassert case['in'] == [1, 3]"),
         (sort, "class T:\n def go(self):\n  a = [3, 1]\n  f(a)\n  assert a == [1, 3]\nT().go()\nassert 1"),
-        (sort, "a = [3, 1]\nif f(a) is None:\n assert a == [1, 3]\nelse:\n assert False"),
         (sort, "a = [3, 1]\ntry:\n f(a)\nfinally:\n assert a == [1, 3]"),
         ("def f(d): d['x'] = 1; return d", "d = {}\nassert f(d) == {'x': 1}\nassert d == {'x': 1}"),
-        ("def f(d): return dict(d, x=1)", "d = {}\nassert f(d) == {'x': 1}\nassert d == {}"),
         ("def f(a): return a.pop()", "a = [1, 2]\nr = []\nwhile a:\n r.append(f(a))\nassert r == [2, 1]"),
         ("def f(x): return x[5]", "try:\n f([1])\n assert False\nexcept IndexError:\n pass"),
         ("def f(): return iter([1, 2])", "assert [x for x in f()] == [1, 2]"),
@@ -208,34 +210,19 @@ def test_what_tests_mean_to_see_of_their_arguments_they_see():
         assert passes(program, test)
 
 
-def test_neither_stderr_stops_a_program_nor_do_tests_that_take_any_exception_take_its_end():
+def test_neither_stderr_nor_what_it_answers_to_calls_stops_a_program_or_passes_for_it():
     assert passes("import sys\ndef square(x):\n    sys.stderr.write('x' * 10**6)\n    return x * x", CHECK)
     test = "try:\n    f()\n    assert False\nexcept BaseException:\n    pass"
     assert passes("def f(): raise KeyError", test)
     assert not passes("import os\ndef f(): os._exit(0)", test)
-
-
-def test_programs_that_answer_calls_can_say_what_they_like():
     for line in ("[true]", "null", "[[[", "[true, 1, 2]", '[false, "passed"]', "x" * 100, "[" * 100_000):
         program = f"import os\nos.write(3, {line.encode()!r} + b'\\n' * 3)\nos._exit(0)"
         assert not passes(program, APPEND)
 
 
-def test_slow_programs_are_wrong_and_no_error():
-    many = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
-    found = graded("import time\ntime.sleep(0.1)\nprint(1)", many, total_seconds=0.8)
-    assert (found["score"], found["timed_out"]) == (0.0, 1.0)
-    assert 0.0 < found["tests_passed"] < 1.0
-    slept = "import time\ndef f(x):\n    time.sleep(0.1)\n    return x"
-    assert graded(slept, {**many, "fn_name": "f"}, total_seconds=0.5)["timed_out"] == 1.0
-    for start, label in (("", SUM), ("def append(a, b):\n    ", APPEND), ("def square(x):\n    ", CHECK)):
-        assert graded(start + "while True: pass", label, seconds=0.2)["timed_out"] == 1.0
-
-
 def test_labels_that_cannot_be_graded_are_named():
     for label, why in (
-        ("x", "must be JSON"),
-        ("[]", "must be"),
+        ("x", "must be JSON"), ("[]", "must be"),
         ('{"inputs": ["1"], "outputs": []}', "same length"),
         ('{"inputs": [], "outputs": []}', "one test or more"),
         ('{"inputs": [1], "outputs": ["1"]}', "must be texts"),
@@ -244,7 +231,7 @@ def test_labels_that_cannot_be_graded_are_named():
         ('{"test": "def", "entry_point": null}', "is no Python"),
         ('{"test": "x = 1", "entry_point": null}', "asserts nothing"),
         ('{"test": "assert True", "entry_point": "f"}', "must define check"),
-    ):
+    ):  # fmt: skip
         assert why in label_problem(label, {})
     with pytest.raises(ValueError, match="must define check"):
         score("", "```python\n1\n```", label, {})
@@ -270,19 +257,3 @@ def test_a_run_refuses_to_start_without_a_sandbox_unless_told(monkeypatch, tmp_p
         right, wrong = verifier.score([(prompt, "def square(x): return x * x"), (prompt, "no")])
     assert (right.reward, right.correct, right.details["tests_passed"]) == (1.0, True, 1.0)
     assert (wrong.reward, wrong.error) == (0.0, None)
-
-
-def test_a_sandbox_that_fails_is_an_error_of_the_verifier(monkeypatch):
-    monkeypatch.setattr(bubblewrap, "visible_paths", lambda: ("/nowhere",))
-    with pytest.raises(SandboxError, match="nowhere"), Process("program", "", [""], limits=Limits()):
-        pass
-
-
-def test_the_tiny_task_is_right_for_its_own_functions_alone():
-    for line in Path("examples/code/tiny_train.jsonl").read_text().splitlines()[:3]:
-        row = json.loads(line)
-        constant, shown = (int(part.partition("=")[2]) for part in row["prompt"].split(", "))
-        right, wrong = (f"def f(x): return {(shown - constant) // 100 + off}*x+{constant}" for off in (0, 1))
-        assert passes(right, json.loads(row["label"]))
-        found = graded(wrong, json.loads(row["label"]))
-        assert found == {"score": 0.0, "tests_passed": 0.2, "timed_out": 0.0}

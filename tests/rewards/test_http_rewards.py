@@ -150,6 +150,7 @@ def test_a_judge_may_be_a_part_of_a_composite_and_a_server_that_is_gone_gives_no
     assert (found.reward, found.correct, found.details["http_judge"]) == (0.4, True, 0.5)
     assert gone.reward is None
     assert "http_judge: " in gone.error
+    assert gone.details["retries"] >= 1
 
 
 def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
@@ -181,14 +182,12 @@ def test_the_score_is_taken_from_the_judges_text():
     for text, place, number in (
         ("__score__ = -1\nFinal score: .5", None, 0.5),
         ('```json\n{"score": "0.75"}\n```', None, 0.75),
-        ("Score: 7/10", None, None),
+        ("Score: 7/10, score: 70 %, score: 7 out of 10", None, None),
         ("Score (0-1): high, score: 0-1, score: 0,8", None, None),
-        ("I give [[8]], no, [[9]]", r"\[\[(\d+)\]\]", 9.0),
-        ("I give [[A]]", r"\[\[(.)\]\]", None),
+        ("I give [[8]], no, [[9]]", r"\[\[(\d+)\]\]", 9.0), ("I give [[A]]", r"\[\[(.)\]\]", None),
         ('{"rating": 1} then {"rating": 2, "parts": {"rating": 3}} {x}', "rating", 2.0),
-        ('{"rating": null}', "rating", None),
-        ('{"score": 1}', "rating", None),
-    ):
+        ('{"rating": null}', "rating", None), ('{"score": 1}', "rating", None),
+    ):  # fmt: skip
         found = http_judge.score(text, place)
         assert found == {"score": number or 0.0, "unreadable": float(number is None)}
 
@@ -224,13 +223,10 @@ def test_a_server_is_tried_before_the_run(template, monkeypatch):
         check_servers(DataConfig(rm_url=url, **scorer))
     for settings, answer, says in (
         (judge, {"data": [{"id": "small"}]}, "has no model --rm-model big; it has small"),
-        (judge, (404, "not found"), "as a rule …/v1"),
-        (judge, (401, "who?"), "IBPO_RM_API_KEY"),
-        (judge, {"models": []}, "KeyError: 'data'"),
-        (scorer, {"reward": 0.5}, "KeyError: 'score'"),
-        (scorer, (500, "broken"), "status 500"),
-        (scorer, HANG, "no answer within"),
-    ):
+        (judge, (404, "not found"), "as a rule …/v1"), (judge, (401, "who?"), "IBPO_RM_API_KEY"),
+        (judge, {"models": []}, "KeyError: 'data'"), (scorer, {"reward": 0.5}, "KeyError: 'score'"),
+        (scorer, (500, "broken"), "status 500"), (scorer, HANG, "no answer within"),
+    ):  # fmt: skip
         monkeypatch.setattr("megatron_ibpo.rewards.reward_server._TRIAL_S", 0.3 if answer == HANG else 20)
         with serving(lambda *_, answer=answer: answer) as (url, _), pytest.raises(ConfigError) as refused:
             check_servers(DataConfig(rm_url=url, **settings))
@@ -256,12 +252,9 @@ def executed(request, times):
     limits, given = Limits(request["run_timeout"], 1 << 30), request["stdin"].encode()
     with Process("program", request["code"], [""], stdin=given, limits=limits, isolated=False) as process:
         done = process.finish()
-    result = {
-        "status": "TimeLimitExceeded" if done.reached else "Finished", "execution_time": 0.1,
-        "return_code": done.status, "stdout": done.stdout.decode(), "stderr": done.stderr,
-    }  # fmt: skip
-    status = "Success" if done.status == 0 else "Failed"
-    return {"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}}
+    result = {"return_code": done.status, "stdout": done.stdout.decode(), "stderr": done.stderr}
+    result["status"] = "TimeLimitExceeded" if done.reached else "Finished"
+    return {"status": "Failed" if done.status else "Success", "message": "", "run_result": result}
 
 
 def graded(url, program, label, **settings):
@@ -269,7 +262,7 @@ def graded(url, program, label, **settings):
     return code.score("", f"```python\n{program}\n```", json.dumps(label), metadata)
 
 
-def test_a_server_that_runs_programs_grades_all_formats():
+def test_a_server_that_runs_programs_grades_all_formats_and_is_asked_again_where_it_fails(monkeypatch):
     sums = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3", "7"]}
     append = {"inputs": ["[1, 2]\n3"], "outputs": ["[1, 2, 3]"], "fn_name": "append"}
     check = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "square"}
@@ -285,18 +278,14 @@ def test_a_server_that_runs_programs_grades_all_formats():
     for url in ("sandbox:8080", "ftp://x", "http://"):
         with pytest.raises(ValueError, match="--code-executor"):
             RemoteExecutor(url)
-
-
-def test_a_server_that_fails_to_run_programs_is_asked_again_and_then_is_an_error(monkeypatch):
     monkeypatch.setattr("megatron_ibpo.rewards.executors._FIRST_WAIT", 0.01)
     failed = {"status": "SandboxError", "message": "full", "run_result": None}
     answers: list[Any] = [(503, {}), failed]
-    label = {"inputs": ["1"], "outputs": ["1"]}
     with serving(lambda *request: answers.pop(0) if answers else executed(*request)) as (url, sent):
-        assert graded(url, "print(1)", label)["score"] == 1.0
+        assert graded(url, "print(sum(map(int, input().split())))", sums)["score"] == 1.0
         for answer, times, why in ((failed, 3, "full"), (b"?", 3, "JSONDecodeError"), ((400, {}), 1, "400")):
             answers += [answer] * times
             sent.bodies.clear()
             with pytest.raises(SandboxError, match=why):
-                graded(url, "print(1)", label)
+                graded(url, "print(1)", sums)
             assert len(sent.bodies) == times

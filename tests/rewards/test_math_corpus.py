@@ -52,12 +52,6 @@ def test_a_label_without_an_answer_is_an_error_and_named_at_the_start(verifier):
         check_labels(verifier._pool, [fine, empty], data)
 
 
-def test_a_quotation_of_the_prompt_answers_nothing(verifier):
-    asked = prompt("5", r"Write the sum of 2 and 3 like \boxed{5}.")
-    quoted, answered = verifier.score([(asked, asked.text), (asked, asked.text + r" It is \boxed{5}.")])
-    assert (quoted.reward, answered.reward) == (0.0, 1.0)
-
-
 def test_answers_of_all_formats_are_judged(verifier):
     """Formats, traps, hostile text."""
     matrix, sevens = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "7" * 150
@@ -108,7 +102,7 @@ def test_answers_of_all_formats_are_judged(verifier):
     assert wrongly_judged(verifier, answers) == []
 
 
-def test_which_answer_of_a_response_counts(verifier):
+def test_which_answer_of_a_response_counts_and_that_a_quotation_of_the_prompt_is_none(verifier):
     numbers, sevens = ",".join(map(str, range(1, 26))), "7" * 800
     answers = {
         "7311": (
@@ -131,17 +125,9 @@ def test_which_answer_of_a_response_counts(verifier):
         "(63, 15)": ([r"x = \boxed{63}, y = \boxed{15}"], [r"x = \boxed{15}, y = \boxed{63}"]),
     }  # fmt: skip
     assert wrongly_judged(verifier, answers, response="%s") == []
-
-
-@pytest.mark.slow
-def test_what_takes_seconds_is_judged(verifier):
-    digits = "123456789" * 11_000
-    answers = {
-        digits: ([f"00{digits}", f"{digits}.0"], [digits[:-1] + "8", digits[:-1], f"-{digits}", "7"]),
-        "7": (["{" * 90 + "7" + "}" * 90], [digits, "7!", "1" + "+1" * 300, "(" * 200]),
-        "34/55": (["\\frac{1}{1+" * 8 + "1" + "}" * 8], [r"\sum_{k=1}^{\infty} k^{34}"]),
-    }
-    assert wrongly_judged(verifier, answers) == []
+    asked = prompt("5", r"Write the sum of 2 and 3 like \boxed{5}.")
+    quoted, answered = verifier.score([(asked, asked.text), (asked, asked.text + r" It is \boxed{5}.")])
+    assert (quoted.reward, answered.reward) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Whatever a model writes is read in time that grows with its length: no text hangs a verifier."""
 
 import re
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
-from itertools import chain
 from re import _parser as sre_parse  # type: ignore[attr-defined]
 from typing import Any
 
@@ -39,52 +37,35 @@ DOORS: dict[str, Callable[[str], Any]] = {
 MODULES = [code, exact, final_answer, http_judge, math, reasoning_gym, divergence, spans, study_rewards]
 
 
-def patterns(module):
-    return [value for value in vars(module).values() if isinstance(value, re.Pattern)]
+SAMPLES: dict[str, Callable[..., str]] = {
+    "LITERAL": chr, "RANGE": lambda bounds: chr(bounds[0]), "NEGATE": lambda _: "!",
+    "CATEGORY": lambda of: {"DIGIT": "1", "SPACE": " ", "WORD": "w"}.get(of.name[len("CATEGORY_") :], "!"),
+    **dict.fromkeys(["ANY", "NOT_LITERAL"], lambda _: "x"), "IN": lambda choices: sample(choices[:1]),
+    "BRANCH": lambda ways: sample(ways[1][0]), "SUBPATTERN": lambda group: sample(group[3]),
+    "ATOMIC_GROUP": lambda inside: sample(inside),
+    **dict.fromkeys(
+        ["MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"],
+        lambda repeat: sample(repeat[2]) * max(repeat[0], min(2, repeat[1])),
+    ),
+}  # fmt: skip
 
 
 def sample(parsed):
     """A text that a pattern matches in the main, by the first of its alternatives and two of what repeats."""
-    text = ""
-    for kind, argument in parsed:
-        match kind.name:
-            case "LITERAL":
-                text += chr(argument)
-            case "RANGE":
-                text += chr(argument[0])
-            case "CATEGORY":
-                known = {"CATEGORY_DIGIT": "1", "CATEGORY_SPACE": " ", "CATEGORY_WORD": "w"}
-                text += known.get(argument.name, "!")
-            case "ANY" | "NOT_LITERAL" | "NEGATE":
-                text += "!" if kind.name == "NEGATE" else "x"
-            case "IN":
-                text += sample(argument[:1])
-            case "BRANCH":
-                text += sample(argument[1][0])
-            case "SUBPATTERN" | "ATOMIC_GROUP":
-                text += sample(argument[3] if kind.name == "SUBPATTERN" else argument)
-            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
-                text += sample(argument[2]) * max(argument[0], min(2, argument[1]))
-    return text
+    return "".join(SAMPLES.get(kind.name, lambda _: "")(argument) for kind, argument in parsed)
 
 
 @pytest.fixture(scope="module")
 def fragments():
     """Beginnings of what each pattern matches, on which it starts again and again and comes to nothing."""
     made = {"answer is ", "The answer is 1,", "\\boxed{", "```", "(", "1^", "=", "\\text{", "<answer>", "1e"}
-    for pattern in chain(*map(patterns, MODULES)):
+    for pattern in (
+        one for module in MODULES for one in vars(module).values() if isinstance(one, re.Pattern)
+    ):
         whole = sample(sre_parse.parse(pattern.pattern, pattern.flags & ~re.DEBUG))
         made |= {whole, whole[:-1], whole[1:], whole[: len(whole) // 2 + 1]}
+    assert len(made) > 40
     return sorted(made - {""})
-
-
-def test_every_pattern_that_reads_text_is_tried(fragments):
-    assert len(fragments) > 40
-    unread = {"verifier", "worker", "workers", "composite", "limits"}
-    tried = {module.__name__ for module in MODULES}
-    for name in {name for name in sys.modules if name.startswith("megatron_ibpo.rewards.")} - tried:
-        is_read = patterns(sys.modules[name]) and name.rpartition(".")[2] not in unread
-        assert not is_read, f"{name} has patterns; name it in MODULES"
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -149,14 +149,11 @@ def test_the_root_holds_python_and_nothing_can_be_written_to_it():
         assert said("say(os.listdir()); open('left', 'w').write('x')") == ["[]"], "it is new each time"
 
 
-def test_nothing_of_the_environment_and_no_descriptor_of_the_host_goes_in_and_signals_reach_nobody_else(
-    monkeypatch, tmp_path
-):
+def test_no_environment_nor_descriptor_of_the_host_goes_in_and_signals_stay_in(monkeypatch, tmp_path):
     monkeypatch.setenv("IBPO_SECRET", "42")
     with open(tmp_path / "secret", "w+") as file:
         os.set_inheritable(file.fileno(), True)
-        lines = said(
-            f"""
+        program = f"""
             import resource, signal
             say(sorted(os.environ)); say(sys.argv); say(sys.flags.no_site)
             held = []
@@ -170,15 +167,14 @@ def test_nothing_of_the_environment_and_no_descriptor_of_the_host_goes_in_and_si
             for pid in {[os.getpid(), os.getppid(), 1]}: tried(os.kill, pid, 0)
             signal.signal(signal.SIGTERM, lambda *_: None)
             for group in (0, 1, -1): tried(os.kill, group, signal.SIGTERM)  # which does not end this process
-        """,
-            seconds=2,
-        )
+        """
+        lines = said(program, seconds=2)
     assert set(eval(lines[0])) <= set(bubblewrap.ENVIRONMENT) | {"LD_LIBRARY_PATH", "PWD", "LC_CTYPE"}
     assert lines[1:7] == ["['program.py']", "1", "[0, 1, 2]", "(True, True)", "(3, 3)", "ValueError"]
 
 
 @needs_groups
-def test_a_sandbox_is_in_control_groups_of_its_own():
+def test_a_sandbox_is_in_control_groups_of_its_own_which_are_used_again_with_nothing_of_the_last_program():
     with Process("program", "import time; time.sleep(60)", [""], limits=Limits(tasks=5)) as started:
         bounds = {
             path.name: int(path.read_text())
@@ -193,10 +189,6 @@ def test_a_sandbox_is_in_control_groups_of_its_own():
         assert {group.name for group in groups_in_use()} <= inside
         with Process("program", "import time; time.sleep(60)", [""], limits=Limits(tasks=5)):
             assert len(groups_in_use()) == 2 * len(parents())
-
-
-@needs_groups
-def test_a_control_group_is_used_again_and_holds_nothing_of_the_last_program():
     source = """
         with open("filled", "wb") as file:
             file.write(bytes(15 << 20))
@@ -222,27 +214,11 @@ def test_the_control_groups_of_a_verifier_end_with_it():
 
 
 @needs_groups
-@pytest.mark.slow
+@pytest.mark.slow  # for the time that so many files take, whose names and nodes are memory of the kernel's
 def test_a_flood_of_empty_files_ends_at_the_memory_of_its_group():
-    """Slow for the time that so many files take. Their names and nodes are memory of the kernel's."""
     source = "for number in range(10_000_000): open(str(number), 'w').close()"
     execution = run(source, seconds=120, memory_bytes=128 << 20)
     assert (execution.status, execution.reached) == (128 + signal.SIGKILL, None)
-
-
-def test_what_a_killed_owner_left_of_groups_is_removed():
-    script = """
-        import os
-        from megatron_ibpo.rewards.sandbox.control_groups import control_groups
-        with control_groups(1 << 30, 9) as groups:
-            print(*groups, flush=True)
-            os.kill(os.getpid(), 9)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    left = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split()
-    parents.cache_clear()
-    assert len(parents()) == len(left)
-    assert not any(os.path.exists(group) for group in left)
 
 
 def test_what_grows_without_end_bursts_alone_and_at_its_limit():
@@ -340,23 +316,29 @@ def test_tests_and_program_are_in_two_sandboxes(planted):
     assert (execution.status, execution.stdout) == (0, b"passed\n"), execution
 
 
-def test_the_sandbox_ends_with_its_owner():
-    """It also ends when the owner is killed, as a verifier that takes too long is."""
+def test_the_sandbox_ends_with_its_owner_and_what_that_left_of_groups_is_removed():
+    """Also where the owner is killed, as a verifier that takes too long is."""
+
+    def left():
+        parents.cache_clear()  # so that they are looked for again, which removes what nobody owns
+        return groups_of(owner.pid)
+
     script = """
-        import os, sys, time
+        import time
         from megatron_ibpo.rewards.sandbox import Limits, Process
         started = Process("program", "import time; time.sleep(600)", [""], limits=Limits(seconds=600))
         print(started.first, flush=True)
         time.sleep(600)
     """
-    others = children()
-    command = [sys.executable, "-c", textwrap.dedent(script)]
+    command, others = [sys.executable, "-c", textwrap.dedent(script)], children()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as owner:
         first = int(owner.stdout.readline())
+        assert len(groups_of(owner.pid)) == len(parents())
         owner.kill()
     assert eventually(lambda: has_ended(first), 30), "the sandbox lives on"
     for orphan in children() - others:  # this process adopts them
         orphan.wait(30)
+    assert eventually(lambda: left() == [], 10)
 
 
 def test_a_sandbox_that_cannot_be_built_or_does_not_isolate_is_an_error_and_no_verdict(monkeypatch, tmp_path):
@@ -392,11 +374,10 @@ def test_a_program_without_a_sandbox_has_its_limits_all_the_same():
 
 
 @pytest.mark.parametrize(
-    ("machine", "header"), [("x86_64", "asm/unistd_64.h"), ("aarch64", "asm-generic/unistd.h")]
-)
-def test_the_numbers_of_refused_calls_are_those_of_the_kernels_headers(machine, header):
-    if machine == "x86_64" and platform.machine() != machine:
-        pytest.skip("the headers of x86-64 are on such machines only")
+    "machine", sorted({platform.machine(), "aarch64"})
+)  # x86-64 alone has headers of its own
+def test_the_numbers_of_refused_calls_are_those_of_the_kernels_headers(machine):
+    header = "asm/unistd_64.h" if machine == "x86_64" else "asm-generic/unistd.h"
     has = ["-D__BITS_PER_LONG=64", "-D__ARCH_WANT_MEMFD_SECRET"]
     words = ["g++", "-E", "-dM", *has, "-include", header, "-x", "c++", "/dev/null"]
     macros = subprocess.run(words, capture_output=True, text=True, check=True).stdout
