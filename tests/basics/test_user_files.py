@@ -18,7 +18,6 @@ from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
 from megatron_ibpo.evaluate.stored_samples import read_results
 from megatron_ibpo.journal.framing import records
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.plan.machine import find_machine
 from megatron_ibpo.report.metrics_log import read_rows
 from megatron_ibpo.report.rollout_data import load_step
 from megatron_ibpo.study.findings import read_findings
@@ -52,7 +51,6 @@ def test_what_is_no_file_of_its_kind_is_refused_before_it_is_read(tmp_path, monk
         "tokenizer.model": load_tokenizer,
         "rows.jsonl": rows,
         "rows.parquet": rows,
-        "aime.jsonl": lambda path: list(benchmark_rows(str(path))),
         "aime.json": lambda path: list(benchmark_rows(str(path))),
         "results.json": lambda path: read_results(path.parent),
         "study.json": read_findings,
@@ -60,7 +58,6 @@ def test_what_is_no_file_of_its_kind_is_refused_before_it_is_read(tmp_path, monk
         "metrics.jsonl": read_rows,
         "run_state.json": lambda path: load_run_state(path.parent),
         "integrity.json": lambda path: check_integrity(path.parent),
-        "machine.yaml": lambda path: find_machine(str(path)),
         "model.gguf": lambda path: gguf_to_hf(path, path.with_name("out")),
     }.items():
         for number, put in enumerate(kinds):

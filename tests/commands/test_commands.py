@@ -126,35 +126,25 @@ raise SystemExit(command(lambda: [print(line) for line in range(100_000)] and 0)
 
 def test_versions_and_commands_are_told_and_main_can_be_pickled(capsys):
     assert main.main(["--version"]) == 0
-    own, libraries = capsys.readouterr().out.splitlines()
-    assert own.startswith(f"megatron_ibpo {__version__}")
-    assert re.fullmatch(r"torch 2\.\S+, megatron-core \S+, vllm \S+, transformers 5\.\S+", libraries)
+    assert capsys.readouterr().out.startswith(f"megatron_ibpo {__version__}")
     for words in (["--help"], ["convert"], ["convert", "--help"]):
         assert main.main(words) == 0
         assert "convert to-megatron" in capsys.readouterr().out
     assert pickle.loads(pickle.dumps(train.main)) is train.main, "studies start runs in other processes"
 
 
-TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/tiny_qwen3_study.yaml"
-COMPARE, SAVE = "tools/compare_methods.py", ["--save", "out"]
-
-
-def status_of_tool(monkeypatch, program, *words):
-    monkeypatch.setattr("sys.argv", [program, *words])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / program), run_name="__main__")
-    return ended.value.code
+TINY, MODELS = ROOT / "examples/tiny_qwen3", ROOT / "examples/models"
 
 
 def test_a_wrong_input_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
+    recipe, compare = str(ROOT / "examples/recipes/tiny_qwen3_study.yaml"), "tools/compare_methods.py"
     study = {"methods": {"a": {}, "b": {}}, "baseline": "a", "budget": 3}
     for name, content in {
-        "list.yaml": [1],
         "missing.yaml": {"methods": {}},
         "task.yaml": study | {"tasks": {"t": {"settings": {}, "warm-start": 3}}},
         "wrong.json": [],
         "bad.jsonl": {"prompt": "1+2"},
-        "whole.yaml": study | {"recipe": str(RECIPE)},
+        "whole.yaml": study | {"recipe": recipe},
     }.items():
         (tmp_path / name).write_text(json.dumps(content))
     for name in ("malformed", "truncated"):
@@ -163,9 +153,16 @@ def test_a_wrong_input_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
     cut_in_half(tmp_path / "truncated/model.safetensors")
     monkeypatch.setenv("IBPO_CWD", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    a_run = ["--config", str(RECIPE), "--run-dir", "run"]
+
+    def status_of_tool(program, *words):
+        monkeypatch.setattr("sys.argv", [program, *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+        return ended.value.code
+
+    a_run = ["--config", recipe, "--run-dir", "run"]
     lean = [*a_run, "--rollout-backend", "lean"]  # whose data and weights are read at once, without Ray
-    convert = ["--hf-checkpoint", "nowhere", *SAVE]
+    save = ["--save", "out"]
     for program, words, says in [
         ("train", [*a_run, "--hf-checkpoint", "malformed"], "malformed/config.json is"),
         ("train", [*a_run, "--tensor-model-parallel-size", "3"],
@@ -176,34 +173,28 @@ def test_a_wrong_input_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
         ("train", [*lean, "--rm-type", "no_such_module:score"], "no_such_module"),
         ("train", [*lean, "--run-dir", "/proc/run"], "/proc/run"),
         ("evaluate", ["nowhere"], "nowhere is not a policy"),
-        ("evaluate", ["compare", "nowhere", "nowhere"], "holds no results.json"),
         ("plan", ["search", "--gpus", "8", "--hardware", "h100", "--hf-checkpoint", "nowhere"], "nowhere"),
         ("plan", ["search"], "missing: --gpus"),
         ("plan", ["calibrate", *a_run], "--dry-run-hardware: required"),
-        ("page", ["serve"], "which run?"),
         ("page", ["page", "nowhere", "--weird"], "no such flag: --weird; --help lists"),
         ("loss", ["gspo", "--width", "x"], "--width: could not convert string to float"),
         ("pass_rates", a_run, "--pass-rates: required"),
         ("choose_recipe", ["--hf-checkpoint", "nowhere"], "nowhere"),
         ("main", ["konvert"], "convert to-megatron, convert to-hf"),
-        (COMPARE, [], "missing: --save PATH"),
-        (COMPARE, ["list.yaml", *SAVE], "list.yaml: must hold `key: value` lines"),
-        (COMPARE, ["missing.yaml", *SAVE], "a study needs baseline, budget"),
-        (COMPARE, ["task.yaml", *SAVE], "task t: warm-start must be `key: value` lines"),
-        (COMPARE, ["wrong.json", *SAVE], "wrong.json: holds no results of a study"),
+        (compare, [], "missing: --save PATH"),
+        (compare, ["missing.yaml", *save], "a study needs baseline, budget"),
+        (compare, ["task.yaml", *save], "task t: warm-start must be `key: value` lines"),
+        (compare, ["wrong.json", *save], "wrong.json: holds no results of a study"),
         ("tools/audit_credit.py", ["nowhere"], "nowhere holds no config.yaml"),
-        ("tools/audit_credit.py", ["nowhere", "--rollouts", "3"], "--rollouts must be even"),
         ("tools/operator_skill.py", ["nowhere"], "nowhere holds no policy"),
         ("tools/inspect_checkpoint.py", ["nowhere"], "nowhere"),
         ("tools/inspect_data.py", ["--hf-checkpoint", str(TINY), "--prompt-data", "a.jsonl"], "no such file"),
-        ("tools/convert_hf_to_megatron.py", convert, "nowhere"),
-        ("tools/convert_megatron_to_hf.py", ["--load", "nowhere", *SAVE], "nowhere"),
-        ("tools/convert_gguf_to_hf.py", SAVE, "--gguf or a package"),
-        ("tools/convert_gguf_to_hf.py", ["--gguf", "nowhere.gguf", *SAVE], "no file nowhere.gguf"),
-        ("tools/make_word_problems.py", ["--save", "list.yaml"], "list.yaml"),
+        ("tools/convert_hf_to_megatron.py", ["--hf-checkpoint", "nowhere", *save], "nowhere"),
+        ("tools/convert_megatron_to_hf.py", ["--load", "nowhere", *save], "nowhere"),
+        ("tools/convert_gguf_to_hf.py", ["--gguf", "nowhere.gguf", *save], "no file nowhere.gguf"),
     ]:  # fmt: skip
         if program.endswith(".py"):
-            status = status_of_tool(monkeypatch, program, *words)
+            status = status_of_tool(program, *words)
         else:
             status = importlib.import_module(f"megatron_ibpo.commands.{program}").main(words)
         said = capsys.readouterr().err
@@ -212,11 +203,8 @@ def test_a_wrong_input_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
         (line,) = (line for line in said.splitlines() if line.startswith("error: "))
         assert says in said.partition(line)[1] + said.partition(line)[2]
     # what a study would cost is an answer and no failure
-    assert status_of_tool(monkeypatch, COMPARE, "whole.yaml", "--runs-at-most", "0", *SAVE) == 0
+    assert status_of_tool(compare, "whole.yaml", "--runs-at-most", "0", *save) == 0
     assert "runs are there already" in capsys.readouterr().out
-
-
-MODELS = ROOT / "examples/models"
 
 
 def chosen(hf_dir, nodes, gpus, memory=80.0, *flags):
@@ -235,14 +223,10 @@ def test_the_recipe_follows_kind_and_size_of_the_model_and_how_many_gpus_there_a
     assert taken("qwen3_30b_a3b", 1, 8, 64) == {"qwen3_30b_a3b_ibpo"}
     assert taken("qwen3_next_80b_a3b", 8) == {"qwen3_next_80b_a3b_ibpo"}
     assert taken("qwen3_235b_a22b", 32, 64, 128) == {"qwen3_235b_a22b_ibpo"}
-    for name, expected in {
-        "qwen3_30b_a3b": 30.2e9,  # of 30.5 B; input embeddings of its own are left out
-        "qwen3_32b": 32.0e9,  # Qwen3-32B has 32.8 B, .78 B of them input embeddings
-        "qwen3_next_80b_a3b": 79.4e9,
-    }.items():
-        assert estimated_parameters(read_hf_config(MODELS / name)) == pytest.approx(expected, rel=0.01)
+    shapes = [read_hf_config(MODELS / name) for name in ("qwen3_0_6b", "qwen3_30b_a3b", "qwen3_32b")]
+    # of 30.5 B and 32.8 B; input embeddings of their own are left out
+    assert [*map(estimated_parameters, shapes[1:])] == pytest.approx([30.2e9, 32.0e9], rel=0.01)
     monkeypatch.setenv("PATH", "")  # no nvidia-smi: a plan gets the GPUs of the recipe
-    shapes = [read_hf_config(MODELS / name) for name in ("qwen3_0_6b", "qwen3_4b", "qwen3_32b")]
     assert [find_devices(None, None, shape).gpus for shape in (*shapes, None)] == [0, 8, 32, 0]
     assert find_devices(2, 4, shapes[2]) == Devices(2, 4, 80.0), "what the user names"
 
@@ -253,7 +237,6 @@ def test_small_models_run_on_cpus_and_on_as_many_gpus_as_there_are_and_too_large
         ("tiny_qwen3", 1, 0, cpu),
         ("tiny_qwen3_next", 1, 0, (tiny_next, 2, None)),
         ("tiny_qwen3_next", 1, 1, (tiny_next, 1, "1")),
-        ("tiny_qwen3_next", 1, 8, (tiny_next, 2, None)),
         ("models/qwen3_0_6b", 1, 4, ("qwen3_0_6b_ibpo", 4, None)),
         ("models/qwen3_32b", 4, 8, ("qwen3_32b_ibpo", 8, None)),
     ):
@@ -262,10 +245,6 @@ def test_small_models_run_on_cpus_and_on_as_many_gpus_as_there_are_and_too_large
     odd = json.loads((ROOT / "examples/tiny_qwen3_next/config.json").read_text()) | {"num_experts": 3}
     (tmp_path / "config.json").write_text(json.dumps(odd))
     assert chosen(tmp_path, 1, 0) == (tiny_next, 1, "1")
-    told = "--lr (1e-6 is usual)"  # where training on CPUs is slow
-    small, slow = (choose(model, Devices(1, 0, 80.0), []).why for model in (TINY, MODELS / "qwen3_0_6b"))
-    assert told not in small
-    assert told in slow
     with pytest.raises(ValueError, match=r"about 32\.. B parameters are too many for CPUs.*--dry-run"):
         chosen(MODELS / "qwen3_32b", 1, 0)
 
@@ -285,13 +264,11 @@ def test_a_layout_saves_as_much_memory_as_is_needed_and_flags_of_the_user_win():
 
 
 def test_what_was_chosen_is_said_and_that_a_model_without_data_trains_on_a_demonstration(tmp_path, capsys):
-    devices = ["--nodes", "1", "--gpus-per-node", "8"]
-    assert choosing.main(["--hf-checkpoint", str(MODELS / "qwen3_4b"), *devices, "--"]) == 0
-    assert re.search("on 8 GPUs of 80 GiB(?s:.*)qwen3_4b_ibpo.yaml", capsys.readouterr().err)
     shutil.copytree(TINY, tmp_path / "mine")
     mine = ["--hf-checkpoint", str(tmp_path / "mine"), "--gpus-per-node", "0", "--"]
     assert choosing.main(mine) == 0
-    demonstration = "No PROMPT_DATA is given: this trains on a demonstration task, reasoning_gym://"
-    assert capsys.readouterr().err.startswith(demonstration)
+    said = capsys.readouterr().err
+    assert said.startswith("No PROMPT_DATA is given: this trains on a demonstration task, reasoning_gym://")
+    assert "small_cpu.yaml" in said
     assert choosing.main([*mine, "--prompt-data", "train.jsonl"]) == 0
     assert "demonstration" not in capsys.readouterr().err

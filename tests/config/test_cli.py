@@ -59,11 +59,9 @@ def test_flags_are_flat_and_typed_and_win_over_recipes_and_these_over_the_preset
     assert config.optimizer.lr == 3e-4, "from the first recipe"
     assert config.rollout.rollout_batch_size == 8, "the later recipe wins"
     assert config.optimizer.clip_grad == 3.0, "the flag wins"
-    assert config.parallel.tensor_model_parallel_size == 2
-    assert config.parallel.sequence_parallel is False
+    parallel = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
+    assert (*parallel, config.loss.eps_clip_high, config.rollout.rollout_top_k) == (2, False, None, -1)
     assert config.model.hf_checkpoint == Path.cwd() / "some_dir"
-    assert config.loss.eps_clip_high is None
-    assert config.rollout.rollout_top_k == -1
 
 
 def test_lengths_of_a_recipe_and_of_defaults_yield_to_the_model_and_typed_ones_do_not(tmp_path, parsed):
@@ -164,15 +162,12 @@ def test_flags_that_are_wrong_are_refused_with_their_names(parsed, capsys):
         # parameters that the choice does not have
         ("--advantage-estimator gspo --ibpo-lambda 0.3",
          "--ibpo-lambda: gspo with .* has no such parameter; --ibpo-operator compare-and-correct has it"),
-        ("--token_credit_weight=1", "--token-credit-weight: ibpo with --token-credit uniform"),
         ("--ibpo-operator span-msking", "--ibpo-operator span-msking: unknown.*did you mean 'span-masking'"),
         ("--token-credit random-window", "use examples/credit/random_window.py:RandomWindow"),
         ("--ibpo-gate", "moved out of the package; use --ibpo-operator examples/credit/gated.py:Gated"),
         # values of the wrong type
-        ("--no-save --loss-aggregation=mean", "--loss-aggregation: 'mean' is not one of 'variant', "),
         ("--ibpo-k 2.5 --seed x", r"'2\.5' is not a whole number\n  --seed: 'x' is not"),
         # words that are no values
-        ("--no-lr 3", "--no-lr: no such flag"),
         ("--run-dir=", "is empty; name a path, or leave the flag out"),
         ("--loss-variant=--", "--loss-variant: -- is not a value; give one, or leave the flag out"),
         ("--rm-type " + b"a\xff".decode(errors="surrogateescape"), "is not UTF-8"),
@@ -189,10 +184,7 @@ def test_flags_that_are_wrong_are_refused_with_their_names(parsed, capsys):
 def test_a_bad_recipe_is_refused_with_its_key_and_value(parsed):
     for text, says in (
         ("rollout_batchsize: 2", r"recipe.yaml: unknown key 'rollout_batchsize'; .* 'rollout-batch-size'"),
-        ("qqqqqqqqqq: 3", r"unknown key 'qqqqqqqqqq'$"),
         ("rollout-batch-size: true", r"rollout-batch-size: True is not a whole number"),
-        ("rollout-batch-size: 1.5", r"rollout-batch-size: 1.5 is not a whole number"),
-        ("lr: true", r"lr: True is not a number"),
         ("sequence-parallel: 1", r"sequence-parallel: 1 is not true or false"),
         ("recompute-granularity: all", r"'all' is not one of 'none', 'full', 'selective'"),
         ('run-dir: ""', "run-dir: '' is not a path"),
@@ -283,9 +275,9 @@ def test_what_a_run_does_not_read_may_be_left_out_and_all_problems_are_named_at_
     runnable.parallel.context_parallel_size = 0
     with pytest.raises(ConfigError, match="5 problems") as refused:
         check_run(runnable)
-    for flag in ("--hf-checkpoint", "--prompt-data", "--eval-prompt-data", "--lr: must be above 0, is -1.0"):
-        assert flag in str(refused.value)
-    assert "--context-parallel-size: must be between 1 and" in str(refused.value)
+    numbers = "--lr: must be above 0, is -1.0", "--context-parallel-size: must be between 1 and"
+    for words in ("--hf-checkpoint", "--prompt-data", "--eval-prompt-data", *numbers):
+        assert words in str(refused.value)
     runnable.run.use_wandb = runnable.run.use_trackio = True
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install wandb(?s:.*)pip install trackio"):
@@ -299,7 +291,6 @@ def test_a_bonus_that_cannot_change_an_advantage_is_noted():
         "ibpo-mask --advantages group-bessel": True,
         "ibpo --n-samples-per-prompt 3": False,
         "ibpo --advantages group-mean": False,
-        "ibpo --no-ibpo-joint --ibpo-plain-prompt successful": False,
         "ibpo-joint-only": False,
     }.items():
         words = ["--n-samples-per-prompt", "2", "--advantage-estimator", *flags.split()]
@@ -307,9 +298,7 @@ def test_a_bonus_that_cannot_change_an_advantage_is_noted():
         assert any("--n-samples-per-prompt 2" in note for note in notes) == is_noted, flags
 
 
-RECIPES, ALGORITHMS = (
-    sorted((ROOT / "examples" / folder).glob("*.yaml")) for folder in ("recipes", "algorithms")
-)
+RECIPES, ALGORITHMS = (sorted(ROOT.glob(f"examples/{kind}/*.yaml")) for kind in ("recipes", "algorithms"))
 
 
 @pytest.mark.parametrize("further", [range(1), pytest.param(range(1, len(RECIPES)), marks=pytest.mark.slow)])
@@ -363,9 +352,7 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_paths_of_flags_count_from_where_the_user_stands_and_those_of_recipes_from_the_repository_too(
-    elsewhere, parsed
-):
+def test_paths_count_from_where_the_user_stands_those_of_recipes_from_the_repository_too(elsewhere, parsed):
     (elsewhere / "mine.yaml").write_text("lr: 1e-3\n")
     flags = "--config mine.yaml --hf-checkpoint examples/tiny_qwen3 --prompt-data a.jsonl --run-dir /abs "
     config = parsed(flags=flags + "--eval-prompt-data reasoning_gym://chain_sum")
@@ -374,16 +361,14 @@ def test_paths_of_flags_count_from_where_the_user_stands_and_those_of_recipes_fr
     assert config.data.prompt_data == (str(elsewhere / "a.jsonl"),)
     assert config.data.eval_prompt_data == "reasoning_gym://chain_sum"
     assert config.run.run_dir == Path("/abs")
-    where = "is not a directory (relative paths count from"
-    says = re.escape(f"--hf-checkpoint: {elsewhere}/examples/tiny_qwen3 {where}")
+    says = f"--hf-checkpoint: {elsewhere}/examples/tiny_qwen3 is not a directory .relative paths count from"
     with pytest.raises(ConfigError, match=says):
         check_run(config)
     with pytest.raises(ConfigError, match=f"--config {elsewhere}/no.yaml: cannot be read"):
         parsed(flags="--config no.yaml")
     (elsewhere / "README.md").touch()
-    config = parsed(
-        "hf-checkpoint: examples/tiny_qwen3\nprompt-data: mine.jsonl\nload: README.md\nrun-dir: examples"
-    )
+    text = "hf-checkpoint: examples/tiny_qwen3\nprompt-data: mine.jsonl\nload: README.md\nrun-dir: examples"
+    config = parsed(text)
     assert config.model.hf_checkpoint == ROOT / "examples/tiny_qwen3"
     assert config.data.prompt_data == (str(elsewhere / "mine.jsonl"),), "found nowhere"
     assert config.run.load == elsewhere / "README.md", "found in both"
@@ -414,13 +399,11 @@ def test_a_hook_that_cannot_be_loaded_says_why(elsewhere):
     for name, text in {"lacking": "def score(): pass", "broken": "import absent_library", "json": ""}.items():
         (elsewhere / f"{name}.py").write_text(text)
     for path, says in {
-        "own_hook": "expected an import path package.module:name",
         "not_there:f": f"no module 'not_there' in {elsewhere} or among the installed packages",
         "lacking:scor": "lacking.py defines no 'scor'; did you mean 'score'?",
         "broken:f": "cannot be imported: ModuleNotFoundError: No module named 'absent_library'",
         "not_there.py:f": f"no file {elsewhere}/not_there.py (relative paths count from {elsewhere}",
         "json.py:f": "a module 'json' is imported already from ",
-        "megatron_ibpo.data.study_tasks:pairs": "moved out of the package; use examples/tasks/study_tasks",
     }.items():
         with pytest.raises(ConfigError, match=rf"^--rm-type {re.escape(path)}: .*{re.escape(says)}"):
             load_hook("--rm-type", path)
@@ -499,9 +482,8 @@ REFERENCE, POSITIONS = Variant(token_term=of_reference), Variant(token_term=of_p
     for flags, width in ("", 0.5), ("--loss-param width=0.7", 0.7):
         loss = parsed("eps-clip: 3e-3", flags=f"--loss-variant my_loss:MINE {flags}").loss
         assert loss_params(loss) == {"width": width}
-    (tmp_path / "my_other_loss.py").write_text(
-        "from my_loss import Variant\nBAD = Variant(token_term=lambda log_ratio, _, advantages: None)"
-    )
+    bad = "from my_loss import Variant\nBAD = Variant(token_term=lambda log_ratio, _, advantages: None)"
+    (tmp_path / "my_other_loss.py").write_text(bad)
     split = {"parallel": ParallelConfig(context_parallel_size=2)}
     unknown = "has an argument '_'; a term reads its inputs by these names: log_ratio, logprobs"
     for name, sections, says in (
@@ -513,22 +495,7 @@ REFERENCE, POSITIONS = Variant(token_term=of_reference), Variant(token_term=of_p
             check_loss_of_run(Config(loss=LossConfig(loss_variant=name), **sections))
 
 
-PARAMETERS = {name for registry in REGISTRIES for one in registry.known for name in registry.entries(one)}
-EVERY_FLAG = {*ENTRIES, *PARAMETERS}
-
-
-@pytest.fixture
-def shown(capsys, monkeypatch):
-    """What a command line prints that only asks for help, on a terminal of so many columns."""
-
-    def show(*words, columns=100, main=parse_config):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert not ended.value.code
-        return capsys.readouterr().out
-
-    return show
+EVERY_FLAG = {*ENTRIES, *(name for kind in REGISTRIES for one in kind.known for name in kind.entries(one))}
 
 
 def flags_of(text):
@@ -537,53 +504,34 @@ def flags_of(text):
 
 
 def test_help_shows_the_common_flags_within_the_terminal_defaults_of_recipes_and_what_is_searched(
-    shown, tmp_path
+    tmp_path, capsys, monkeypatch
 ):
+    def shown(*words, columns=100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit) as ended:
+            parse_config(words)
+        assert not ended.value.code
+        return capsys.readouterr().out
+
     for columns in (60, 80, 200):
         text = shown("--help", columns=columns)
         assert flags_of(text) == list(COMMON_FLAGS)
         assert max(map(len, text.splitlines())) <= min(columns, 100)
     assert shown("-h", columns=200) == text
-    others = {"--help-all", "--help WORD", "--config", "--print-config"}
-    assert others <= {*re.findall(r"--[a-z-]+(?: WORD)?", text)}
     (tmp_path / "mine.yaml").write_text("lr: 0.25\n")
     assert "[0.25]" in shown("--config", str(tmp_path / "mine.yaml"), "--help")
-    for words, first, contains in (
-        ("overlong", "overlong_buffer_share", ["DAPO", "Range: between 0 and 1", "[0.0]"]),
-        ("tensor size", "tensor_model_parallel_size", ["INT"]),
-        ("num-generations", None, ["--n-samples-per-prompt"]),
-        ("tensor-model-paralel-size", None, ["'tensor-model-parallel-size'"]),
+    for words, flags, says in (
+        ("--help overlong", ["overlong_buffer_share"], "Range: between 0 and 1"),
+        ("--help num-generations", [], "--n-samples-per-prompt"),
+        ("--help tensor-model-paralel-size", [], "'tensor-model-parallel-size'"),
+        ("--help=--lr-decay-style", ["lr_decay_style"], "{constant,linear,cosine}"),
     ):
-        text = shown("--help", *words.split())
-        assert next(iter(flags_of(text)), None) == first
-        assert [part for part in contains if part not in text] == []
-    assert "{constant,linear,cosine}" in shown("--help=--lr-decay-style")
-
-
-def test_all_flags_are_shown_with_their_text_and_those_of_the_method_alone(shown):
-    for method in ("ibpo", "gspo", "wrong-weight", "ppo"):
-        text = shown("--advantage-estimator", method, "--help-all")
-        chosen = parse_config(["--advantage-estimator", method]).algorithm
-        own = {name for one in REGISTRIES for name in one.entries(getattr(chosen, one.setting))}
-        assert {*flags_of(text)} == {*ENTRIES, *own}
-        assert not re.search(r"\]\n\n", text), "each has a text"
-        assert max(map(len, text.splitlines())) <= 100
-
-
-def test_help_needs_no_torch_and_in_a_pipe_is_plain_text():
-    program = """
-import sys
-from megatron_ibpo.commands.train import main
-try:
-    main(["--help"])
-finally:
-    print({"torch", "ray", "vllm"} & set(sys.modules), file=sys.stderr)
-"""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stderr.strip() == "set()"
-    assert "\x1b" not in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 100
+        text = shown(*words.split())
+        assert flags_of(text)[:1] == flags
+        assert says in text
+    chosen = parse_config(["--advantage-estimator", "gspo"]).algorithm
+    own = {name for one in REGISTRIES for name in one.entries(getattr(chosen, one.setting))}
+    assert {*flags_of(shown("--advantage-estimator", "gspo", "--help-all"))} == {*ENTRIES, *own}
 
 
 def test_wrong_flags_and_those_of_other_trainers_are_all_answered_with_flags_that_exist():
@@ -599,16 +547,6 @@ def test_wrong_flags_and_those_of_other_trainers_are_all_answered_with_flags_tha
         assert typed == word.removesuffix("=1")
         named = {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z0-9-]+)", answer)}
         assert {name.removeprefix("no_") for name in named} <= EVERY_FLAG, word
-    wrong = "--ppo_mini_batch_size 8 +actor_rollout_ref.rollout.n=8 --tensr-model-parallel-size 2 --help-al"
-    for line, says in zip(
-        answers("--lr", "1e-6", *wrong.split(), "--q")[1:],
-        (
-            "--ppo_mini_batch_size: verl's .*; here --num-steps-per-rollout, which",
-            "actor_rollout_ref.rollout.n: a key of verl; here --n-samples-per-prompt",
-            "--tensr-model-parallel-size: .*; did you mean '--tensor-model-parallel-size'",
-            "--help-al: .*; did you mean '--help-all'",
-            "--q: no such flag",
-        ),
-        strict=True,
-    ):
-        assert re.match(f" *{says}", line)
+    _, of_verl, mistyped = answers("--lr", "1e-6", "+actor_rollout_ref.rollout.n=8", "--help-al")
+    assert "actor_rollout_ref.rollout.n: a key of verl; here --n-samples-per-prompt" in of_verl
+    assert "did you mean '--help-all'" in mistyped

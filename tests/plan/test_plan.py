@@ -1,7 +1,4 @@
-"""The dry run: right about what can be checked by hand, and it refuses what cannot work."""
-
 import io
-import json
 import os
 import re
 import subprocess
@@ -36,6 +33,11 @@ def plan_of(model, world_size, *flags):
     return make_plan(configured(model, *flags), world_size)
 
 
+def in_short_of(model, gpus):
+    plan = plan_of(model, gpus)
+    return plan, in_short(plan)
+
+
 def printed(model, *flags):
     screen = io.StringIO()
     status = plan_run(configured(model, *flags), Console(file=screen, width=140))
@@ -47,9 +49,8 @@ def plan_80b(planner):
     return planner(plan_of, NEXT_80B, 32)
 
 
-def shown(planner, model, *flags, gpus=None):
-    size = ["--dry-run-world-size", str(gpus)] if gpus else []
-    status, text = planner(printed, model, *size, *flags)
+def shown(planner, model, *flags, gpus):
+    status, text = planner(printed, model, "--dry-run-world-size", str(gpus), *flags)
     assert status == FITS
     return text
 
@@ -64,16 +65,7 @@ def shown(planner, model, *flags, gpus=None):
         # without the layer that is carried along: 46 layers in four stages
         ("glm_4_5_air", 32, "--decoder-first-pipeline-num-layers 11 --decoder-last-pipeline-num-layers 11",
          106_852_245_504),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)  # small ones of their families
-            for case in (
-                ("qwen3_5_27b", 32, "--tensor-model-parallel-size 4", 26_895_998_464),
-                ("qwen3_5_35b_a3b", 8, "--tensor-model-parallel-size 2", 34_660_610_688),
-                ("llama_3_1_70b", 64, IN_HOST, 70_553_706_496),
-                ("qwen2_5_32b", 32, "", 32_763_876_352),
-                ("gpt_oss_120b", 32, "", 116_829_156_672),
-            )
-        ),
+        pytest.param("llama_3_1_70b", 64, IN_HOST, 70_553_706_496, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_other_families_fit_by_the_recipes_for_models_of_their_size(planner, name, gpus, flags, parameters):
@@ -91,15 +83,10 @@ def test_other_families_fit_by_the_recipes_for_models_of_their_size(planner, nam
             assert [part.experts for part in census.stages] == experts
 
 
-def planned_in_short(model, gpus):
-    plan = plan_of(model, gpus)
-    return plan, in_short(plan)
-
-
 @pytest.mark.parametrize("name", published_recipes.WRITTEN_FOR)
 def test_a_recipe_says_what_it_needs_and_fits(planner, name):
     model, gpus = ROOT / "examples/models" / name, published_recipes.WRITTEN_FOR[name]
-    plan, short = planner(planned_in_short, model, gpus)
+    plan, short = planner(in_short_of, model, gpus)
     assert plan.problems == []
     assert tightest(plan).left > 5 * GIB, "room for what no formula gives"
     comments = re.findall(r"^# (.*)", published_recipes.RECIPES[model].read_text(), re.MULTILINE)
@@ -109,16 +96,14 @@ def test_a_recipe_says_what_it_needs_and_fits(planner, name):
 def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
     plan = plan_80b
     assert plan.problems == []
-    config = json.loads((NEXT_80B / "config.json").read_text())
     assert plan.census.total == 79_674_391_296
     ranks = [plan.census.place(rank) for rank in range(32)]
     places = {(part.tensor, part.pipeline, part.data) for part in ranks}
     assert places == {(t, p, d) for t in range(2) for p in range(4) for d in range(4)}
     assert {(part.pipeline, part.expert) for part in ranks} == {(p, e) for p in range(4) for e in range(8)}
     assert [part.pipeline for part in ranks] == [rank // 8 for rank in range(32)], "one stage a node"
-    expert = 3 * config["hidden_size"] * config["moe_intermediate_size"]
     # twelve layers with an eighth of the experts
-    assert {part.experts for part in plan.census.stages} == {12 * 512 // 8 * expert}
+    assert {part.experts for part in plan.census.stages} == {12 * 512 // 8 * 3 * 2048 * 512}
     assert plan.placement.owners == [0, 8, 16, 24]
     assert plan.placement.partners == [tuple(range(first, first + 8)) for first in (0, 8, 16, 24)]
     # an estimate is near the count on the real model
@@ -249,12 +234,8 @@ def test_fp8_keeps_copies_of_weights_and_what_is_not_counted_is_named(planner):
     assert plain.copies == 0
     for phase in ("training", "updating", "resting"):
         assert getattr(stage, phase) - getattr(plain, phase) == stage.copies
-    overrides = ["fp8=hybrid", "recompute_modules=[layernorm,moe_act]", "moe_shared_expert_overlap=false"]
-    flags = [word for override in overrides for word in ("--model-override", override)]
-    assert not_counted(configured(NEXT_80B, *flags, "--recompute-granularity", "selective")) == [
-        "fp8 (inputs of matrix products in lower precision)", "recompute_modules layernorm",
-    ]  # fmt: skip
-    assert not_counted(configured(NEXT_80B)) == []
+    assert not_counted(plan.config) == ["fp8 (inputs of matrix products in lower precision)"]
+    assert not_counted(before.config) == []
 
 
 def test_memory_of_an_engine(planner, plan_80b):
@@ -314,27 +295,21 @@ def test_a_plan_that_fits_says_what_engines_nodes_and_a_step_take(planner):
     assert expected == 32_762_123_264
     assert f"parameters: {expected:,}; DP 4" in text
     assert f"weight update: {2 * expected / GIB:.2f} GiB to each engine" in text
-    # 64 layers, keys and values, 1 head of 128, bf16
-    assert "KV cache: 32,768 bytes per token and GPU" in text
-    assert "engines: 4 of 8 GPUs each" in text
+    assert "KV cache: 32,768 bytes per token" in text  # 64 layers, keys and values, 1 head of 128, bf16
     assert re.search(r"Needs 32 GPUs of 80 GiB, .*\nThis fits\. \w+", text)
     # more ranks than key-value heads: four, on eight
-    text = shown(planner, MIXTURE_30B, "--tensor-model-parallel-size", "8", gpus=8)
-    assert "TP8 EP8" in text
+    assert "TP8 EP8" in shown(planner, MIXTURE_30B, "--tensor-model-parallel-size", "8", gpus=8)
     one = ["--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "1", "--no-sequence-parallel"]
-    said = shown(planner, ROOT / "examples/tiny_qwen3_next", *one, "--vllm-kv-cache-bytes", str(GIB))
+    said = shown(planner, ROOT / "examples/tiny_qwen3_next", *one, "--vllm-kv-cache-bytes", str(GIB), gpus=1)
     (line,) = (line for line in said.splitlines() if line.startswith("On this machine, which has no GPU"))
     total, engines = (float(re.search(part, line)[1]) for part in (r"hold ([\d.]+) GiB", r"engines ([\d.]+)"))
     assert 1 <= engines < 1.1 < total < 3, "the cache, the weights, and two programs"
-    text = shown(planner, DENSE_4B, "--dry-run-hardware", "h100", gpus=8)
-    assert "Time on h100, predicted" in text
-    assert "GPU-hours" in text
+    assert "Time on h100, predicted" in shown(planner, DENSE_4B, "--dry-run-hardware", "h100", gpus=8)
 
 
 def test_what_cannot_work_is_refused_with_the_reason(planner):
     for model, world_size, flags, reason in [
         (NEXT_80B, 16, "", "EP x ETP x PP = 32 does not divide the world size"),
-        (NEXT_80B, 32, "--tensor-model-parallel-size 32", "does not divide the attention heads"),
         (NEXT_80B, 32, "--no-sequence-parallel", "needs --sequence-parallel"),
         (NEXT_80B, 32, "--rollout-num-gpus-per-engine 16", "a colocated engine lies within one node"),
         (NEXT_80B, 32, f"--vllm-kv-cache-bytes {60 * GIB}", "sampling takes .* GiB on rank"),
@@ -343,7 +318,6 @@ def test_what_cannot_work_is_refused_with_the_reason(planner):
         (NEXT_80B, 32, "--vllm-kv-cache-bytes 1000000", "does not hold one context of 32768 tokens"),
         (DENSE_32B, 32, "--rollout-num-gpus-per-engine 3", "must divide the number of trainers"),
         (DENSE_32B, 32, "--expert-model-parallel-size 2", "has no experts"),
-        (DENSE_32B, 32, "--rollout-max-context-len 65536", "exceeds the model's 40960 positions"),
         (ROOT / "docs", 8, "", "config.json"),
     ]:
         status, text = planner(printed, model, "--dry-run-world-size", str(world_size), *flags.split())
@@ -388,14 +362,9 @@ def test_places_and_sizes_of_all_ranks_follow_from_one_of_each_stage(planner, tm
 def test_rows_that_pad_the_vocabulary_take_memory_and_no_bandwidth(planner, tmp_path):
     model = make_qwen3_next(tmp_path, 0, vocabulary=211)
     words = "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --max-tokens-per-gpu 16384"
-    flags = words.split()
-    least, more = (
-        planner(plan_of, model, 2, *flags, "--make-vocab-size-divisible-by", multiple)
-        for multiple in ("1", "64")
-    )
-    text = shown(planner, model, *flags, gpus=2)
-    assert "TP2 EP2 PP1 DP1" in text
-    assert "vocabulary: 211 ids, padded to 212 rows" in text
+    flags = [*words.split(), "--make-vocab-size-divisible-by"]
+    least, more = (planner(plan_of, model, 2, *flags, multiple) for multiple in ("1", "64"))
+    assert "211 ids, padded to 212 rows" in shown(planner, model, *flags, "1", gpus=2)
     rows = 128 - 106  # of embedding and head each, on each rank
     assert more.census.stages[0].dense - least.census.stages[0].dense == 2 * rows * 96
     assert more.census.total == least.census.total
@@ -404,13 +373,6 @@ def test_rows_that_pad_the_vocabulary_take_memory_and_no_bandwidth(planner, tmp_
     assert element in (2, 4)
     assert after.logits - before.logits == rows * 16384 * element
     assert memory.sync_bytes(more.census, more.config) == memory.sync_bytes(least.census, least.config)
-
-
-@pytest.mark.slow
-def test_a_million_ranks_are_planned_and_shown_in_part(planner, tmp_path):
-    text = shown(planner, make_qwen3_next(tmp_path, 0), gpus=1_000_000)
-    assert "999,984 ranks, placed alike" in text
-    assert len(text.splitlines()) < 100
 
 
 def test_numbers_of_the_launcher_that_are_none_and_nodes_without_a_shared_directory_are_refused(monkeypatch):

@@ -1,5 +1,3 @@
-"""Predictions of a run, by a data sheet and by a machine that was measured, and how far off they were."""
-
 import json
 import subprocess
 import sys
@@ -13,13 +11,9 @@ from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, toke
 from megatron_ibpo.commands.plan import main as plan_command
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.calibration import MeasuredStep, Rates, calibrated, measure_rates, measured_step
-from megatron_ibpo.plan.feasibility import make_plan
 from megatron_ibpo.plan.hardware import kind_of
 from megatron_ibpo.plan.machine import Seen, find_machine, write_machine
-from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.prediction import changes, compared, forecast, lines, setting_of
-from megatron_ibpo.plan.search import search
-from megatron_ibpo.plan.timeline import LANES, timeline
 from megatron_ibpo.report import Report
 from megatron_ibpo.report.stages import measured_seconds, prediction_error
 from megatron_ibpo.run.settings import parse_config
@@ -39,9 +33,7 @@ def test_a_run_is_predicted_with_its_interval_its_price_and_what_would_help():
     total = asked.times().total
     said = "\n".join(lines(asked, steps=100, price=2.0))
     hours = total * 100 * 8 / 3600
-    price = f"{hours:,.0f} GPU-hours, {2 * hours:,.0f} at 2 per hour"
-    for part in (price, "a step: ", "between", "a checkpoint: training waits "):
-        assert part in said
+    assert f"{hours:,.0f} GPU-hours, {2 * hours:,.0f} at 2 per hour" in said
     helping = changes(asked)
     assert len(helping) <= 3
     assert all(change.seconds < total for change in helping)
@@ -65,42 +57,11 @@ def test_search_finds_layouts_that_fit_fastest_first_and_writes_the_best(tmp_pat
     assert "no layout of qwen3_235b_a22b fits 1 GPUs of h200" in capsys.readouterr().err
 
 
-def test_long_sequences_are_shared_where_one_rank_does_not_hold_them():
-    recipe, model = ROOT / "examples/recipes/qwen3_next_80b_a3b_ibpo.yaml", MODELS / "qwen3_next_80b_a3b"
-    lengths = ["--rollout-max-context-len", "131072", "--rollout-max-response-len", "98304"]
-    config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(model), *lengths])
-    found = search(config, 16, "h100", most=4)
-    shared = [layout for layout in found if layout.setting.layout.context > 1]
-    assert shared
-    for layout in shared:
-        parallel = replace(layout.config.parallel, context_parallel_size=1)
-        alone = make_plan(replace(layout.config, parallel=parallel), 16, estimate_census)
-        assert any(problem.startswith("training takes") for problem in alone.problems)
-
-
-def test_a_step_has_a_lane_for_each_who_works_and_ahead_of_training_engines_work_beside_trainers():
-    asked = setting()
-    spans, times = timeline(asked), asked.times()
-    lanes = {span.lane for span in spans}
-    assert {"engines", "corrections", "trainer", "optimizer", "weight update"} <= lanes <= set(LANES)
-    ends = {span.name: span.end for span in spans}
-    assert ends["responses"] == pytest.approx(times.sampling)
-    assert ends["corrections"] == pytest.approx(times.sampling + times.corrections)
-    assert max(ends.values()) == pytest.approx(times.total)
-    ahead = replace(asked, colocated=False, task=replace(asked.task, staleness=4))
-    begins = {span.name: span.begin for span in timeline(ahead)}
-    assert begins["log-probs"] == begins["prompts"] == 0
-    ends = {span.name: span.end for span in timeline(ahead)}
-    assert max(ends["corrections"], ends["optimizer"]) == pytest.approx(begins["weight update"])
-    assert ends["other"] == pytest.approx(ahead.times().total)
-
-
 TINY = ROOT / "examples/tiny_qwen3_next"
 SEEN = Seen(
     responses=tuple(map(float, range(14, 46, 2))), prompt=14.0, corrections=0.5, correction_prompt=60.0,
     trained=0.7,
 )  # fmt: skip
-RATES = Rates(matmul=4e10, copy=1e10)
 RECORDED = [
     {"report": 0.0, "save": 0.0, "sample": 30.0, "credit": 0.1, "train": 20.0, "sync": 2.0},
     {"report": 0.0232, "save": 0.0, "sample": 11.1408, "credit": 0.0133, "train": 3.6502, "sync": 0.5034},
@@ -124,7 +85,8 @@ def on(machine, config, prompts=None):
 
 
 def told_by(steps, config):
-    return calibrated(steps, RATES, config, read_hf_config(TINY), 2, about="made up")
+    rates = Rates(matmul=4e10, copy=1e10)
+    return calibrated(steps, rates, config, read_hf_config(TINY), 2, about="made up")
 
 
 def made_up(config):
@@ -192,7 +154,6 @@ def test_a_machine_is_read_as_it_was_written_and_predicts_its_own_runs_alone(con
     found, path = here
     read = find_machine(str(path))
     assert (read.workload, read.hardware.name, read.hardware.starts_ahead) == (found.workload, "here", False)
-    assert on(read, config) == pytest.approx(on(found, config), rel=1e-2)  # four digits are kept
     (tmp_path / "other.yaml").write_text("about: nothing\n")
     for name, says in (
         ("other", "not a file of `ibpo calibrate`: KeyError"),
@@ -207,9 +168,7 @@ def test_a_machine_is_read_as_it_was_written_and_predicts_its_own_runs_alone(con
     assert other.seconds is None
     assert "on 2 trainers as TP2 PP1 CP1 EP2, engines of 1 beside them (vllm), but this run is" in other.said
     config.run.dry_run_hardware = None
-    unknown = forecast(config, shape, 2, "CPU")
-    assert (unknown.seconds, unknown.said.count("\n")) == (None, 0)
-    assert "`ibpo calibrate` measures a machine" in unknown.said
+    assert "`ibpo calibrate` measures a machine" in forecast(config, shape, 2, "CPU").said
 
 
 def test_gpus_are_known_by_the_names_that_they_give_themselves():
@@ -220,22 +179,15 @@ def test_gpus_are_known_by_the_names_that_they_give_themselves():
         "NVIDIA GeForce RTX 4090": None, "CPU": None,
     }  # fmt: skip
     assert {name: kind_of(name) for name in names} == names
-    recipe, model = ROOT / "examples/recipes/qwen3_4b_ibpo.yaml", ROOT / "examples/models/qwen3_4b"
-    config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(model)])
-    shape = read_hf_config(model)
-    by_name = forecast(config, shape, 8, "NVIDIA H100 80GB HBM3")
-    config.run.dry_run_hardware = "h100"
-    assert by_name.seconds == compared(setting_of(config, shape, 8).times())
 
 
-def test_a_run_keeps_its_prediction_and_ends_with_the_error(config, here, tmp_path, capsys):
-    _, path = here
+def test_a_run_keeps_its_prediction_and_ends_with_the_error(config, here, tmp_path):
     config.run.run_dir = tmp_path
     with Report(config) as report:
         report.predicted(forecast(config, read_hf_config(TINY), 2, "CPU"))
         assert report.finish()["prediction_error"] is None
     assert not (tmp_path / "prediction.json").exists(), "nothing was predicted"
-    config.run.dry_run_hardware = str(path)
+    config.run.dry_run_hardware = str(here[1])
     expected = forecast(config, read_hf_config(TINY), 2, "CPU")
     with Report(config) as report:
         report.predicted(expected)
@@ -251,9 +203,6 @@ def test_a_run_keeps_its_prediction_and_ends_with_the_error(config, here, tmp_pa
     assert prediction_error(predicted, ROWS) == pytest.approx(expected_error, abs=1e-9)
     assert prediction_error(predicted, ROWS[:1]) is None
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    said = capsys.readouterr().out
-    assert f"predicted by {path}: {expected.seconds['step']:.2f} s per step" in said
-    assert f"an error of {summary['prediction_error']['step']:+.0%} against the median step" in said
 
 
 @pytest.mark.ray

@@ -1,5 +1,3 @@
-"""Comparing methods: statistics, plans, how runs end; and whole studies over runs whose truth is known."""
-
 import fcntl
 import io
 import json
@@ -17,7 +15,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import compare_methods
 import numpy as np
 import psutil
 import pytest
@@ -26,23 +23,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_ibpo.basics.entry_point import DONE
 from megatron_ibpo.config import ConfigError, config_yaml
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study import plan, run_results, runs, statistics
 from megatron_ibpo.study.claims import Claim, compare_all
-from megatron_ibpo.study.curves import band, figure_of_runs
 from megatron_ibpo.study.findings import Findings, read_findings, write_findings
 from megatron_ibpo.study.page import write_page
 from megatron_ibpo.study.plan import Study, Task, Tried, Tuning, beyond, choose, grid_points, plan_main
-from megatron_ibpo.study.power import analyse, detectable, power, seeds_needed
+from megatron_ibpo.study.power import analyse, power, seeds_needed
 from megatron_ibpo.study.run_results import RunResult, compare, compare_at_equal_steps, compare_overall
 from megatron_ibpo.study.statistics import holm, mean_with_interval, over_seeds, paired_difference, shown_p
 from megatron_ibpo.study.study_files import method_settings, read_study
 from megatron_ibpo.study.study_run import conduct, run_all
 from megatron_ibpo.study.table import markdown, tables
 from support import stand_in_training
-from support.browser import needs_browser, open_page
 from support.paths import ROOT
 from support.stand_in_training import failing, stubborn
 from support.waiting import eventually, has_ended
@@ -106,15 +100,16 @@ def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tm
     assert max(run.accuracy[-1][1] for run in found.runs) < 0.65, "judged by other problems than tuned on"
     doubts = "2 seeds, 8 are needed; but the best lr of dr is at the edge of its grid"
     assert f"dr: better; but {doubts}\n" in said, "fresh seeds showed it again"
-    page = (tmp_path / "out/page.html").read_text()
-    for part in ("What may be said", "Curves", "T = 0.6", "At equal steps", "Tuning", "lr 0.0009"):
-        assert part in page
+    assert "lr 0.0009" in (tmp_path / "out/page.html").read_text()
     shutil.rmtree(tmp_path / "out/confirmation/gspo")
-    complete, said, found = conducted(tmp_path, path, program, runs_at_most=0)
+    complete, said, found = conducted(tmp_path, path, program, runs_at_most=1)
     assert not complete
     assert found.confirmation == [], "half of it confirms nothing"
     assert "not run again with fresh seeds" in said
-    assert "2 runs to go, 2e+11 flops, about 1 minutes" in said
+    assert "1 run to go, 1e+11 flops, about 0 minutes" in said  # half a minute
+    assert conducted(tmp_path, path, program)[0]
+    order = (tmp_path / "out/confirmation/gspo/order").read_text()
+    assert len(order.split()) == 2, "finished runs are not repeated"
 
 
 def test_a_stopped_study_leaves_no_child(tmp_path, written, monkeypatch):
@@ -175,14 +170,11 @@ def test_a_method_is_settings_a_recipe_or_an_import_path_as_in_the_documentation
         assert method_settings(spec) == settings
     with pytest.raises(ConfigError, match="neither settings, an operator, an estimator nor"):
         method_settings("same_length:NUMBER")
-    with pytest.raises(ConfigError, match="no_such_module"):
-        method_settings("no_such_module:x")
     path = tmp_path / "documented.yaml"
     study = read_study([path])
     assert list(study.methods) == ["gspo", "ibpo", "mine", "near"]
     assert [len(grid_points(study.tune, method)) for method in study.methods] == [12, 12, 24, 12]
-    some = {"only": ["near", "own"], "tasks": ["sums"]}
-    study = read_study([path], {"seeds": 1}, add={"own": "mine.yaml"}, **some)
+    study = read_study([path], {"seeds": 1}, add={"own": "mine.yaml"}, only=["near", "own"], tasks=["sums"])
     planned = plan_main(study, tmp_path / "out")
     assert [(run.task, run.method) for run in planned] == [("sums", m) for m in ("gspo", "near", "own")]
     assert yaml.safe_load(planned[1].config)["ibpo-operator"] == "same_length:SameLength"
@@ -207,15 +199,6 @@ def outcomes(rng, seeds, problems, accuracy, between_seeds=0.0, between_problems
     chance = accuracy + between_seeds * rng.normal(size=(seeds, 1))
     chance = np.clip(chance + between_problems * rng.normal(size=(1, problems)), 0, 1)
     return (rng.random((seeds, problems)) < chance).astype(float)
-
-
-@pytest.mark.slow
-def test_the_interval_covers_the_truth_about_as_often_as_it_says():
-    """There are 60 studies of 8 seeds, whose runs and problems both vary."""
-    rng = np.random.default_rng(0)
-    studies = (outcomes(rng, 8, 120, 0.6, between_seeds=0.06, between_problems=0.1) for _ in range(60))
-    covered = sum(found.low <= 0.6 <= found.high for found in map(mean_with_interval, studies))
-    assert 50 <= covered <= 60
 
 
 def test_seeds_and_problems_both_widen_the_interval():
@@ -290,11 +273,7 @@ def test_the_seeds_needed_are_those_of_the_published_tables_and_those_of_a_pilot
     for effect, pairs in ((0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10)):
         assert seeds_needed(0.02, 0.02 / effect) == pairs
         assert power(0.02, 0.02 / effect, pairs) >= 0.8 > power(0.02, 0.02 / effect, pairs - 1)
-    # with many the power is that of the normal law: n = (z(.975) + z(.8))² σ² / d² = 7.849 σ² / d²
-    assert seeds_needed(0.01, 0.1) == pytest.approx(7.849 * 100, rel=0.005)
-    assert detectable(0.1, 785) == pytest.approx(0.01, rel=0.005)
-    # two methods whose accuracies spread by .02 differ by .02 sqrt(2); three methods share the level
-    pilot = [0.48, 0.50, 0.52]
+    pilot = [0.48, 0.50, 0.52]  # two methods that spread by .02 differ by .02 sqrt(2); three share the level
     found = analyse([pilot], paired=False, seeds=8, tests=3, source="a pilot")
     assert found.spread == pytest.approx(0.02 * math.sqrt(2))
     assert found.level == pytest.approx(0.05 / 3)
@@ -321,17 +300,12 @@ def test_one_seed_has_an_interval_over_problems_and_failures_of_the_verifier_are
     assert mean_with_interval(solved).mean == pytest.approx(59 / 79)
 
 
-def test_a_threshold_costs_what_the_smoothed_reward_crosses_it_at_and_a_band_covers_all_curves():
+def test_a_threshold_costs_what_the_smoothed_reward_crosses_it_at():
     spent, reward = [10.0 * step for step in range(1, 9)], [0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
     # means of two: 0, .25, .5, .75, 1, 1, 1 at 20, 30, … 80
     for threshold, cost in ((0.75, 50), (0.625, 45), (0.0, 20), (1.01, math.inf)):
         assert statistics.cost_to_reach(threshold, spent, reward, window=2) == pytest.approx(cost)
     assert statistics.cost_to_reach(0.5, spent[:1], reward[:1], window=2) == math.inf
-    grid, mean, half = band([[(0, 0.0), (10, 1.0)], [(0, 0.0), (8, 0.4)]], points=5)
-    assert grid.tolist() == [0, 2, 4, 6, 8]
-    assert mean == pytest.approx((np.array([0, 0.2, 0.4, 0.6, 0.8]) + np.array([0, 0.1, 0.2, 0.3, 0.4])) / 2)
-    assert half[0] == 0
-    assert half[-1] == pytest.approx(12.706 * 0.2, rel=1e-3)  # Student's t of one degree of freedom
 
 
 def result(method, seed, accuracy, *, problems=40, rewards=(0.2, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8)):
@@ -376,9 +350,8 @@ def test_the_table_puts_the_baseline_first_and_pairs_by_seed_and_findings_come_b
     found, compared, place = page_of_a_study
     lines = compared.table[:2]
     assert [line["method"] for line in lines] == ["gspo", "ibpo"]
-    first, second = (line["cost_to_threshold"]["of_baseline"] for line in lines)
-    assert first == 1.0
-    assert second > 1.5
+    assert lines[0]["cost_to_threshold"]["of_baseline"] == 1.0
+    assert lines[1]["cost_to_threshold"]["of_baseline"] > 1.5
     assert lines[0]["gradient"] == {"gradient_snr": pytest.approx(0.02)}
     table = markdown(found, tables(found, compared))
     assert "| +0.100 [+0.100, +0.100] | < 0.0001 | < 0.0001 | 0.2500 (0.2500) |" in table
@@ -387,30 +360,7 @@ def test_the_table_puts_the_baseline_first_and_pairs_by_seed_and_findings_come_b
     page = (place / "page.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 2, "the curves and the dose"
     assert "Methods on short" in page
-
-
-@needs_browser
-def test_the_page_of_a_study_is_read_in_a_browser(page_of_a_study):
-    with open_page(page_of_a_study[2] / "page.html") as page:
-        page.wait_until("document.querySelector('#study table')")
-        assert page.evaluate("document.querySelector('#study h1').textContent") == HOSTILE
-        assert page.evaluate("document.querySelectorAll('#study table').length") >= 2
-        page.wait_until("document.querySelector('#study img').naturalWidth > 100")
-        assert page.problems() == []
-
-
-def test_a_method_has_the_same_colour_in_every_panel_and_every_task_a_row_of_panels():
-    short = [result("gspo", seed, 0.5, rewards=(0.5,) * 4) for seed in (0, 1)]  # too few for a curve
-    figure = figure_of_runs(STUDY, [*short, *(result("ibpo", seed, 0.6) for seed in (0, 1))])
-    assert figure.get_figheight() == pytest.approx(4.2)
-    of_panels = [{line.get_label(): line.get_color() for line in axes.lines} for axes in figure.axes]
-    assert of_panels[0]["gspo"] != of_panels[0]["ibpo"] == of_panels[1]["ibpo"]
-    results = [run for seed in (0, 1) for run in over_tasks("gspo", seed, short=0.5, hard=0.25)]
-    figure = figure_of_runs(TASKS, results)
-    rows = [(axes.get_title()[:5], axes.get_subplotspec().get_geometry()) for axes in figure.axes]
-    names = ["short", "short", "hard:", "hard:"]
-    assert rows == [(name, (2, 2, place, place)) for place, name in enumerate(names)]
-    assert figure.get_figheight() == pytest.approx(7.8)
+    assert HOSTILE not in page
 
 
 def test_a_method_that_never_reaches_the_threshold_has_no_ratio():
@@ -444,10 +394,6 @@ def test_over_several_tasks_the_mean_of_each_seed_is_compared_and_the_response_i
     assert [point["mean"] for point in points[:2]] == pytest.approx([0.1, -0.05])
     one_skill = replace(TASKS, tasks=(Task("short", {}, skill=0.5), Task("hard", {})))
     assert run_results.dose_response(one_skill, results, lines) == []
-    measured = [replace(run, skill=0.3 - 0.1 * run.seed) if run.task == "hard" else run for run in results]
-    points = run_results.dose_response(one_skill, measured, lines)
-    mean = (2 * (0.3 + 0.2 + 0.1) + 0.3) / 7  # of the runs that were measured
-    assert [point["skill"] for point in points[:2]] == [pytest.approx(mean), 0.5]
 
 
 def test_at_equal_steps_rewards_have_intervals_and_short_runs_none():
@@ -465,15 +411,6 @@ def test_at_equal_steps_rewards_have_intervals_and_short_runs_none():
 
 
 KEPT = sorted(p for p in (ROOT / "docs/studies").glob("*.json") if not p.stem.startswith("audit"))
-
-
-def test_the_page_of_kept_results_is_written_by_the_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(statistics, "RESAMPLES", 20)
-    kept = ROOT / "docs/studies/qwen3_next.json"
-    assert compare_methods.main(compare_methods.Arguments((kept,), tmp_path)) == DONE
-    page = (tmp_path / "page.html").read_text()
-    assert page.count('"not told apart"') == 2
-    assert "gspo-g16" in page
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
@@ -616,7 +553,6 @@ def test_a_study_that_makes_no_sense_and_a_method_that_cannot_work_are_refused(t
         ({"seeds": ["../../x"]}, "seeds must be a list of whole numbers from 0 to"),
         ({"seeds": [1, 1]}, "seeds must be one or more, all different"),
         (tuned(seeds=[0]), "tuning must not use the study's own"),
-        ({"tune": {"grid": {"lr": [1]}}}, "tune must have budget, grid, seeds"),
         (tuned(own={"x": {"lr": [1]}}), "own names x, which is none of the methods"),
         (tuned(grid={"lr": 1}), "each setting a list"),
         ({"pilot-seeds": [7]}, "a pilot of one seed has no spread"),
@@ -696,15 +632,12 @@ def test_a_finished_run_is_known_again_and_another_one_in_its_place_or_beside_it
 def test_a_run_that_ends_is_told_and_a_correction_is_one_more_sequence_of_its_prompt(tmp_path):
     """Seven steps of 16 prompts with 8 responses each; then the first step made 56 corrections."""
     recipe, run = tmp_path / "recipe.yaml", planned(tmp_path)
-    settings = {
-        "rollout-batch-size": 16, "n-samples-per-prompt": 8, "lr": 3e-4, "seed": 0, "budget": 1,
-        "advantage-estimator": "ibpo", "hf-checkpoint": "tiny",
-    }  # fmt: skip
-    recipe.write_text(yaml.safe_dump(settings))
+    settings = {"rollout-batch-size": 16, "n-samples-per-prompt": 8, "lr": 3e-4, "seed": 0, "budget": 1}
+    recipe.write_text(yaml.safe_dump(settings | {"advantage-estimator": "ibpo", "hf-checkpoint": "tiny"}))
     words = ("--config", str(recipe), "--run-dir", str(run.directory))
     run = replace(run, arguments=words, config=recipe.read_text())
-    said, program = io.StringIO(), training()
-    assert run_all(STUDY, [run], program, Console(file=said, width=200), parallel=1) == 1
+    said = io.StringIO()
+    assert run_all(STUDY, [run], training(), Console(file=said, width=200), parallel=1) == 1
     told = r"run 1/1 m, seed 0: finished after \d+ s, 7 steps, accuracy 0\.5094"
     assert re.fullmatch(told, said.getvalue().strip())
     metrics = run.directory / "metrics.jsonl"
@@ -724,8 +657,8 @@ def test_a_comparison_from_its_recipe_to_its_table_stopped_and_resumed(tmp_path)
     content = yaml.safe_load((ROOT / "examples/studies/mini.yaml").read_text()) | {"name": "mini"}
     content |= {"budget": 1, "common": {"eval-num-prompts": 16, "rollout-batch-size": 4}}
     (tmp_path / "mini.yaml").write_text(yaml.safe_dump(content))
-    command = [sys.executable, "tools/compare_methods.py", str(tmp_path / "mini.yaml")]
-    command += ["--save", str(tmp_path / "out")]
+    study, out = str(tmp_path / "mini.yaml"), str(tmp_path / "out")
+    command = [sys.executable, "tools/compare_methods.py", study, "--save", out]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
     def compare_methods(*flags, status):
@@ -735,20 +668,11 @@ def test_a_comparison_from_its_recipe_to_its_table_stopped_and_resumed(tmp_path)
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout
 
-    first = compare_methods("--runs-at-most", "1", status=1)
-    assert "0 of 2 runs are there already" in first
-    assert "1 of 2 runs are finished" in first
-    second = compare_methods(status=0)
-    assert "1 of 2 runs are there already" in second
-    assert "gspo, seed 0" not in second  # it is not run again
-    table = (tmp_path / "out/table.md").read_text()
-    assert table.count("| gspo | 4 | 8 | 0.0003 |") == 1  # P, G and the learning rate
-    assert "| ibpo |" in table
-    assert '"no test"' in (tmp_path / "out/page.html").read_text()
+    assert "1 of 2 runs are finished" in compare_methods("--runs-at-most", "1", status=1)
+    assert "gspo, seed 0" not in compare_methods(status=0)  # it is not run again
+    assert "| gspo | 4 | 8 | 0.0003 |" in (tmp_path / "out/table.md").read_text()  # P, G, learning rate
     kept = json.loads((tmp_path / "out/results.json").read_text())
     assert kept["table"][1]["gradient"].keys() >= {"gradient_variance", "gspo_gradient_variance"}
-    assert len(kept["runs"]) == 2
     for run in kept["runs"]:
-        assert run["steps"] == 1
+        assert (run["steps"], len(kept["runs"])) == (1, 2)
         assert run["spent"]["flops"] > run["spent"]["flops_shared_prefixes"] > 0
-        assert 0 <= run["other_accuracies"]["0.6"] <= 1

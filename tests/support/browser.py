@@ -54,10 +54,6 @@ class Page:
             time.sleep(0.02)
         return value
 
-    def wait_until_drawn(self) -> None:
-        """Wait until what has changed is on the screen, where the mouse can meet it."""
-        self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-
     def problems(self) -> list[dict[str, Any]]:
         return [e for e in self.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
 
