@@ -162,13 +162,13 @@ def test_episodes_are_spread_by_load_and_a_fault_on_a_node_is_that_of_its_episod
             turns = await asyncio.gather(*[session.step(HELLO) for session in sessions])
             assert [turn.messages for turn in turns] == [(HELLO,)] * 6
             assert await sessions[1].score() == EpisodeScore(1.0)
+            assert environments.deaths == 0
             with pytest.raises(EpisodeFaultError, match=r"step: its process died \(SIGKILL\)") as raised:
                 await sessions[1].step(DIE)
             assert raised.value.kind == "death"
             assert (await sessions[3].step(HELLO)).messages == (HELLO,)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(sessions[3].step(SLEEP), 0.1)
-        assert environments.deaths == 0
         async with begun(environments, 4) as (sessions, owners):
             steps = [asyncio.create_task(session.step(SLEEP)) for session in sessions[1::2]]
             await asyncio.sleep(0.2)
