@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import random
 import re
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import accumulate
 from threading import Thread
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -20,11 +21,11 @@ from megatron_ibpo.basics.reward_value import read_reward
 from megatron_ibpo.config import ConfigError, EnvironmentConfig, load_hook
 from megatron_ibpo.environments.adapters import load_environment
 from megatron_ibpo.environments.processes import EnvironmentPool
-from megatron_ibpo.environments.protocol import EpisodeFaultError, Turn
+from megatron_ibpo.environments.protocol import EpisodeFaultError
 from megatron_ibpo.environments.tool_schema import tool_of
-from support import environment_frameworks as frameworks
-from support.documented_modules import write_modules
-from support.environment_frameworks import Observation, call, create_app, guess_number, say, serving
+from support import openenv_server
+from support.documented_modules import DOCS, write_modules
+from support.openenv_server import BreaksTheConnection, Observation, create_app, serving, serving_connections
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +42,21 @@ def directory(monkeypatch, tmp_path):
 
 @pytest.fixture
 def made(directory):
-    numbers = itertools.count()
-
     def make(code):
-        module = f"mine_{next(numbers)}"
+        module = f"mine_{len([*directory.iterdir()])}"
         (directory / f"{module}.py").write_text(inspect.cleandoc(code))
         return load_environment(f"{module}:Thing")()
 
     return make
+
+
+def say(text):
+    return {"role": "assistant", "content": text}
+
+
+def call(name, **arguments):
+    function = {"name": name, "arguments": arguments}
+    return say("") | {"tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
 
 
 def opening(environment, question="", label="", seed=0, **row):
@@ -59,11 +67,47 @@ def shown(environment, message):
     return environment.step(message).messages[0]["content"]
 
 
-def test_one_game_written_for_six_frameworks_goes_the_same_in_each(directory, monkeypatch):
-    for name, module in frameworks.stand_ins().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    frameworks.write_compared_environments(directory)
-    targets = [f"guess_{name}:GuessTheNumber" for name in ("ours", "trl", "skyrl", "gem", "textarena")]
+def guess_number(environment, seed):
+    """Halve what is left of the numbers until the guess is right: (guesses, score)."""
+    tools = environment.reset("", "", {}, seed).tools
+    low, high, guesses, told = 1, 20, [], ""
+    while "right" not in told:
+        guesses.append(guess := (low + high) // 2)
+        turn = environment.step(call("guess", number=guess) if tools else say(str(guess)))
+        if turn.done:
+            break
+        told = turn.messages[-1]["content"].lower()
+        assert sum(word in told for word in ("higher", "lower", "right")) == 1, told
+        low, high = (guess + 1, high) if "higher" in told else (low, guess - 1)
+    assert turn.done or environment.step(say("Done.")).done
+    score = environment.score()
+    environment.close()
+    return guesses, score
+
+
+def test_one_game_written_for_five_frameworks_goes_the_same_in_each(directory, monkeypatch):
+    class SkyrlEnv:
+        def get_metrics(self):
+            return {}
+
+        def close(self):
+            pass
+
+    class GemEnv:
+        def reset(self, seed=None):
+            random.seed(seed)
+
+    stand_ins: dict[str, dict[str, Any]] = {
+        "skyrl_gym.envs.base_text_env": {"BaseTextEnv": SkyrlEnv, "BaseTextEnvStepOutput": dict},
+        "gem": {"Env": GemEnv},
+        "openenv.core.env_server": {"Environment": object, "State": dict, **vars(openenv_server)},
+    }
+    for name, members in stand_ins.items():
+        for module in accumulate(name.split("."), "{}.{}".format):
+            monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        vars(sys.modules[name]).update(members)
+    write_modules(directory, [DOCS / "environments_compared.md"], 7)
+    targets = [f"guess_{name}:GuessTheNumber" for name in ("ours", "trl", "skyrl", "gem")]
     with serving(load_hook("--environment", "guess_openenv:app")) as server:
         for seed in range(3):
             games = [guess_number(load_environment(target)(), seed) for target in [*targets, server]]
@@ -97,7 +141,6 @@ def test_what_cannot_be_an_environment_is_refused_with_what_was_looked_for(direc
         ("mine:Untyped", "play() is a tool, and its argument 'move' has no type hint"),
         ("mine:Undescribed", "its argument 'move' has no description under Args: in the docstring"),
         ("http://127.0.0.1:8000", "expected an import path, or openenv://HOST:PORT"),
-        ("openenv://host:http", "expected an import path, or openenv://HOST:PORT"),
         ("openenv://host:80?action=code", "unknown setting 'action'; did you mean 'action_field'?"),
     ):
         with pytest.raises(ConfigError) as refused:
@@ -337,9 +380,8 @@ def test_the_policy_calls_the_tools_of_a_server():
             elif action.arguments["a"] < 0:
                 error = {"error_type": "transport_error", "message": "the tools' server is gone"}
             result = {"content": [{"type": "text", "text": "3"}], "data": action.arguments["a"] + 1}
-            return Observation(
-                tool_name=name, result=None if error else result, error=error, reward=0.0 if error else 1.0
-            )
+            found = {"result": None, "reward": 0.0} if error else {"result": result, "reward": 1.0}
+            return Observation(tool_name=name, error=error, **found)
 
     with serving(create_app(Tools)) as server:
         environment = load_environment(server)()
@@ -364,7 +406,7 @@ def test_what_fails_on_the_wire_is_a_fault_and_never_a_reward():
 
         def step(self, action):
             if action.message == "hang up":
-                raise frameworks.BreaksTheConnection
+                raise BreaksTheConnection
             if action.message == "raise":
                 raise RuntimeError("no such move")
             return Observation(message="Over.", done=True)
@@ -405,7 +447,7 @@ def test_a_server_that_opens_no_session_is_found_before_work_starts():
     for server, problem in (
         (nullcontext("openenv://127.0.0.1:9"), "cannot be reached: .*refused"),
         (http(), "cannot be reached: .*HTTP"),
-        (frameworks.serving_connections(shout), "expected JSON with type and data"),
+        (serving_connections(shout), "expected JSON with type and data"),
         (serving(create_app(lambda: {}["game"])), "FACTORY_ERROR: 'game'"),
     ):
         with server as target, EnvironmentPool(EnvironmentConfig()) as pool:
@@ -415,100 +457,20 @@ def test_a_server_that_opens_no_session_is_found_before_work_starts():
             assert "\n" not in str(refusal.value)
 
 
-# Environments of the real packages play unchanged. Tests of those that are not installed are skipped:
-#   pip install --no-deps --target DIRECTORY skyrl-gym gem-llm textarena openenv    # and what they import
-#   PYTHONPATH=.:tests:DIRECTORY python -m pytest -m slow tests/environments/test_adapters.py
-
-
-def needs(package):
-    return pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
-
-
-@contextmanager
-def real_server(directory, module):
-    command = [sys.executable, "-m", "uvicorn", f"{module}:app", "--port", "0"]
-    with subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            line = next(line for line in server.stderr if "running on" in line)
-            yield "openenv://" + re.search(r"http://(\S+)", line)[1]
-        finally:
-            server.terminate()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["skyrl_gym", "gem", "textarena", "openenv"])
 def test_the_compared_environments_play_with_the_real_base_classes(directory, package):
-    needs(package)
-    frameworks.write_compared_environments(directory)
-    ours, _ = guess_number(load_environment("guess_ours:GuessTheNumber")(), seed=3)
-    name = package.partition("_")[0]
-    target = f"guess_{name}:GuessTheNumber"
-    with real_server(directory, "guess_openenv") if name == "openenv" else nullcontext(target) as target:
-        theirs, _ = guess_number(load_environment(target)(), seed=3)
-    assert theirs == ours
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gem", "v0", "v0-raw", "v0-train"])
-def test_a_game_of_gem_and_one_of_textarena_in_every_wrapping_is_won(directory, name):
-    needs("gem" if name == "gem" else "textarena")
-    target, form = "gem.envs.game_env.guess_the_number:GuessTheNumberEnv", "\\boxed{{{}}}"
-    if name != "gem":
-        target, form = f"made_{name.replace('-', '_')}:make", "[{}]"
-        code = f"def make():\n    import textarena\n    return textarena.make('GuessTheNumber-{name}')"
-        (directory / target.replace(":make", ".py")).write_text(code)
-    environment = load_environment(target)()
-    shown = environment.reset("", "", {}, 2**40 + 5).messages
-    assert "You have to guess the number between 1 and 20" in shown[0]["content"]
-    low, high, turn = 1, 20, Turn(shown)
-    while not turn.done:
-        guess = (low + high) // 2
-        turn = environment.step(say(form.format(guess)))
-        told = turn.messages[0]["content"] if turn.messages else ""
-        assert turn.done or "You have to guess" not in told, "the opening is not shown again"
-        low, high = (guess + 1, high) if "higher" in told else (low, guess - 1)
-    score = environment.score()
-    assert score > 0 if name == "gem" else score == {"score": 1, "unfinished": 0.0}
-    environment.close()
-
-
-@pytest.mark.slow
-def test_tools_of_a_real_openenv_server_are_called(directory):
-    needs("openenv")
-    code = """
-        from fastmcp import FastMCP
-        from openenv.core import env_server
-        from openenv.core.env_server import CallToolAction, CallToolObservation
-
-        class Adds(env_server.MCPEnvironment):
-            def __init__(self):
-                server = FastMCP("adds")
-
-                @server.tool
-                def add(a: int, b: int) -> int:
-                    "Add two numbers."
-                    return a + b
-                super().__init__(server)
-
-            def reset(self, seed=None, episode_id=None, **row): return env_server.Observation()
-
-            def _step_impl(self, action, timeout_s=None, **options): raise ValueError("only tools")
-
-            state = property(lambda self: env_server.State())
-
-        app = env_server.create_app(Adds, CallToolAction, CallToolObservation)
-    """
-    (directory / "adds.py").write_text(inspect.cleandoc(code))
-    with real_server(directory, "adds") as server:
-        environment = load_environment(server)()
-        opening = environment.reset("2 + 3?", "", {}, 0)
-        assert opening.messages == [{"role": "user", "content": "2 + 3?"}]
-        [tool] = opening.tools
-        assert (tool["name"], tool["description"]) == ("add", "Add two numbers.")
-        assert tool["parameters"]["required"] == ["a", "b"]
-        assert shown(environment, call("add", a=2, b=3)) == "5"
-        for message in (call("add", a="two"), call("subtract")):
-            assert shown(environment, message).startswith("{'error': ")
-        assert environment.step(say("5")).done
-        assert environment.score() == 0.0
-        environment.close()
+    """Of what is installed: `pip install --no-deps --target DIRECTORY skyrl-gym gem-llm textarena openenv`,
+    and what they import, with DIRECTORY in PYTHONPATH."""
+    pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
+    write_modules(directory, [DOCS / "environments_compared.md"], 7)
+    name, target = package.partition("_")[0], f"guess_{package.partition('_')[0]}:GuessTheNumber"
+    command = [sys.executable, "-m", "uvicorn", "guess_openenv:app", "--port", "0"]
+    with ExitStack() as ends:
+        if name == "openenv":
+            server = subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True)
+            ends.callback(server.terminate)
+            line = next(line for line in server.stderr if "running on" in line)
+            target = "openenv://" + re.search(r"http://(\S+)", line)[1]
+        theirs, _ = guess_number(load_environment(target)(), 3)
+    assert theirs == guess_number(load_environment("guess_ours:GuessTheNumber")(), 3)[0]
