@@ -324,6 +324,7 @@ def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of
     recordings.keep_samples(tmp_path, 9, [group] * 3, lambda ids: "text", trained)
     step, groups, found = recordings.load_step(rollout_path(tmp_path / "samples", 9))
     assert step == 9
+    group.responses[0] = replace(group.responses[0], routed_experts=None)  # which takes most of the room
     assert exactly(groups) == exactly([group])
     assert found.keys() == {(0, "response", 0), (0, "response", 1)}
 
