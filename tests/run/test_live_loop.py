@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -108,8 +109,8 @@ def test_a_journal_of_other_settings_is_not_used_and_a_line_names_them(tmp_path)
     with live_run(config_of(tmp_path, *EVERY_TWO)) as killed:
         killed.take(3)
     with ExitStack() as stack:
-        warmer = config_of(tmp_path, *EVERY_TWO, "--rollout-temperature", "0.9")
-        _, recovered = open_journal(warmer, 2, stack)
+        warmer = replace(killed.run.config.rollout, rollout_temperature=0.9)
+        _, recovered = open_journal(replace(killed.run.config, rollout=warmer), 2, stack)
     assert (recovered.batches, recovered.samples) == ((), {})
     assert "after step 2 is not used, since rollout_temperature changed" in recovered.notes[0]
 

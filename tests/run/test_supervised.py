@@ -40,9 +40,10 @@ def cross_entropy(rows, count):
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     for one in sequences_of(source.batch(0, count)):
         prompt, ids = len(one.prompt_token_ids), [*one.prompt_token_ids, *one.response_token_ids]
+        ids = torch.tensor(ids).long()
         with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0, prompt - 1 : -1]
-        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[prompt:]), reduction="none"))
+            logits = model(ids[None]).logits[0, prompt - 1 : -1]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[prompt:], reduction="none"))
     return torch.cat(losses).mean().item()
 
 
