@@ -22,6 +22,7 @@ from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
 from megatron_ibpo.sampling.journal_memory import replay
+from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.requests import group_requests
 from support.credit_cases import correct_groups, plain
 from support.sampling_cases import ROLLOUT, STEP, judge, make_prompts
@@ -319,6 +320,17 @@ def test_a_replay_gives_the_recorded_groups_and_the_corrections_that_its_operato
     next(group for group in expected if group.corrections).corrections.pop()
     with pytest.raises(ValueError, match="fewer corrections than this algorithm asks for"):
         replay(expected, OPERATOR, CONTEXT)
+
+
+def test_the_tail_of_sampling_is_from_the_first_sample_to_the_last_since_the_metrics_were_taken():
+    meter = Meter(2)
+    meter.asked(1)
+    nothing = {"engine_requests_max": 1, "engine_requests_min": 0, "engine_deaths": 0}
+    assert meter.take() == {**nothing, "requests_asked_again": 0, "sampling_tail_seconds": 0}
+    for at in (30.0, 31.0, 32.5):
+        meter.finished(at)
+    assert meter.take()["sampling_tail_seconds"] == 2.5
+    assert meter.take()["sampling_tail_seconds"] == 0
 
 
 # --- ahead of training
