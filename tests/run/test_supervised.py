@@ -39,8 +39,8 @@ def cross_entropy(rows, count):
     source = open_sources(data.prompt_data, tokenizer, data, split="train", reader_type=DemonstrationReader)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     for one in sequences_of(source.batch(0, count)):
-        prompt, ids = len(one.prompt_token_ids), [*one.prompt_token_ids, *one.response_token_ids]
-        ids = torch.tensor(ids).long()
+        prompt = len(one.prompt_token_ids)
+        ids = torch.tensor([*one.prompt_token_ids, *one.response_token_ids]).long()
         with torch.no_grad():
             logits = model(ids[None]).logits[0, prompt - 1 : -1]
         losses.append(torch.nn.functional.cross_entropy(logits, ids[prompt:], reduction="none"))
