@@ -93,7 +93,7 @@ def _digest(source: str) -> str:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    raw = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)  # a tenth of the time
     for row in raw["rows"]:
         try:
             facts = dict(row)

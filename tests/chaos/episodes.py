@@ -12,20 +12,20 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import psutil
 
 from chaos.episode_game import Game
 from chaos.episodes_audit import replay_problems
 from chaos.processes import below, by_kind
 from chaos.results import append, read
-from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
+from megatron_ibpo.basics.records import Prompt, SampleRequest, token_ids
 from megatron_ibpo.config import EnvironmentConfig
 from megatron_ibpo.environments.chat import PlainChat
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.sampling.episodes import Episodes
 from support.byte_tokenizers import byte_level
 from support.paths import ROOT
+from support.samples import sample_of
 
 KILLS_OF_A_PIECE = 50
 AT_ONCE = 24
@@ -40,11 +40,7 @@ ASKED = token_ids(TOKENIZER.encode_prompt("Add."))
 
 async def say(request):
     await asyncio.sleep(0.01)
-    ids = token_ids([*TOKENIZER.encode(f" {request.seed % 97}"), END])
-    return Sample(
-        prompt_token_ids=request.prompt_token_ids, token_ids=ids, logprobs=np.zeros(len(ids), np.float32),
-        finish_reason="stop", temperature=1.0, versions=((0, 0),), loss_mask=np.ones(len(ids), bool),
-    )  # fmt: skip
+    return sample_of(request.prompt_token_ids, [*TOKENIZER.encode(f" {request.seed % 97}"), END])
 
 
 async def one_piece(pool, seed, piece, kills):

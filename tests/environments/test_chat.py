@@ -5,7 +5,6 @@ from functools import cache
 from itertools import takewhile
 
 import pytest
-import renderers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,6 +111,8 @@ def test_where_the_template_rewrites_nothing_the_ids_are_those_it_renders(chat_o
 @FEW
 @given(messages=answers, more=words)
 def test_extending_equals_the_bridge_of_the_renderers_package(chat_of, name, messages, more):
+    import renderers  # and a client for servers
+
     tokenizer, chat, ends = chat_of(name)
     assert any("writes earlier turns differently" in note for note in chat.notes) is (name != "llama3_2")
     theirs = {"qwen3": "Qwen3", "qwen3_5": "Qwen35", "glm4_5": "GLM45", "llama3_2": "Llama3"}[name]

@@ -9,21 +9,20 @@ from math import nan
 import numpy as np
 import pytest
 
-from megatron_ibpo.basics.records import Prompt, Sample, token_ids
+from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import EvalSampling
 from megatron_ibpo.evaluate import Corrector, KeptError, KeptSamples, answered, eval_sample, evaluate
 from megatron_ibpo.evaluate import pass_at_k as measures
 from megatron_ibpo.evaluate.stored_samples import read_results, read_samples, samples_path
 from support.credit_cases import plain
+from support.samples import sample_of
 
 
 def eval_sample_of(asked, tokens, logprobs, finish="stop", *, right=1, answer=None, name="t"):
     """A sample of these tokens, whose text is the first one; where that is 9, the verifier fails."""
     request = asked.request
-    own = Sample(
-        request.prompt_token_ids, token_ids(tokens), np.array(logprobs, np.float32), finish,
-        request.temperature, versions=((0, 1),), loss_mask=np.ones(len(tokens), bool),
-    )  # fmt: skip
+    how = {"finish_reason": finish, "temperature": request.temperature, "versions": ((0, 1),)}
+    own = sample_of(request.prompt_token_ids, tokens, logprobs, **how)
     if tokens[0] == 9:
         own.reward_error = "verifier crashed"
     else:

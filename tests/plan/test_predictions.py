@@ -4,10 +4,9 @@ import sys
 from dataclasses import replace
 
 import matplotlib.image
-import numpy as np
 import pytest
 
-from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, token_ids
+from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.commands.plan import main as plan_command
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.calibration import MeasuredStep, Rates, calibrated, measure_rates, measured_step
@@ -18,6 +17,7 @@ from megatron_ibpo.report import Report
 from megatron_ibpo.report.stages import measured_seconds, prediction_error
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
+from support.samples import sample_of
 
 MODELS = ROOT / "examples/models"
 
@@ -134,10 +134,7 @@ def test_rates_and_a_step_are_what_was_done_in_the_time():
     assert rates == Rates(matmul=2 * 768**3, copy=2 * 64 * 1024**2)
 
     def sample(prompt, written):
-        return Sample(
-            token_ids([1] * prompt), token_ids([1] * written), np.zeros(written, np.float32), "stop", 1.0,
-            versions=((0, 0),), loss_mask=np.ones(written, bool),
-        )  # fmt: skip
+        return sample_of([1] * prompt, [1] * written)
 
     prompt = Prompt(0, token_ids([1] * 10), 1, "", "", "")
     responses = [sample(10, 20), sample(10, 40)]

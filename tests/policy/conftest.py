@@ -2,6 +2,7 @@
 
 import pytest
 
+import support.no_compiler  # noqa: F401
 from support.tiny_models import make_qwen3, make_qwen3_next
 
 

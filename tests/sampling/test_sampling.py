@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo import credit
-from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
+from megatron_ibpo.basics.records import Group, Prompt, SampleRequest, token_ids
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, credit_of, find_operator
 from megatron_ibpo.engines import EngineError, EngineLostError
@@ -25,6 +25,7 @@ from megatron_ibpo.sampling.journal_memory import replay
 from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.requests import group_requests
 from support.credit_cases import correct_groups, plain
+from support.samples import sample_of
 from support.sampling_cases import ROLLOUT, STEP, judge, make_prompts
 
 
@@ -89,10 +90,9 @@ def at_once(number):
 
 
 def answered(request):
-    ids = token_ids(write(request))
-    zeros, ones = np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_)
+    ids = write(request)
     finish = "stop" if len(ids) < request.max_tokens else "length"
-    return Sample(request.prompt_token_ids, ids, zeros, finish, 1.0, ((0, 0),), ones)
+    return sample_of(request.prompt_token_ids, ids, 0.0, finish_reason=finish)
 
 
 def corrected(groups):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, token_ids
+from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, credit_of, find_operator
 from megatron_ibpo.models import read_hf_config
@@ -15,6 +15,7 @@ from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.sampling.requests import with_beginning
 from support.paths import ROOT
+from support.samples import sample_of
 
 EOS = 2
 PROMPT = (1, 5, 27)
@@ -23,15 +24,13 @@ RIGHT = [10, 11, 12, 13]  # content of a right response, which ends in 13
 
 def response(content, reward=None, finish_reason="stop", *, prompt=PROMPT, written=None, temperature=1.0):
     """`written`: of each token of the content, whether the policy wrote it; by default all, and the end."""
-    ids = token_ids([*content, *[EOS] * (finish_reason == "stop")])
+    ids = [*content, *[EOS] * (finish_reason == "stop")]
     mask = np.ones(len(ids), bool)
     if written is not None:
         mask[: len(content)] = written
-    return Sample(
-        prompt_token_ids=token_ids(prompt), token_ids=ids,
-        logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
-        finish_reason=finish_reason, temperature=temperature, versions=((0, 0),), loss_mask=mask,
-        reward=reward, correct=reward is not None and reward >= 1,
+    return sample_of(
+        prompt, ids, np.where(mask, -0.5, 0.0), finish_reason=finish_reason, temperature=temperature,
+        loss_mask=mask, reward=reward, correct=reward is not None and reward >= 1,
     )  # fmt: skip
 
 

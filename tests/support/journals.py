@@ -1,18 +1,11 @@
-import numpy as np
-
-from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.journal import ClosedGroup, SampleKey
+from support.samples import sample_of
 
 KEEP = 1024**3
 
 
 def make_sample(mark, tokens=3):
-    return Sample(
-        prompt_token_ids=np.array([mark, 1], np.int32),
-        token_ids=np.arange(mark, mark + tokens, dtype=np.int32),
-        logprobs=np.full(tokens, -0.25, np.float32), finish_reason="stop", temperature=1.0,
-        versions=((0, 0),), loss_mask=np.ones(tokens, bool), reward=float(mark),
-    )  # fmt: skip
+    return sample_of([mark, 1], range(mark, mark + tokens), -0.25, reward=float(mark))
 
 
 def response(prompt, index=0, attempt=0):

@@ -14,7 +14,6 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Sample, token_ids
 from megatron_ibpo.cluster.deaths import ProcessDiedError
 from megatron_ibpo.config import on_device
 from megatron_ibpo.policy.reports import About
@@ -24,6 +23,7 @@ from megatron_ibpo.run.processes import Processes
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.steps import steps
 from support.paths import ROOT
+from support.samples import sample_of
 
 MODEL = ROOT / "examples/tiny_qwen3"
 FLAGS = (
@@ -79,13 +79,10 @@ class Engine:
         raise AssertionError(why)
 
     def _sample(self, request, version):
-        ids = token_ids(written(request))
-        return Sample(
-            prompt_token_ids=request.prompt_token_ids, token_ids=ids,
-            logprobs=np.full(len(ids), -0.5, np.float32),
-            finish_reason="stop" if len(ids) < request.max_tokens else "length",
-            temperature=request.temperature, versions=((0, version),), loss_mask=np.ones(len(ids), np.bool_),
-        )  # fmt: skip
+        ids = written(request)
+        ended = "stop" if len(ids) < request.max_tokens else "length"
+        own = {"finish_reason": ended, "temperature": request.temperature, "versions": ((0, version),)}
+        return sample_of(request.prompt_token_ids, ids, **own)
 
 
 def scored(target, arguments):

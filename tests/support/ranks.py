@@ -24,7 +24,7 @@ from support.paths import ROOT, TESTS
 GRACE_S = 5.0  # after the first failure: how long the other ranks may take to fail on their own
 COVERED_TEST = "COVERED_TEST"  # environment variable: the test that runs, where coverage is measured
 IMPORTED = [  # once, by the server from which processes are forked: what every rank needs
-    "pytest", "safetensors.torch", "torch.distributed", "megatron.core.distributed",
+    "pytest", "hypothesis.strategies", "safetensors.torch", "torch.distributed", "megatron.core.distributed",
     "megatron.core.fusions.fused_bias_dropout", "megatron.core.models.gpt", "megatron.core.optimizer",
     "megatron_ibpo.models.delta_net.layer", "megatron_ibpo.policy.rank", "support.ranks",
 ]  # fmt: skip

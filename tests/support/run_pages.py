@@ -5,22 +5,18 @@ import json
 import numpy as np
 from tiny_tokenizer import make_tiny_tokenizer
 
-from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, TrainSequence, token_ids
+from megatron_ibpo.basics.records import Correction, Group, Prompt, TrainSequence, token_ids
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.report import rollout_path, save_groups
+from support.samples import sample_of
 
 HOSTILE = "</script><script>window.harmed=1</script><img src=x onerror=window.harmed=1>\u2028&lt;${TITLE}"
 TOKENIZER = HuggingFaceTokenizer(make_tiny_tokenizer())
 
 
 def response(text, correct, prompt=(1, 5), **fields):
-    ids = token_ids([*TOKENIZER.encode(text), TOKENIZER.eos_id])
-    known = {
-        "prompt_token_ids": token_ids(prompt), "token_ids": ids, "finish_reason": "stop", "temperature": 1.0,
-        "logprobs": np.full(len(ids), -0.5, np.float32), "versions": ((0, 0),),
-        "loss_mask": np.ones(len(ids), bool), "reward": float(correct), "correct": correct,
-    }  # fmt: skip
-    return Sample(**known | fields)
+    fields = {"reward": float(correct), "correct": correct} | fields
+    return sample_of(prompt, [*TOKENIZER.encode(text), TOKENIZER.eos_id], **fields)
 
 
 def correction(target, references, text, correct, *, rewritten=False):

@@ -14,7 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 from safetensors.torch import save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import pipeline_layers, read_hf_config
@@ -427,6 +426,8 @@ def test_the_tools_convert_and_verify(world, models, tmp_path):
 
 
 def test_mxfp4_is_converted_to_bfloat16_and_training_asks_for_that(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # 500 modules, on every rank
+
     directory = tiny_models.make_gpt_oss(tmp_path / "packed", 3)
     generator = torch.Generator().manual_seed(0)
     stored, whole = {}, {}

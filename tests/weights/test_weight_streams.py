@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unwatched
-from vllm.distributed.weight_transfer import packed_tensor
 
 from megatron_ibpo.weights.layout import gather
 from megatron_ibpo.weights.layout.regions import pack
-from megatron_ibpo.weights.transfer.cuda import PACKED_BUFFERS
 from support.weight_sources import DividedWeights
 
 
@@ -110,6 +108,13 @@ def tensors_in(value):
     return [t for item in value for t in tensors_in(item)] if isinstance(value, tuple | list) else []
 
 
+@pytest.fixture(scope="module")
+def packed_tensor():
+    from vllm.distributed.weight_transfer import packed_tensor  # five seconds, of one process
+
+    return packed_tensor
+
+
 @pytest.fixture
 def device(monkeypatch):
     device = Device()
@@ -179,7 +184,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("own_stream", [True, False])
-def test_a_gathering_races_unless_it_has_its_own_stream(device, monkeypatch, own_stream):
+def test_a_gathering_races_unless_it_has_its_own_stream(device, packed_tensor, monkeypatch, own_stream):
     source, other = halves(0), OtherRank(device)
     monkeypatch.setattr(gather, "dist", other)
     wire = Wire(device)
@@ -201,9 +206,11 @@ def test_a_gathering_races_unless_it_has_its_own_stream(device, monkeypatch, own
     assert own_stream == (device.races == [])
 
 
-def test_a_worker_loads_what_has_arrived(device):
+def test_a_worker_loads_what_has_arrived(device, packed_tensor):
     """A model that vLLM reloads layer by layer keeps what comes until a layer is complete, and reads it then
     under whatever stream is the present one: with two buffers it races."""
+    from megatron_ibpo.weights.transfer.cuda import PACKED_BUFFERS
+
     sent = halves(0).tensors
     parameters, kept = {name: torch.zeros(shape) for name, shape in SHAPES.items()}, {}
     coming = torch.cat([tensor.flatten().view(torch.uint8) for tensor in sent.values()])

@@ -1,0 +1,1 @@
+import support.no_compiler  # noqa: F401
