@@ -23,19 +23,27 @@ check_number() {
     fi
 }
 
+check_run_dir() {
+    [[ -n $RUN_DIR ]] || ((10#${NNODES:-1} == 1)) || fail "set RUN_DIR to a directory that all $NNODES nodes share"
+}
+
 # choose FLAGS…: set RECIPE, NNODES, PROCESSES (trainers on this node) and LAYOUT_ARGS by model and devices.
 choose() {
-    local python chosen previous flag
+    local python chosen previous flag is_plan=false
     check_number NNODES 1 1000000
     check_number NODE_RANK 0 999999
     check_number GPUS_PER_NODE 0 1024
     check_number MASTER_PORT 0 65535
     check_number OMP_NUM_THREADS 1 1024
     for flag in "$@"; do # the flag wins over the variable
-        case $flag in --hf-checkpoint=*) HF_CHECKPOINT=${flag#*=} ;; esac
+        case $flag in
+            --hf-checkpoint=*) HF_CHECKPOINT=${flag#*=} ;;
+            --dry-run) is_plan=true ;;
+        esac
         case ${previous:-} in --hf-checkpoint) HF_CHECKPOINT=$flag ;; esac
         previous=$flag
     done
+    $is_plan || check_run_dir
     python=$(bash tools/bootstrap.sh) || exit $?
     chosen=$("$python" -m megatron_ibpo.commands.choose_recipe --hf-checkpoint "$HF_CHECKPOINT" ${NNODES:+--nodes "$NNODES"} \
         ${GPUS_PER_NODE:+--gpus-per-node "$GPUS_PER_NODE"} -- "$@") || exit $?
@@ -58,7 +66,7 @@ launch() {
     done
 
     if [[ -z $RUN_DIR ]]; then
-        ((NNODES == 1)) || fail "set RUN_DIR to a directory that all $NNODES nodes share"
+        check_run_dir
         RUN_DIR=$PWD/runs/$(basename "$RECIPE" .yaml)_$(date +%Y%m%d_%H%M%S)
     fi
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

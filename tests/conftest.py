@@ -6,6 +6,7 @@ import signal
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,17 @@ def own_signal_handlers():
         signal.signal(number, handler)
 
 
+@contextmanager
+def new_process():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=200)
+
+
 @pytest.fixture(scope="module")
 def planner():
     """A process of its own, since a census leaves Megatron set up for a machine without CUDA."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=120)
+    with new_process() as call:
+        yield call
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +70,20 @@ def world():
 
 
 def pytest_pyfunc_call(pyfuncitem):
-    """Run a test whose first parameter is `world` on forked ranks, as many as its mark or `ranks` says."""
+    """Run a test whose first parameter is `world` on forked ranks, as many as its mark or `ranks` says, and
+    one marked `new_process` in one that has imported nothing."""
     parameters = [*inspect.signature(pyfuncitem.obj).parameters]
+    given = [pyfuncitem.funcargs[name] for name in parameters]
+    if pyfuncitem.get_closest_marker("new_process"):
+        with new_process() as call:
+            call(pyfuncitem.obj, *given)
+        return True
     if parameters[:1] != ["world"]:
         return None
     from support.ranks import run_ranks
 
     size = pyfuncitem.funcargs.get("ranks") or pyfuncitem.get_closest_marker("world").args[0]
-    run_ranks(pyfuncitem.obj, size, *(pyfuncitem.funcargs[name] for name in parameters[1:]), timeout=280)
+    run_ranks(pyfuncitem.obj, size, *given[1:], timeout=280)
     return True
 
 

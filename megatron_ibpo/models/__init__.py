@@ -6,7 +6,7 @@ where they build something.
 
 from megatron_ibpo.models.cost import forward_flops
 from megatron_ibpo.models.families import FAMILIES
-from megatron_ibpo.models.layout import check_layout, padded_vocab_size, pipeline_layers
+from megatron_ibpo.models.layout import check_layout, least_world, padded_vocab_size, pipeline_layers
 from megatron_ibpo.models.shape import ModelConfigError, ModelShape, read_hf_config
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "ModelShape",
     "check_layout",
     "forward_flops",
+    "least_world",
     "padded_vocab_size",
     "pipeline_layers",
     "read_hf_config",

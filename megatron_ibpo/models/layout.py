@@ -1,5 +1,6 @@
 """Requirements of a parallel layout on a model, and the division of layers into stages."""
 
+import math
 from collections.abc import Iterator
 
 from megatron_ibpo.config import ParallelConfig
@@ -71,6 +72,14 @@ def context_chunks(ranks: int) -> int:
 def exchanges_heads(shape: ModelShape, parallel: ParallelConfig) -> bool:
     """Return whether delta nets exchange heads between context-parallel ranks."""
     return shape.is_recurrent and parallel.context_parallel_size > 1 and parallel.delta_net_cp == "heads"
+
+
+def least_world(parallel: ParallelConfig) -> int:
+    """Return the number of ranks of the smallest world with this layout; 1 if a size is 0."""
+    stages = parallel.pipeline_model_parallel_size
+    dense = parallel.tensor_model_parallel_size * parallel.context_parallel_size * stages
+    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size * stages
+    return math.lcm(dense, experts) or 1
 
 
 def check_layout(

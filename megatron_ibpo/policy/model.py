@@ -180,6 +180,7 @@ def check_model(shape: ModelShape, config: Config) -> None:
     Raises:
         ValueError: Megatron refuses the result of --model-override.
     """
+    cpu.activate()  # before Megatron, which would import the compiler: 3 s
     from megatron.core.transformer import TransformerConfig
 
     fields = _own_fields(shape, config, use_te=True)

@@ -28,7 +28,7 @@ from megatron_ibpo.engines import EngineLostError
 from megatron_ibpo.engines.registry import check_model
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
 from megatron_ibpo.evaluate import KeptSamples, set_settings
-from megatron_ibpo.models import ModelShape, read_hf_config
+from megatron_ibpo.models import ModelShape, least_world, read_hf_config
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs
 from megatron_ibpo.run.loop import Progress, Run
@@ -50,9 +50,9 @@ class OnCluster:
     """Seconds to wait for nodes while the cluster has too few."""
 
     def check(self, config: Config, shape: ModelShape) -> Config:
-        """Refuse a layout that cannot hold the model, if the number of trainers is known already."""
-        if config.cluster.num_trainers is not None:
-            check_model_layout(shape, config, config.cluster.num_trainers)
+        """Refuse a layout that cannot hold the model, on as few trainers as it takes if their number is not
+        known before Ray has counted GPUs."""
+        check_model_layout(shape, config, config.cluster.num_trainers or least_world(config.parallel))
         return config
 
     def connect(self, config: Config) -> AbstractContextManager[Callable[[], None]]:

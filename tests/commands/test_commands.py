@@ -153,6 +153,9 @@ def test_a_wrong_input_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
     cut_in_half(tmp_path / "truncated/model.safetensors")
     monkeypatch.setenv("IBPO_CWD", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(
+        "megatron_ibpo.run.on_cluster.open_ray"
+    )  # nothing of this is found out by starting it
 
     def status_of_tool(program, *words):
         monkeypatch.setattr("sys.argv", [program, *words])

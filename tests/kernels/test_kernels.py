@@ -64,7 +64,12 @@ def test_every_kernel_compiles_without_spills_and_within_its_budget(capability, 
         assert {f"segment_sums {variant}", f"token_coefficients {variant}"} <= compiled
 
 
-def test_triton_binds_the_arguments_of_every_launch():
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_triton_binds_the_arguments_of_every_launch(again):
     """Its binder is a function that it writes, with names of its own beside those of the arguments: `params`
     as an argument's name failed every launch on a GPU, and nothing else."""
-    assert int(run_python("support.dry_launches")) > 3 * len(VARIANTS)
+    record = json.loads(RECORD.read_text())
+    launches = record.get("launches", 0)
+    if again or record["hash"] != sources_hash():
+        launches = int(run_python("support.dry_launches"))
+    assert launches > 3 * len(VARIANTS)

@@ -1,10 +1,8 @@
 """Transformer Engine needs a GPU. Its classes are stood in for (`te_stand_in`), with what theirs do in a
 state dict; Megatron's own wrappers around them, its optimizer and its checkpoints are real."""
 
-import multiprocessing
 import pickle
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -23,7 +21,7 @@ from support.trainers import config_for
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def built(planner, tmp_path_factory):
     """What models are with these layers and with local ones, on the meta device as rank 0 of a TP2 layout."""
     directory = tmp_path_factory.mktemp("models")
     models = {
@@ -31,8 +29,7 @@ def built(tmp_path_factory):
         "dense": (make_qwen3(directory / "dense", 0), 1),
         "biased": (make_gpt_oss(directory / "oss", 0), 2),  # sinks, and experts that have biases
     }
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        described = pool.submit(te_stand_in.describe_all, [*models.values()]).result(timeout=200)
+    described = planner(te_stand_in.describe_all, [*models.values()])
     return dict(zip(models, described, strict=True))
 
 
@@ -62,15 +59,9 @@ def test_transformer_engines_classes_serve_where_the_spec_says(built):
     assert not any(built["dense"]["te"]["centred"].values())
 
 
-def test_a_run_with_transformer_engine_goes_on_from_checkpoints(planner, tmp_path):
-    hf_dir = make_qwen3_next(tmp_path / "hf", 0)
-    hf_to_megatron(hf_dir, tmp_path / "converted", layout(), ALONE)
-    planner(go_on_from_checkpoints, hf_dir, tmp_path / "converted", tmp_path)
-
-
-def go_on_from_checkpoints(hf_dir, converted, scratch):
-    """Hold in a process of its own, in which Megatron finds Transformer Engine from the start."""
-    te_stand_in.install()
+@pytest.mark.new_process
+def test_a_run_with_transformer_engine_goes_on_from_checkpoints(tmp_path):
+    te_stand_in.install()  # before Megatron looks for it
     from megatron_ibpo.policy import cpu, parallel
 
     cpu.activate()
@@ -80,6 +71,8 @@ def go_on_from_checkpoints(hf_dir, converted, scratch):
     from megatron_ibpo.policy.trainer import Trainer
     from megatron_ibpo.weights.formats.load import load_hf
 
+    hf_dir, converted = make_qwen3_next(tmp_path / "hf", 0), tmp_path / "converted"
+    hf_to_megatron(hf_dir, converted, layout(), ALONE)
     config, shape = config_for(layout(distributed_optimizer=True)), read_hf_config(hf_dir)
     world = start_world()
     parallel.initialize(config.parallel, world, seed=0)
@@ -111,7 +104,7 @@ def go_on_from_checkpoints(hf_dir, converted, scratch):
     trained.optimizer.prepare_grads()
     for _ in range(2):  # so that the optimizer counts more than one
         step(trained)
-    load_checkpoint(resumed, save_checkpoint(trained, scratch, 2, {}))
+    load_checkpoint(resumed, save_checkpoint(trained, tmp_path, 2, {}))
     assert sum("_extra_state" in name for name in trained.chunks[0].module.state_dict()) > 20
     for _ in range(2):  # the state that was saved, and what the next step makes of it
         assert_same(contents(resumed), contents(trained))
@@ -125,7 +118,7 @@ def go_on_from_checkpoints(hf_dir, converted, scratch):
         one.chunks[0].config.fp8 = "hybrid"
     for module in scaled(trained).values():
         module.scale(generator)
-    saved = save_checkpoint(trained, scratch, 3, {})
+    saved = save_checkpoint(trained, tmp_path, 3, {})
     assert load_checkpoint(resumed, saved) == ()
     own, got = scaled(trained), scaled(resumed)
     assert len(own) > 20
@@ -143,7 +136,7 @@ def go_on_from_checkpoints(hf_dir, converted, scratch):
     new.config = config
     runs_code = torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)
     next(iter(own.values())).get_extra_state = lambda: runs_code
-    unsafe = save_checkpoint(trained, scratch, 4, {})
+    unsafe = save_checkpoint(trained, tmp_path, 4, {})
     with pytest.raises(CheckpointError, match=r"is damaged or unsafe, and was not read: .*builtins\.print"):
         load_checkpoint(new, unsafe)
     new.chunks[0].config.fp8 = None

@@ -378,8 +378,6 @@ def test_rows_that_pad_the_vocabulary_take_memory_and_no_bandwidth(planner, tmp_
 def test_numbers_of_the_launcher_that_are_none_and_nodes_without_a_shared_directory_are_refused(monkeypatch):
     command = ["bash", str(ROOT / "examples/run_qwen3_32b_ibpo.sh")]
     for variables, says in (
-        ({"NNODES": "x"}, "NNODES=x: must be a whole number between"),
-        ({"NNODES": "0"}, "NNODES=0: must be a whole number between"),
         ({"NODE_RANK": "a[$(exit 3)]"}, "NODE_RANK=a[$(exit 3)]: must be a whole number between"),
         ({"NNODES": "4", "RUN_DIR": ""}, "set RUN_DIR to a directory that all 4 nodes share"),
     ):

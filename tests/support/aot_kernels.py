@@ -128,7 +128,8 @@ def segment_cases(variant, kl):
 
 def sources_hash():
     terms = [ROOT / "megatron_ibpo/loss" / name for name in ("variants.py", "objective.py")]
-    files = [*sorted((ROOT / "kernels").glob("*.py")), *terms, Path(__file__)]
+    launches = Path(__file__).with_name("dry_launches.py")
+    files = [*sorted((ROOT / "kernels").glob("*.py")), *terms, Path(__file__), launches]
     read = b"".join(file.read_bytes() for file in files)
     return hashlib.sha256(read + triton.__version__.encode()).hexdigest()
 
@@ -148,7 +149,9 @@ if __name__ == "__main__":
     asked = sys.argv[1]
     if asked == "--save":
         reports = {str(capability): list(compile_all(capability)) for capability in CAPABILITIES}
-        about = {"hash": sources_hash(), "triton": triton.__version__, "reports": reports}
+        bound = subprocess.check_output([sys.executable, "-m", "support.dry_launches"])
+        about = {"hash": sources_hash(), "triton": triton.__version__, "launches": int(bound)}
+        about["reports"] = reports
         RECORD.write_text(json.dumps(about, indent=1) + "\n")
     else:
         for report in compile_all(int(asked)):

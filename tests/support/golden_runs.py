@@ -71,6 +71,7 @@ def train_recorded(repository, layout, algorithm, directory, steps=None):
         *(sys.executable, "-m", "megatron_ibpo.commands.train", "--num-trainers", layout.trainers),
         *("--config", GOLDEN / f"{layout.model}.yaml", "--run-dir", run_dir),
         *("--load-debug-rollout-data", recorded, "--save-interval", "1", "--keep-checkpoints", "1000"),
+        *("--reward-workers", "1"),
         *("--advantage-estimator", algorithm.split()[0], *flags),
         *(() if steps is None else ("--num-rollout", steps)),
     ]

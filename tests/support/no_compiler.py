@@ -1,4 +1,4 @@
-"""Imported before Megatron: without a GPU nothing is compiled, and the compiler takes three seconds to import."""
+"""Imported before Megatron: without a GPU nothing is compiled, and the compiler takes 3 s to import."""
 
 import torch
 

@@ -4,7 +4,7 @@ from megatron_ibpo.basics.records import Sample, token_ids
 
 
 def sample_of(prompt, ids, logprobs=-0.5, **fields):
-    """Return a finished sample with these tokens, all of them the policy's own; a log-prob for all or each."""
+    """Return a finished sample with these tokens, the policy's own; `logprobs`: of all, or of each."""
     known = {
         "prompt_token_ids": token_ids(prompt), "token_ids": token_ids(ids), "finish_reason": "stop",
         "logprobs": np.full(len(ids), logprobs, np.float32), "temperature": 1.0, "versions": ((0, 0),),

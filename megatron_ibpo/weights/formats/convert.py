@@ -23,7 +23,14 @@ from torch import Tensor
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.models import ModelShape, check_layout, padded_vocab_size, pipeline_layers, read_hf_config
+from megatron_ibpo.models import (
+    ModelShape,
+    check_layout,
+    least_world,
+    padded_vocab_size,
+    pipeline_layers,
+    read_hf_config,
+)
 from megatron_ibpo.models.weight_map import Entry, carried_entry, is_carried, mtp_layers, weight_map
 from megatron_ibpo.weights.formats.directories import write_directory
 from megatron_ibpo.weights.formats.file_jobs import Item, Job, Result, WorkingMemory, run_jobs
@@ -233,10 +240,7 @@ def _check_target(target: Path) -> None:
 
 
 def _check_layout(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int) -> list[Holding]:
-    sizes = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    dense = sizes[0] * parallel.pipeline_model_parallel_size
-    experts = sizes[1] * parallel.expert_tensor_parallel_size * parallel.pipeline_model_parallel_size
-    problems = check_layout(shape, parallel, math.lcm(dense, experts) or 1)
+    problems = check_layout(shape, parallel, least_world(parallel))
     if not problems:
         try:
             pipeline_layers(shape.num_layers, parallel, virtual_stages)
