@@ -2,9 +2,9 @@
 # Checks csrc/ against tables by the book, in a build with AddressSanitizer and UndefinedBehaviorSanitizer: first on
 # random batches and long pairs, then on what libFuzzer finds by coverage. Every instruction set of this machine is run.
 #
-#   bash tests/native.sh [SECONDS of fuzzing, 20 by default] [CORPUS directory to start from and add to]
+#   bash tests/native.sh [SECONDS of fuzzing, 10 by default] [CORPUS directory to start from and add to]
 set -euo pipefail
-seconds=${1:-20}
+seconds=${1:-10}
 corpus=${2:+$(realpath "$2")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -34,7 +34,7 @@ for process in "${compiling[@]}"; do wait "$process"; done
 # its answer to what GCC's instrumentation calls comes second: tests/native/fuzz.cpp has a better one
 "${CXX:-g++}" "${flags[@]}" "$build"/*.o "$libfuzzer" -Wl,-z,muldefs -pthread -ldl -lm -o "$build/native"
 
-"$build/native" random 1 40
+"$build/native" random 1 15
 "$build/native" long
 mkdir "$build/corpus"
 cd "$build" # where libFuzzer leaves an input that fails

@@ -30,6 +30,7 @@ from support.browser import needs_browser, open_page
 from support.eval_samples import judged
 from support.paths import ROOT
 from support.run_pages import HOSTILE, TOKENIZER, record_run, response, write_run
+from support.samples import sample_of
 
 BIDI = "a\u202eb\u2066c\ud800"  # turns text around, and ends in half a character
 
@@ -145,9 +146,7 @@ def test_a_prompt_in_chatml_is_shown_as_turns_and_a_character_of_several_tokens_
     turns = ("system", "Be brief."), ("user", "<|im_start|>?")
     asked = [i for role, text in turns for i in (257, *f"{role}\n{text}".encode(), 258, *b"\n")]
     asked += [257, *b"assistant\n"]
-    ids = token_ids([*"≤1".encode(), 0xFF, *"é".encode(), 259])
-    sample = response("", True, prompt=asked, token_ids=ids, logprobs=np.zeros(len(ids), np.float32),
-                      loss_mask=np.ones(len(ids), bool))  # fmt: skip
+    sample = sample_of(asked, [*"≤1".encode(), 0xFF, *"é".encode(), 259])
     prompt = Prompt(0, token_ids(asked), 2, "1", "sum", "?")
     content = group_of_step(0, Group(prompt, [sample]), {}, chat)
     assert content["prompt"] == [*turns, ("assistant", "")]

@@ -129,7 +129,8 @@ def test_what_a_judge_does_not_score_has_no_reward(pool, template, monkeypatch, 
         "400": (400, {"error": "no such key: sk-secret"}), "IndexError": {"choices": []},
         "503": (503, "loading"), "at most 1e+09": said('{"score": 1e12}'),
     }  # fmt: skip
-    settings = {"rm_type": "http_judge", "rm_template": template, "rm_timeout": 1.0}
+    # the third request is made after 1.5 s at most, and a fourth would be after 1.75: none is cut short
+    settings = {"rm_type": "http_judge", "rm_template": template, "rm_timeout": 1.7}
     with serving(lambda body, times: answers[response_in(body)]) as (url, server):
         scores = score(pool, *answers, rm_url=url, **settings)
     assert [score.reward for score in scores] == [None] * 6
