@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
