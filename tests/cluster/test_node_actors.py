@@ -127,7 +127,11 @@ def test_what_a_killed_actor_owes_is_scored_elsewhere_and_it_comes_back(verifier
     [
         ({"rm_type": "users:nobody"}, ".*defines no 'nobody'"),
         # a server that is not there; a missing sandbox is found by the same check
-        ({"rm_type": "code", "code_executor": "http://127.0.0.1:1"}, r"code rewards: .*127\.0\.0\.1:1"),
+        pytest.param(
+            {"rm_type": "code", "code_executor": "http://127.0.0.1:1"},
+            r"code rewards: .*127\.0\.0\.1:1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_node_that_cannot_score_is_refused_before_anything_starts(cluster, settings, says):

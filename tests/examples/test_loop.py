@@ -46,7 +46,7 @@ def run(tmp_path_factory):
     """One short run, and its output. Runs of test_family_loops.py have two trainers, and its engines are
     compared with fresh ones; tests/chaos.sh resumes runs."""
     run_dir = tmp_path_factory.mktemp("loop") / "run"
-    keep = ("--save-debug-rollout-data", "--reward-workers", "1")
+    keep = ("--save-debug-rollout-data", "--reward-workers", "1", "--operator-skill-prompts", "4")
     process = start_script(run_dir, *SMALL, *ONE_TRAINER, *keep)
     wait_for_step(run_dir, 1, process)
     with leaving_nothing(process):
@@ -69,7 +69,7 @@ def test_a_run_leaves_what_was_promised(run):
     record = (run_dir / "rollouts/step_000001.json").read_text()
     assert re.search(r'"decoded": "[-0-9+=]+#-?\d+', record)
     skill = json.loads((run_dir / "operator_skill.json").read_text())
-    assert (skill["prompts"], skill["responses"]) == (16, 16 * 4)
+    assert (skill["prompts"], skill["responses"]) == (4, 4 * 4)
     assert output.index(skill["premise"]) < output.index("step 1/3"), "said before the first step"
     assert [row["seconds"].get("operator skill", 0) > 0 for row in rows_of(run_dir)] == [True, False, False]
     for evaluation in rows_of(run_dir, "evaluation"):
