@@ -19,7 +19,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 STARTED = time.monotonic()
-STARTS = ("world", "engine", "ray", "kernel")  # marks of tests that start processes, which take long
+STARTS = (
+    "world forked new_process engine ray kernel".split()
+)  # marks of tests that start processes, which take long
 BUDGET_S = 60  # that the tests of a file may take together before the summary names it; none fails by it
 
 settings.register_profile("here", deadline=None)  # how long an example takes is the machine's affair
@@ -70,18 +72,23 @@ def world():
 
 
 def pytest_pyfunc_call(pyfuncitem):
-    """Run a test whose first parameter is `world` on forked ranks, as many as its mark or `ranks` says, and
-    one marked `new_process` in one that has imported nothing."""
+    """Run a test whose first parameter is `world` on forked ranks, as many as its mark or `ranks` says; one
+    marked `forked` in a process that has imported as much as a rank, and one marked `new_process` in one that
+    has imported nothing."""
     parameters = [*inspect.signature(pyfuncitem.obj).parameters]
     given = [pyfuncitem.funcargs[name] for name in parameters]
     if pyfuncitem.get_closest_marker("new_process"):
         with new_process() as call:
             call(pyfuncitem.obj, *given)
         return True
-    if parameters[:1] != ["world"]:
+    is_forked = bool(pyfuncitem.get_closest_marker("forked"))
+    if parameters[:1] != ["world"] and not is_forked:
         return None
     from support.ranks import run_ranks
 
+    if is_forked:
+        run_ranks(pyfuncitem.obj, 1, *given, timeout=280, has_world=False)
+        return True
     size = pyfuncitem.funcargs.get("ranks") or pyfuncitem.get_closest_marker("world").args[0]
     run_ranks(pyfuncitem.obj, size, *given[1:], timeout=280)
     return True

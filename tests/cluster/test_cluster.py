@@ -114,12 +114,13 @@ def test_where_tmpdir_is_too_long_ray_starts_elsewhere_and_a_killed_driver_leave
     assert rays(directory) == [*long.iterdir()] == []
 
 
+@slow
 @pytest.mark.parametrize(
     ("server", "sent", "words"),
     [
         ("gcs_server", "SIGKILL", "GCS server on this machine has died"),
-        pytest.param("gcs_server", "SIGSTOP", "GCS server on this machine no longer answers", marks=slow),
-        pytest.param("raylet", "SIGKILL", "raylet on this machine has died", marks=slow),
+        ("gcs_server", "SIGSTOP", "GCS server on this machine no longer answers"),
+        ("raylet", "SIGKILL", "raylet on this machine has died"),
     ],
 )
 def test_when_a_server_of_its_ray_dies_or_hangs_a_process_ends_with_a_line(scratch, server, sent, words):

@@ -60,7 +60,7 @@ def cluster(tmp_path_factory):
     directory = tmp_path_factory.mktemp("user")
     (directory / "users.py").write_text(USERS)
     sys.path.insert(0, str(directory))
-    with simulated_cluster(3) as started, open_ray(started.address, num_cpus=1):
+    with simulated_cluster(2) as started, open_ray(started.address, num_cpus=1):
         yield started
     sys.path.remove(str(directory))
 
@@ -92,9 +92,9 @@ def test_calls_are_spread_over_all_nodes_by_load(verifiers):
     prompt = Prompt(0, token_ids([]), 0, "42", "task", "what?")
     scores = Verifier(verifiers, DATA).score([(prompt, f"answer {number}") for number in range(300)])
     shares = Counter(score.reward for score in scores)
-    assert len(shares) == 3
+    assert len(shares) == 2
     assert os.getpid() in shares
-    assert min(shares.values()) > 60
+    assert min(shares.values()) > 90
     assert verifiers.deaths == 0
     assert [scored(verifiers, 1) for _ in range(4)] == [[os.getpid()]] * 4, "a single one stays here"
 
@@ -118,7 +118,7 @@ def test_what_a_killed_actor_owes_is_scored_elsewhere_and_it_comes_back(verifier
     os.kill(victim, signal.SIGKILL)
     assert None not in answers(calls)
     assert verifiers.deaths == deaths + 1
-    assert eventually(lambda: len(now := set(scored(verifiers, 60))) == 3 and victim not in now, seconds=60)
+    assert eventually(lambda: len(now := set(scored(verifiers, 60))) == 2 and victim not in now, seconds=60)
     assert verifiers.deaths == deaths + 1
 
 
@@ -196,4 +196,4 @@ def test_what_a_lost_node_owes_is_scored_elsewhere_and_it_is_given_up(cluster, v
     given_up = "is not started again; the other nodes take over its work"
     assert eventually(lambda: given_up in caplog.text, seconds=60)
     assert verifiers.deaths == deaths + 1
-    assert len(set(scored(verifiers, 60))) == 2
+    assert set(scored(verifiers, 60)) == {os.getpid()}

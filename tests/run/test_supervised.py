@@ -76,9 +76,12 @@ def train(rows, run_dir, *more):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.forked
 def test_a_run_in_one_process_learns_and_exports(rows, tmp_path):
     flags = "--rollout-backend lean --num-rollout 4 --rollout-batch-size 8 --export-interval 2"
-    found = train(rows, tmp_path / "run", *flags.split(), "--eval-num-prompts", "8")
+    flags += f" --eval-num-prompts 8 --eval-prompt-data {rows} --lr 1e-3 --run-dir {tmp_path}/run"
+    assert sft.main(flags_for(rows, *flags.split())) == 0
+    found = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     steps = {row["step"]: row for row in found if row["kind"] == "step"}
     assert list(steps) == [1, 2, 3, 4]
     assert steps[1]["loss"] == pytest.approx(cross_entropy(rows, 8), rel=1e-5)

@@ -35,8 +35,9 @@ class RankFailed(AssertionError):
     """A rank raised, died or did not finish; the message holds every failed rank's traceback."""
 
 
-def run_ranks(function, size, *args, timeout=120.0):
-    """Run `function(world, *args)` on `size` ranks; return the results, or show stacks at the time-out."""
+def run_ranks(function, size, *args, timeout=120.0, has_world=True):
+    """Run `function(world, *args)` on `size` ranks; return the results, or show stacks at the time-out. A
+    process that has no world runs `function(*args)`."""
     context, test = _server(), os.environ.get(COVERED_TEST, "")
     work = pickle.dumps((function, args))  # plain pickle: torch's would send a descriptor for each tensor
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -46,7 +47,7 @@ def run_ranks(function, size, *args, timeout=120.0):
         try:
             for rank, stack in enumerate(stacks):
                 here, there = context.Pipe(duplex=False)
-                own = rank, size, store.port, stack, there, test, work
+                own = rank, size, store.port, stack, there, test, work, has_world
                 process = context.Process(target=_run_one, args=own)
                 process.start()
                 there.close()
@@ -104,7 +105,7 @@ def _collect(pipes, deadline):
     return outcomes
 
 
-def _run_one(rank, size, port, stack, pipe, test, work):
+def _run_one(rank, size, port, stack, pipe, test, work, has_world):
     # Megatron collects garbage at every save of a sharded optimizer, and need not look through all modules
     gc.freeze()
     die_with_parent = 1  # PR_SET_PDEATHSIG
@@ -121,11 +122,12 @@ def _run_one(rank, size, port, stack, pipe, test, work):
         from megatron_ibpo.basics.distributed import start_world
 
         torch.set_num_threads(1)
-        world = start_world(timeout_minutes=2.0)
+        worlds = [start_world(timeout_minutes=2.0)] if has_world else []
         function, args = pickle.loads(work)
-        outcome = (True, function(world, *args))
-        world.barrier()
-        dist.destroy_process_group()
+        outcome = (True, function(*worlds, *args))
+        for world in worlds:
+            world.barrier()
+            dist.destroy_process_group()
     except BaseException:
         outcome = (False, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(outcome))  # plain pickle: torch's would share memory that ends here

@@ -330,8 +330,6 @@ def test_loading_and_saving_changes_no_bit_nor_does_a_conversion(world, models, 
 
 @pytest.mark.world(2)
 def test_a_saved_checkpoint_is_one_of_hugging_face_and_none_is_begun_on_a_full_disk(world, models, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     from megatron_ibpo.weights.layout.export import HFExport
 
     origin, out_dir = tmp_path / "origin", tmp_path / "runs/hf"
@@ -356,6 +354,8 @@ def test_a_saved_checkpoint_is_one_of_hugging_face_and_none_is_begun_on_a_full_d
     assert len(weights - {"stale.safetensors"}) == len(weights) > 1
     assert json.loads((out_dir / "config.json").read_text())["dtype"] == "float32"
     if world.is_rank_0:
+        from transformers import AutoModelForCausalLM
+
         model = AutoModelForCausalLM.from_pretrained(out_dir)
         assert_same_bytes(model.state_dict(), {name: own.float() for name, own in tensors_of(origin).items()})
 
