@@ -19,9 +19,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 STARTED = time.monotonic()
-STARTS = (
-    "world forked new_process engine ray kernel".split()
-)  # marks of tests that start processes, which take long
+# marks of tests that start processes, which take long
+STARTS = ("world", "forked", "new_process", "engine", "ray", "kernel")
 BUDGET_S = 60  # that the tests of a file may take together before the summary names it; none fails by it
 
 settings.register_profile("here", deadline=None)  # how long an example takes is the machine's affair
