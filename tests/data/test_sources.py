@@ -493,11 +493,14 @@ def test_the_inspection_counts_what_a_run_would_end_with(tmp_path, capsys):
     make_tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     bad = [{"prompt": "x", "label": 1}, {"prompt": "1+" * 30 + "1=", "label": 1}]
     path = write(tmp_path / "a.jsonl", [*rows(20), *rows(2), *bad])
-    words = ["--hf-checkpoint", str(tmp_path / "tokenizer"), "--prompt-data", str(path), "--json"]
+    words = ["--hf-checkpoint", str(tmp_path / "tokenizer"), "--prompt-data", str(path)]
+
+    def printed(*flags):
+        inspect_data.main(tyro.cli(inspect_data.Arguments, args=[*words, *flags]))
+        return capsys.readouterr().out
 
     def inspected(*flags):
-        inspect_data.main(tyro.cli(inspect_data.Arguments, args=[*words, *flags]))
-        return json.loads(capsys.readouterr().out)
+        return json.loads(printed("--json", *flags))
 
     found = inspected("--rollout-max-context-len", "40", "--rollout-max-response-len", "20")
     assert (found["rows"], found["prompts"], found["is_whole"]) == (24, 22, True)
@@ -506,3 +509,5 @@ def test_the_inspection_counts_what_a_run_would_end_with(tmp_path, capsys):
     assert "line 23: the tokenizer has no token" in found["named"]["bad rows"][0]
     assert found["first"][0] == {"prompt": "<bos>0=", "label": "0", "task": "a"}
     assert inspected("--deduplicate")["prompts"] == 21
+    path.write_text(path.read_text().replace('"label": "0"', '"label": "0", "task": "other"'))
+    assert "\nother 2, a 21\n" in printed()

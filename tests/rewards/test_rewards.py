@@ -411,5 +411,6 @@ def test_the_answer_follows_the_last_mark_and_has_the_place_of_its_last_occurren
         assert extract_answer(response, {"source_dataset": "ab"}) == "A# #B"
     for response, answer, place in (
         ("3+4=7#7", "7", 6), (r"so \boxed{ 1 + x }", "1+x", 11), ("3+4=7#7", "8", None), ("", "", None),
+        ("7 ", "7", 0),
     ):  # fmt: skip
         assert rewards.answer_place(response, answer) == place
