@@ -99,6 +99,7 @@ def test_a_ray_of_the_runs_own_listens_on_loopback_is_for_no_other_user_and_leav
     assert rays(scratch) == [*home.iterdir()] == [*temporary.iterdir()] == []
 
 
+@slow
 def test_where_tmpdir_is_too_long_ray_starts_elsewhere_and_a_killed_driver_leaves_nothing_of_it(scratch):
     long = scratch / ("x" * (40 - len(f"{scratch}/")))
     long.mkdir()

@@ -307,7 +307,7 @@ def test_a_fresh_engine_is_met_alone_and_wakes_its_weights_before_the_update_and
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("fault", ["dies", "stalls"])
+@pytest.mark.parametrize("fault", ["dies", pytest.param("stalls", marks=pytest.mark.slow)])
 def test_an_engine_that_fails_in_an_update_takes_no_other_with_it(world, fault):
     """Engine 0 is well, engine 1 is not; then both are asked again, the second anew."""
     engines = {n: ToyEngine(ToyWorker(0, 1, fault if n else None)) for n in (0, 1) if world.is_rank_0}
