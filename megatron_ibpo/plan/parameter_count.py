@@ -4,7 +4,6 @@ device."""
 import contextlib
 import io
 import logging
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch.nn import Module
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
-from megatron_ibpo.models import ModelShape, pipeline_layers
+from megatron_ibpo.models import ModelShape, least_world, pipeline_layers
 from megatron_ibpo.models.backends import LOCAL
 from megatron_ibpo.models.cost import weight_count
 from megatron_ibpo.models.lora import adapter_elements
@@ -129,8 +128,6 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
         raise RuntimeError("a census needs a process without process groups")
     parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size
-    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
-    stage_size = math.lcm(parallel.tensor_model_parallel_size, experts)
     alone = replace(
         config,
         parallel=ParallelConfig(sequence_parallel=False),
@@ -142,11 +139,12 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
         # parameters do not depend on how ranks share a sequence or the optimizer's state
         alike = replace(parallel, context_parallel_size=1, use_distributed_optimizer=False)
         config = replace(config, parallel=alike)
+        world = least_world(alike)
         whole = _count(shape, base, 0, rank=0, world_size=1)
         adapters = config.model.lora_rank is not None
         trained = _count(shape, alone, 0, rank=0, world_size=1).trained if adapters else whole.trained
         parts = [
-            _count(shape, config, stage, rank=stage * stage_size, world_size=stages * stage_size)
+            _count(shape, config, stage, rank=stage * world // stages, world_size=world)
             for stage in range(stages)
         ]
     return Census(whole.parameters, trained, whole.largest, parts, parallel, world_size)
