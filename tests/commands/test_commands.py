@@ -153,9 +153,8 @@ def test_a_wrong_input_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
     cut_in_half(tmp_path / "truncated/model.safetensors")
     monkeypatch.setenv("IBPO_CWD", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delattr(
-        "megatron_ibpo.run.on_cluster.open_ray"
-    )  # nothing of this is found out by starting it
+    # all of it is found before Ray starts
+    monkeypatch.delattr("megatron_ibpo.run.on_cluster.open_ray")
 
     def status_of_tool(program, *words):
         monkeypatch.setattr("sys.argv", [program, *words])
