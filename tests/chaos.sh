@@ -4,9 +4,6 @@
 #
 #   bash tests/chaos.sh [KILLS, 20 by default] [SEED, 0 by default] [MINUTES, no bound by default]
 #
-#   bash tests/chaos.sh episodes [KILLS, 100 by default] [SEED, 0 by default]
-#       the same for the processes of environments, with a scripted policy: every episode that has a reward is played
-#       once more
 #   bash tests/chaos.sh agents [KILLS] [SEED] [MINUTES]
 #       runs whose responses are episodes: drivers, engines and environments are killed, and each episode of the journal
 #       is played once more (tools/results/chaos_agents.jsonl)
@@ -21,9 +18,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=$(bash tools/bootstrap.sh dev)
 export PYTHONPATH=$PWD:$PWD/tests
-if [[ ${1:-} == episodes ]]; then
-    exec "$python" -m chaos.episodes "${@:2}"
-fi
 if [[ ${1:-} == agents ]]; then
     export CHAOS_AGENTS=1 CHAOS_RESULTS=${CHAOS_RESULTS:-$PWD/tools/results/chaos_agents.jsonl}
     shift

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that one GPU can tell of this code, in at most 30 minutes: memory that is pinned, freed and lent, kernels, trainers,
+# All that one GPU can tell of this code, in at most 30 minutes: memory that is freed and lent, kernels, trainers,
 # saving, parity, speed. Writes one JSON file; docs/gpu_report.md says what its numbers mean.
 #
 #   bash tests/gpu.sh [--quick] [--save FILE] [--only PART …] [--device cpu]

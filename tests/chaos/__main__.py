@@ -1,3 +1,4 @@
+import json
 import os
 import sys
 import time
@@ -5,7 +6,6 @@ from pathlib import Path
 
 from chaos.campaign import one_run
 from chaos.processes import end_on_sigterm
-from chaos.results import append, read
 from chaos.trial import ROOT
 
 KILLS_OF_A_RUN = 25
@@ -17,14 +17,17 @@ def main():
     kills, seed, until = int(kills), int(seed), time.monotonic() + 60 * float(minutes)
     results = Path(os.environ.get("CHAOS_RESULTS", ROOT / "tools/results/chaos.jsonl"))
     while True:
-        own = read(results, seed)
+        lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+        own = [record for record in map(json.loads, lines) if record["seed"] == seed]
         done = sum(record["kind"] == "kill" for record in own)
         number = 1 + max((record["run"] for record in own), default=-1)
         if done >= kills or time.monotonic() > until:
             break
         print(f"{done} of {kills} kills; run {number}", flush=True)
         records, run, place = one_run(seed, number, min(KILLS_OF_A_RUN, kills - done), until)
-        append(results, [*records, run])
+        results.parent.mkdir(parents=True, exist_ok=True)
+        with results.open("a", encoding="utf-8") as file:  # all at once: none has a part of a run
+            file.write("".join(json.dumps(record) + "\n" for record in [*records, run]))
         print(f"run {number}: {len(records)} kills in {run['seconds']} s", flush=True)
         if run["problems"]:
             said = sorted(place.glob("driver_*.log"))[-1].read_text(errors="replace")[-6000:]

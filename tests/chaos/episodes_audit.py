@@ -11,29 +11,6 @@ from megatron_ibpo.run.run_data import training_prompts
 from megatron_ibpo.run.settings import parse_config
 
 
-def replay_problems(sample, prompt, environment, chat, ends, seed, is_correction=False):
-    """How an episode differs from a fresh environment's, which did not see turns without one of `ends`."""
-    seeded = derive_seed("environment", seed, prompt.index)
-    opening = environment.reset(prompt.text, prompt.label, prompt.metadata, seeded)
-    ids, answer = sample.prompt_token_ids.tolist(), None
-    is_same = is_correction or chat.open(opening.messages, opening.tools) == ids
-    problems = [] if is_same else ["the opening differs"]
-    edges = np.flatnonzero(np.diff(sample.loss_mask.astype(int))) + 1
-    stretches, masks = np.split(sample.token_ids, edges), np.split(sample.loss_mask, edges)
-    for stretch, mask in zip((own.tolist() for own in stretches), masks, strict=True):
-        if mask[0]:  # the policy wrote it
-            ended = stretch[-1] in ends
-            answer = environment.step(chat.read(stretch, opening.tools)) if ended else None
-        elif answer is None or chat.extend(ids, answer.messages) != stretch:
-            problems.append(f"another answer after {len(ids)} tokens")
-        ids += stretch
-    scored = environment.score()
-    reward = scored["score"] if isinstance(scored, dict) else scored
-    if float(reward) != sample.reward:
-        problems.append(f"reward {sample.reward}, and {reward} when played again")
-    return problems
-
-
 def audit_episodes(journal, flags):
     """Return (what is wrong, episodes with a reward, episodes without) of a run with these flags."""
     config = parse_config(flags)
@@ -48,7 +25,29 @@ def audit_episodes(journal, flags):
             absent += 1
             continue
         scored += 1
-        played = sample, prompts.at(key.prompt_index), make(), chat, ends, config.run.seed
-        found = replay_problems(*played, is_correction=key.kind == "correction")
-        problems += [f"{key}: {one}" for one in found]
+        prompt, environment = prompts.at(key.prompt_index), make()
+        seed = derive_seed("environment", config.run.seed, prompt.index)
+        opening = environment.reset(prompt.text, prompt.label, prompt.metadata, seed)
+        asked = sample.prompt_token_ids.tolist()
+        if key.kind == "response" and chat.open(opening.messages, opening.tools) != asked:
+            problems.append(f"{key}: the opening differs")
+        problems += [f"{key}: {one}" for one in turn_problems(sample, environment, opening.tools, chat, ends)]
     return problems, scored, absent
+
+
+def turn_problems(sample, environment, tools, chat, ends):
+    """How an episode differs from a fresh environment's, which does not see turns without one of `ends`."""
+    ids, answer, problems = sample.prompt_token_ids.tolist(), None, []
+    edges = np.flatnonzero(np.diff(sample.loss_mask.astype(int))) + 1
+    stretches, masks = np.split(sample.token_ids, edges), np.split(sample.loss_mask, edges)
+    for stretch, mask in zip((own.tolist() for own in stretches), masks, strict=True):
+        if mask[0]:  # the policy wrote it
+            answer = environment.step(chat.read(stretch, tools)) if stretch[-1] in ends else None
+        elif answer is None or chat.extend(ids, answer.messages) != stretch:
+            problems.append(f"another answer after {len(ids)} tokens")
+        ids += stretch
+    scored = environment.score()
+    reward = scored["score"] if isinstance(scored, dict) else scored
+    if float(reward) != sample.reward:
+        problems.append(f"reward {sample.reward}, and {reward} when played again")
+    return problems

@@ -96,18 +96,6 @@ def test_every_step_tells_what_happened_and_what_was_spent_until_then(run):
     assert grown == pytest.approx(counted, rel=1e-3)
 
 
-@pytest.mark.slow
-def test_an_engine_that_dies_is_restarted_once(tmp_path):
-    run_dir = tmp_path / "run"
-    process = start_script(run_dir, *SMALL, "--num-rollout", "6", "--eval-num-prompts", "0", "--no-save")
-    wait_for_step(run_dir, 1, process)
-    runs.engines_among(runs.started_by(process))[0].kill()
-    assert re.search(r"engine \d died; \d+ requests? sent to other engines: ", output_of(process))
-    counts = json.loads((run_dir / "summary.json").read_text())["counts"]
-    assert (counts["engine_deaths"], counts["engine_restarts"]) == (1, 1)
-    assert rows_of(run_dir)[-1]["step"] == 6
-
-
 def start_evaluation(*words):
     command = [sys.executable, "-m", "megatron_ibpo.commands.main", "evaluate", *map(str, words)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

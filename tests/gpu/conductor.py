@@ -30,10 +30,9 @@ class Part:
 
 
 PARTS = (  # first what only a GPU can refute: memory that is pinned, freed and lent, streams, groups of NCCL
-    Part("machine", 120), Part("pinned-memory", 60), Part("trainer-qwen3", 180, "trainer", "qwen3"),
+    Part("machine", 120), Part("trainer-qwen3", 180, "trainer", "qwen3"),
     Part("sleep", 120), Part("weight-update", 120), Part("loop", 240),
-    Part("kernels", 240, "suites", "kernels"),
-    Part("delta-net", 420), Part("delta-net-backend", 420, "delta_net", "back ends"),
+    Part("kernels", 240, "suites", "kernels"), Part("delta-net", 420),
     Part("trainer-qwen3-next", 480, "trainer", "qwen3_next"),
     Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
     Part("resume", 180), Part("parity", 300, "suites", "parity"), Part("recipes", 300, "loop", "recipes"),

@@ -60,6 +60,7 @@ def test_transformer_engines_classes_serve_where_the_spec_says(built):
 
 
 @pytest.mark.new_process
+@pytest.mark.slow
 def test_a_run_with_transformer_engine_goes_on_from_checkpoints(tmp_path):
     te_stand_in.install()  # before Megatron looks for it
     from megatron_ibpo.policy import cpu, parallel

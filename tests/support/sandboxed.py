@@ -7,8 +7,6 @@ import subprocess
 import pytest
 
 _PR_SET_CHILD_SUBREAPER = 36
-
-
 WHY_NOT: str | None = "no bubblewrap here: apt-get install bubblewrap"
 if bwrap := shutil.which("bwrap"):  # asked alone, so that a fault of our own is a failure and no skipped test
     command = [bwrap, "--unshare-all", "--ro-bind", "/", "/", "true"]

@@ -1,15 +1,13 @@
 import json
 from collections import Counter
-from dataclasses import replace
 
 import pytest
-from fit_planner import PAGE, RESULTS, fit, judge, known, tables
+from fit_planner import PAGE, RESULTS, tables
 from judge_memory import config_of, counted_bytes
-from predict_published import predict
 from published_runs import Row, halves, read_evidence, shape_of
 
 from megatron_ibpo.plan.hardware import hardware_names
-from megatron_ibpo.plan.machine import NAMES, Coefficients, fitted
+from megatron_ibpo.plan.machine import NAMES, fitted
 from megatron_ibpo.plan.parameter_count import estimate_census
 
 ROWS = read_evidence()
@@ -56,21 +54,6 @@ def test_what_other_programs_hold_is_counted_as_by_hand():
     # stages keep their weights gathered and gradients whole
     largest = max(part.parameters for part in census_of(pipeline=4).stages)
     assert counted(pipeline=4)[0] == pytest.approx(16 * largest / 2 + 6 * largest, rel=1e-6)
-
-
-@pytest.mark.slow  # a tool for maintainers
-def test_the_fit_finds_the_coefficients_that_rows_were_made_with():
-    chosen = [one for one in known(ROWS) if one.source in ("nemo", "gpustack", "verl")][::3]
-    rows = [replace(one, left_open={}) for one in chosen]
-    true = replace(Coefficients(), matmul=0.8, prefill=0.4, memory=0.6)
-    made = [replace(one, measured=predict(one.facts, one.kind, one.times, true)) for one in rows]
-    found, intervals = fit(made, Coefficients())
-    for name in ("matmul", "prefill", "memory"):
-        low, high = intervals[name]
-        assert low < getattr(true, name) < high
-        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.05)
-    errors = [abs(judged.error) for judged in judge(made, found, {one.source: "fitted" for one in made})]
-    assert max(errors) < 0.05
 
 
 @pytest.mark.lint

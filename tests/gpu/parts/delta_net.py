@@ -1,13 +1,9 @@
-"""flash-linear-attention's gated delta rule beside ours, in bf16: milliseconds, and errors against fp64. And
-the back end of its backward pass, in trainers and where nothing is said, which was not run yet."""
+"""flash-linear-attention's gated delta rule beside ours, in bf16: milliseconds, and errors against fp64."""
 
 import importlib.util
-import logging
 import os
 import statistics
 import time
-from contextlib import contextmanager
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +17,9 @@ LONG = (4096, 2048, 2048, 4096, 3000, 1000)
 NAMES = ("query", "key", "value", "decay", "beta")
 OURS_BOUND = 1e-2  # relative, in the Euclidean norm; bf16 inputs and outputs, fp32 inside
 FLA_BOUND = 3e-2  # the same with bf16 products inside
-SETTINGS = {"in trainers": "0", "where nothing is said": None}  # FLA_TILELANG
 
 
 def run(job):
-    (back_ends if job.variant == "back ends" else both_rules)(job)
-
-
-def both_rules(job):
     os.environ.setdefault("FLA_TILELANG", "0")
     inputs, exact = short_inputs(job)
     ours = errors(with_gradients(gated_delta_rule, inputs), exact)
@@ -53,51 +44,6 @@ def both_rules(job):
     job.note(fla_errors=theirs, fla_ms=milliseconds(fla_rule, large, repeats=2 if job.quick else 5))
     job.note(summary=f"errors: ours {max(ours.values()):.1e}, FLA {max(theirs.values()):.1e}")
     check(max(theirs.values()) <= FLA_BOUND, f"FLA in bf16: {theirs}")
-
-
-def back_ends(job):
-    if not job.on_gpu or importlib.util.find_spec("fla") is None:
-        raise Skipped("flash-linear-attention is not installed, or there is no GPU for its kernels")
-    (inputs, exact), large, found, said = short_inputs(job), long_inputs(job), {}, []
-    for name, value in SETTINGS.items():
-        found[name] = own = {}
-        job.note(back_ends=found)
-        with served(value) as by:
-            try:
-                of_rule, ms = with_gradients(fla_rule, inputs), milliseconds(fla_rule, large, repeats=2)
-                own |= {"errors": errors(of_rule, exact), "ms": ms}
-            except Exception as error:  # of the one, which is to say nothing of the other
-                own["error"] = f"{type(error).__name__}: {error}"[:500]
-        own["served_by"] = sorted(by) or ["triton"]
-        took = f"{own['ms']['median']:.1f} ms" if "ms" in own else "failed"
-        said.append(f"{name}: {' and '.join(own['served_by'])}, {took}")
-        job.note(back_ends=found, tokens=len(large["value"]), summary="; ".join(said))
-    own = found["in trainers"]
-    check(own["served_by"] == ["triton"], f"not Triton in trainers: {own}")
-    check("error" not in own and max(own["errors"].values()) <= FLA_BOUND, f"as trainers have it: {own}")
-
-
-@contextmanager
-def served(tilelang):
-    """Back ends other than its own Triton kernels that took a call, as its log says once for each, while
-    FLA_TILELANG, at which flash-linear-attention 0.6 looks in every call, is as given."""
-    found = set()
-
-    def note(record):
-        said = record.getMessage()
-        if said.startswith("[FLA Backend]") and " -> " in said and "rejected" not in said:
-            found.add(said.rpartition(" -> ")[2].strip())
-
-    logger, handler = logging.getLogger("fla.backends"), logging.Handler()
-    level, handler.emit = logger.level, note
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    with mock.patch.dict(os.environ):
-        os.environ.pop("FLA_TILELANG", None)
-        os.environ |= {} if tilelang is None else {"FLA_TILELANG": tilelang}
-        yield found
-    logger.removeHandler(handler)
-    logger.setLevel(level)
 
 
 def short_inputs(job):
