@@ -1,3 +1,4 @@
+import gc
 import inspect
 import json
 import multiprocessing
@@ -6,7 +7,6 @@ import signal
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from megatron_ibpo.basics.versions import machine
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+gc.disable()  # while tests are collected: what they import is no garbage
 STARTED = time.monotonic()
 # marks of tests that start processes, which take long
 STARTS = ("world", "forked", "new_process", "engine", "ray", "kernel")
@@ -37,17 +38,24 @@ def own_signal_handlers():
         signal.signal(number, handler)
 
 
-@contextmanager
-def new_process():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+def process_for_calls(context):
+    with ProcessPoolExecutor(1, mp_context=context, initializer=gc.enable) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=200)
+        pool.submit(os._exit, 0)  # what Python does at its own end takes two seconds
 
 
 @pytest.fixture(scope="module")
 def planner():
     """A process of its own, since a census leaves Megatron set up for a machine without CUDA."""
-    with new_process() as call:
-        yield call
+    from support.ranks import server
+
+    yield from process_for_calls(server())
+
+
+@pytest.fixture(scope="module")
+def new_process():
+    """A process of its own that has imported nothing."""
+    yield from process_for_calls(multiprocessing.get_context("spawn"))
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +80,12 @@ def world():
 
 def pytest_pyfunc_call(pyfuncitem):
     """Run a test whose first parameter is `world` on forked ranks, as many as its mark or `ranks` says; one
-    marked `forked` in a process that has imported as much as a rank, and one marked `new_process` in one that
-    has imported nothing."""
+    marked `forked` in a process that has imported as much as a rank, and one marked `new_process` in that of
+    the fixture."""
     parameters = [*inspect.signature(pyfuncitem.obj).parameters]
     given = [pyfuncitem.funcargs[name] for name in parameters]
     if pyfuncitem.get_closest_marker("new_process"):
-        with new_process() as call:
-            call(pyfuncitem.obj, *given)
+        pyfuncitem.funcargs["new_process"](pyfuncitem.obj, *given)
         return True
     is_forked = bool(pyfuncitem.get_closest_marker("forked"))
     if parameters[:1] != ["world"] and not is_forked:
@@ -106,6 +113,11 @@ def pytest_collection_modifyitems(items):
         elif not any(item.get_closest_marker(name) for name in ("slow", "lint")):
             item.add_marker("unit")
     items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter, config):

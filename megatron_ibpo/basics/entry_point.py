@@ -4,6 +4,8 @@ The line says what is wrong, where, and what to do. The traceback goes to a file
 the user's input is at fault and the line says everything.
 """
 
+import atexit
+import gc
 import io
 import os
 import re
@@ -34,6 +36,9 @@ LONGEST = 500
 """Most characters of an internal error's message."""
 
 P = ParamSpec("P")
+
+# Python looks for garbage among all that was imported before it ends; with torch there that takes a second
+atexit.register(gc.freeze)
 
 
 def command(main: Callable[P, int | None]) -> Callable[P, int]:

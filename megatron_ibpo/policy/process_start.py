@@ -15,6 +15,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.basics.large_imports import uncollected
 from megatron_ibpo.config import Config
 
 DEFAULTS = {
@@ -42,10 +43,11 @@ def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
     )
     hide_tilelang()
     hush_megatron()
-    from megatron_ibpo.policy import cpu
+    with uncollected():
+        from megatron_ibpo.policy import cpu
 
-    cpu.activate()
-    from megatron_ibpo.policy.rank import TrainerRank
+        cpu.activate()
+        from megatron_ibpo.policy.rank import TrainerRank
 
     rank = TrainerRank(config, checkpoint)
     rank.notes = (*notes, *rank.notes)

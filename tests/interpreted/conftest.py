@@ -9,8 +9,9 @@ import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
-NEEDED_BY_RANKS = ["interpreted.conftest", "support.kernel_cases", "megatron_ibpo.kernels.segment_loss"]
-NEEDED_BY_RANKS += ["torch._inductor"]  # for which traced terms ask, and which takes two seconds
+NEEDED_BY_RANKS = ["support.uncollected", "interpreted.conftest", "support.kernel_cases"]
+# traced terms ask for torch's compiler, which takes two seconds
+NEEDED_BY_RANKS += ["megatron_ibpo.kernels.segment_loss", "torch._inductor"]
 
 if INTERPRETED:
     # Triton replaces its language by the interpreter's at every call of a device function, which takes half

@@ -21,7 +21,7 @@ from support.trainers import config_for
 
 
 @pytest.fixture(scope="module")
-def built(planner, tmp_path_factory):
+def built(new_process, tmp_path_factory):
     """What models are with these layers and with local ones, on the meta device as rank 0 of a TP2 layout."""
     directory = tmp_path_factory.mktemp("models")
     models = {
@@ -29,7 +29,7 @@ def built(planner, tmp_path_factory):
         "dense": (make_qwen3(directory / "dense", 0), 1),
         "biased": (make_gpt_oss(directory / "oss", 0), 2),  # sinks, and experts that have biases
     }
-    described = planner(te_stand_in.describe_all, [*models.values()])
+    described = new_process(te_stand_in.describe_all, [*models.values()])
     return dict(zip(models, described, strict=True))
 
 
@@ -60,9 +60,8 @@ def test_transformer_engines_classes_serve_where_the_spec_says(built):
 
 
 @pytest.mark.new_process
-@pytest.mark.slow
+@pytest.mark.usefixtures("built")  # whose process has the classes
 def test_a_run_with_transformer_engine_goes_on_from_checkpoints(tmp_path):
-    te_stand_in.install()  # before Megatron looks for it
     from megatron_ibpo.policy import cpu, parallel
 
     cpu.activate()

@@ -24,9 +24,9 @@ from support.paths import ROOT, TESTS
 GRACE_S = 5.0  # after the first failure: how long the other ranks may take to fail on their own
 COVERED_TEST = "COVERED_TEST"  # environment variable: the test that runs, where coverage is measured
 IMPORTED = [  # once, by the server from which processes are forked: what every rank needs
-    "pytest", "hypothesis.strategies", "safetensors.torch", "torch.distributed", "megatron.core.distributed",
-    "megatron.core.fusions.fused_bias_dropout", "megatron.core.models.gpt", "megatron.core.optimizer",
-    "megatron_ibpo.models.delta_net.layer", "megatron_ibpo.policy.rank", "support.ranks",
+    "support.uncollected", "pytest", "hypothesis.strategies", "safetensors.torch", "support.ranks",
+    "megatron.core.distributed", "megatron.core.fusions.fused_bias_dropout", "megatron.core.models.gpt",
+    "megatron.core.optimizer", "megatron_ibpo.models.delta_net.layer", "megatron_ibpo.policy.rank",
 ]  # fmt: skip
 _SERVER_STARTS = threading.Lock()  # tests may run several worlds at once
 
@@ -38,7 +38,7 @@ class RankFailed(AssertionError):
 def run_ranks(function, size, *args, timeout=120.0, has_world=True):
     """Run `function(world, *args)` on `size` ranks; return the results, or show stacks at the time-out. A
     process that has no world runs `function(*args)`."""
-    context, test = _server(), os.environ.get(COVERED_TEST, "")
+    context, test = server(), os.environ.get(COVERED_TEST, "")
     work = pickle.dumps((function, args))  # plain pickle: torch's would send a descriptor for each tensor
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
@@ -75,7 +75,7 @@ def run_ranks(function, size, *args, timeout=120.0, has_world=True):
                 process.close()
 
 
-def _server():
+def server():
     context = multiprocessing.get_context("forkserver")
     # a module that asks for a GPU while it is imported leaves CUDA unusable to processes forked afterwards
     on_gpu = os.environ.get("IBPO_PARITY_DEVICE") == "cuda"
@@ -108,6 +108,7 @@ def _collect(pipes, deadline):
 def _run_one(rank, size, port, stack, pipe, test, work, has_world):
     # Megatron collects garbage at every save of a sharded optimizer, and need not look through all modules
     gc.freeze()
+    gc.enable()
     die_with_parent = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}

@@ -175,12 +175,14 @@ def _package(name, **members):
 
 
 def describe_all(models):
-    """Tell what models, as (directory, EP), are in a process of their own, as rank 0 of two."""
-    install()
+    """Tell what models, as (directory, EP), are in a new process, as rank 0 of two."""
+    install()  # before Megatron looks for them
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    return [describe(directory, ep) for directory, ep in models]
+    described = [describe(directory, ep) for directory, ep in models]
+    torch.distributed.destroy_process_group()
+    return described
 
 
 def describe(config_dir, ep):

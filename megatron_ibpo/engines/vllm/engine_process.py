@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ibpo.basics.large_imports import uncollected
 from megatron_ibpo.basics.records import ExpertIds, SampleRequest, expert_ids
 from megatron_ibpo.basics.rendezvous import remove_private
 from megatron_ibpo.basics.supervised import end_group
@@ -161,8 +162,10 @@ class SamplingEngine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        from vllm import LLMEngine
-        from vllm.usage.usage_lib import UsageContext
+        with uncollected():
+            from vllm import LLMEngine
+            from vllm.usage.usage_lib import UsageContext
+        gc.freeze()  # vLLM looks for garbage several times as it loads a model
 
         self._settings = settings
         # vLLM derives the prompt tokens per step from the GPU and from this: 16,384 on an H100, and 2,048 by
