@@ -22,7 +22,7 @@ from unittest import mock
 
 from megatron_ibpo.basics.rendezvous import LOOPBACK, private_directory
 from megatron_ibpo.cluster.orphan_watch import ended_with_ray
-from megatron_ibpo.cluster.ray_token import own_token, read_settings_again, use_token
+from megatron_ibpo.cluster.ray_token import own_token, read_settings_again, use_token, variables_set
 
 SWEEP_TIMEOUT_S = 15.0
 """Seconds for the process that cleans up, once Ray itself has been told to stop."""
@@ -194,7 +194,7 @@ def _apart() -> Iterator[None]:
         return started[-1]
 
     with (
-        mock.patch.dict(os.environ, {ONE_MACHINE: "0"} | patience(GCS_WAIT)),
+        variables_set({ONE_MACHINE: "0"} | patience(GCS_WAIT)),
         mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False),
         mock.patch.object(services, "ConsolePopen", start),
         mock.patch.object(services, "get_node", _patient(services.get_node)),

@@ -6,7 +6,7 @@ It is passed on as the path of a file: an environment variable with the token it
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -70,16 +70,26 @@ def own_token(directory: Path, token: str | None = None) -> Iterator[None]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(write_token(directory, token or new_token())),
     }
+    try:
+        with variables_set(variables):
+            read_settings_again()
+            yield
+    finally:
+        read_settings_again()
+
+
+@contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set these environment variables meanwhile, and touch no other. Native threads read the environment
+    whenever they like, and `mock.patch.dict` would take all of it away and put it back."""
     before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ |= variables
-    read_settings_again()
     try:
         yield
     finally:
-        for name in variables:
+        for name in variables.keys() - before.keys():
             del os.environ[name]
         os.environ |= before
-        read_settings_again()
 
 
 def read_settings_again() -> None:

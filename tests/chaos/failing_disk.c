@@ -14,9 +14,16 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+static char *below, *failing;
+
+/* Once: a thread may change the environment while another one writes a file. */
+__attribute__((constructor)) static void read_environment(void) {
+    if (getenv("CHAOS_BELOW")) below = strdup(getenv("CHAOS_BELOW"));
+    if (getenv("CHAOS_FAILING")) failing = strdup(getenv("CHAOS_FAILING"));
+}
+
 /* Whether a change of this path is to fail; if so, errno says why. */
 static int fails(const char *path) {
-    const char *below = getenv("CHAOS_BELOW"), *failing = getenv("CHAOS_FAILING");
     if (!below || !failing || !path || strncmp(path, below, strlen(below))) return 0;
     int before = errno, file = (int)syscall(SYS_openat, AT_FDCWD, failing, O_RDONLY | O_CLOEXEC);
     char text[16] = {0};
