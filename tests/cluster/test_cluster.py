@@ -20,7 +20,7 @@ from megatron_ibpo.cluster import nodes as cluster_nodes
 from megatron_ibpo.cluster.actor import listening_on
 from megatron_ibpo.cluster.nodes import numeric_address
 from megatron_ibpo.cluster.ray_session import ClusterError, open_ray
-from megatron_ibpo.cluster.ray_token import own_token, write_token
+from megatron_ibpo.cluster.ray_token import own_token, variables_set, write_token
 from support.example_runs import engines_among, rows_of, started_by
 from support.paths import ROOT
 from support.simulated_cluster import simulated_cluster
@@ -146,6 +146,17 @@ def test_a_token_of_the_users_is_kept(tmp_path):
         with mock.patch.dict(os.environ, own, clear=True), own_token(tmp_path):
             assert dict(os.environ) == own
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_named_variables_are_written_since_native_threads_read_the_others(monkeypatch):
+    monkeypatch.setenv("KEPT", "1")
+    written = []
+    for name in ("putenv", "unsetenv"):
+        monkeypatch.setattr(os, name, lambda variable, *_: written.append(variable))
+    with variables_set({"KEPT": "2", "NEW": "3"}):
+        assert (os.environ["KEPT"], os.environ["NEW"]) == ("2", "3")
+    assert (os.environ["KEPT"], os.environ.get("NEW")) == ("1", None)
+    assert {*written} == {b"KEPT", b"NEW"}
 
 
 WITH_SERVER = "import sys; from ray._private import services; services.GCS_SERVER_EXECUTABLE = {!r}\n"

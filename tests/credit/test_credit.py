@@ -31,26 +31,11 @@ from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling.requests import group_requests
-from support.credit_cases import (
-    EOS,
-    RIGHT,
-    Loop,
-    algorithm,
-    by_kind,
-    candidates,
-    context,
-    correct_groups,
-    correction,
-    fix_last,
-    group,
-    ids_of,
-    in_turn,
-    plain,
-    prompt,
-    response,
-    scored,
-    some_groups,
-)
+
+from support.credit_cases import (  # isort: skip
+    EOS, RIGHT, Loop, algorithm, by_kind, candidates, context, correct_groups, correction, fix_last, group,
+    ids_of, in_turn, plain, prompt, response, scored, some_groups,
+)  # fmt: skip
 
 
 def test_algorithm_1_by_hand():

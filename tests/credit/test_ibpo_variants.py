@@ -29,33 +29,12 @@ from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.requests import with_beginning
 from megatron_ibpo.study.curves import break_even_points
 from megatron_ibpo.study.run_results import RunResult
-from support.credit_cases import (
-    AGREEMENT,
-    EOS,
-    GATED,
-    GSPO,
-    PROMPT,
-    RANDOM_WINDOW,
-    RESET_GROUPS,
-    RIGHT,
-    Loop,
-    algorithm,
-    by_kind,
-    candidates,
-    check_algorithm,
-    correction,
-    fix_last,
-    group,
-    ids_of,
-    in_turn,
-    of_preset,
-    plain,
-    prompt,
-    response,
-    some_groups,
-    token_weights,
-    tokens_spent,
-)
+
+from support.credit_cases import (  # isort: skip
+    AGREEMENT, EOS, GATED, GSPO, PROMPT, RANDOM_WINDOW, RESET_GROUPS, RIGHT, Loop, algorithm, by_kind,
+    candidates, check_algorithm, correction, fix_last, group, ids_of, in_turn, of_preset, plain, prompt,
+    response, some_groups, token_weights, tokens_spent,
+)  # fmt: skip
 from support.paths import ROOT
 from support.sampling_cases import STEP, judge, make_prompts
 

@@ -13,24 +13,11 @@ from megatron_ibpo.credit import TokenFactors
 from megatron_ibpo.credit.divergence import normalised
 from megatron_ibpo.credit.importance import importance_weights
 from megatron_ibpo.credit.spans import split_spans
-from support.credit_cases import (
-    AGREEMENT,
-    EOS,
-    PROMPT,
-    RANDOM_WINDOW,
-    RIGHT,
-    Loop,
-    algorithm,
-    by_kind,
-    candidates,
-    fix_last,
-    group,
-    ids_of,
-    of_preset,
-    prompt,
-    response,
-    token_weights,
-)
+
+from support.credit_cases import (  # isort: skip
+    AGREEMENT, EOS, PROMPT, RANDOM_WINDOW, RIGHT, Loop, algorithm, by_kind, candidates, fix_last, group,
+    ids_of, of_preset, prompt, response, token_weights,
+)  # fmt: skip
 
 CHOOSING = ["divergence-window", "divergence-cut", RANDOM_WINDOW]
 WRONG, MASK = [10, 11, 12, 14], 0

@@ -1,0 +1,16 @@
+import gc
+
+import pytest
+
+from megatron_ibpo.basics.large_imports import uncollected
+
+
+@pytest.mark.parametrize("set_before", [gc.enable, gc.disable])
+def test_the_collector_rests_during_imports_and_is_then_as_it_was(set_before):
+    set_before()
+    before = gc.isenabled()
+    with pytest.raises(ImportError), uncollected():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled() == before
+    gc.enable()
