@@ -9,8 +9,10 @@ from megatron_ibpo.basics.large_imports import uncollected
 def test_the_collector_rests_during_imports_and_is_then_as_it_was(set_before):
     set_before()
     before = gc.isenabled()
-    with pytest.raises(ImportError), uncollected():
+    with uncollected():
         assert not gc.isenabled()
+    assert gc.isenabled() == before
+    with pytest.raises(ImportError), uncollected():
         raise ImportError
     assert gc.isenabled() == before
     gc.enable()
