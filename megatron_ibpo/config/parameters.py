@@ -33,11 +33,13 @@ class Registry:
         return parameter_entries(self.find(name))
 
 
-@cache
 def parameter_entries(found: Any) -> dict[str, Entry]:
     """Return the parameters of a class by name; none unless it is a dataclass."""
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        return {}
+    return _entries_of(found) if isinstance(found, type) and dataclasses.is_dataclass(found) else {}
+
+
+@cache
+def _entries_of(found: type) -> dict[str, Entry]:
     hints = typing.get_type_hints(found, include_extras=True)
     entries = {
         field.name: entry_of(field.name, PARAMETERS, hints[field.name], default=field.default)

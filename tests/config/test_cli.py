@@ -113,7 +113,7 @@ def test_naming_another_choice_forgets_the_parameters_of_the_previous_one(parsed
     assert "gae_lambda" not in other
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Mine(Operator):
     mine_weight: Annotated[float, NOT_NEGATIVE] = 1.5
     """Weight of it."""
@@ -122,12 +122,16 @@ class Mine(Operator):
         raise AssertionError("never asked")
 
 
+MADE = Mine(2.0)  # an object that cannot be hashed
+
+
 def test_a_method_of_ones_own_has_parameters_with_the_same_rights(parsed, capsys):
     path = f"{__name__}:Mine"
     assert parsed(f"ibpo-operator: {path}\nmine-weight: 2").algorithm.parameters == {"mine_weight": 2.0}
     config = parsed(flags=f"--ibpo-operator {path} --mine-weight 3")
     assert find_operator(config.algorithm) == Mine(3.0)
     assert parsed(config_yaml(config)) == config
+    assert find_operator(parsed(flags=f"--ibpo-operator {__name__}:MADE").algorithm) is MADE
     with pytest.raises(ConfigError, match="unknown key 'mine-weigh'; did you mean 'mine-weight'"):
         parsed(f"ibpo-operator: {path}\nmine-weigh: 2")
     with pytest.raises(SystemExit):
