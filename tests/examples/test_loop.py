@@ -119,7 +119,7 @@ def test_the_policy_of_a_run_is_evaluated_alone_as_it_was_at_its_end(run, tmp_pa
     assert solved == load_outcomes(outcomes_path(run_dir, 3))
     assert (results["status"], results["policy"]) == ("finished", str(run_dir / "hf"))
     assert f"accuracy {measured['accuracy']:.3f} [" in output
-    assert "trainers –, engines 0-1, 1 verifier" in output
+    assert "trainers –, engines 0, 1 verifier" in output
 
 
 @pytest.mark.slow
