@@ -1,4 +1,4 @@
-"""Imports of large libraries, among whose modules Python need not look for garbage."""
+"""Large libraries are imported without a search for garbage among their modules."""
 
 import gc
 from collections.abc import Iterator

@@ -36,7 +36,7 @@ def audit_episodes(journal, flags):
 
 
 def turn_problems(sample, environment, tools, chat, ends):
-    """How an episode differs from a fresh environment's, which does not see turns without one of `ends`."""
+    """Return how an episode differs from a fresh environment's, which sees no turn without one of `ends`."""
     ids, answer, problems = sample.prompt_token_ids.tolist(), None, []
     edges = np.flatnonzero(np.diff(sample.loss_mask.astype(int))) + 1
     stretches, masks = np.split(sample.token_ids, edges), np.split(sample.loss_mask, edges)
