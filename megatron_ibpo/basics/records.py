@@ -12,6 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ibpo.basics.sampling_mask import SamplingMask
+
 TokenIds = npt.NDArray[np.int32]
 Flags = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
@@ -114,6 +116,9 @@ class Sample:
     routed_experts: ExpertIds | None = None
     """Experts that the engine's routers chose when the log-probs were sampled; None if they are not
     recorded."""
+    sampling_mask: SamplingMask | None = None
+    """Ids that top-k and top-p left to sample from, for each of `token_ids`. None: nothing was cut off, or
+    the engine does not record it."""
     index: int = 0
     """Its index among the responses, or the corrections, of its group."""
     reward: float | None = None
@@ -248,6 +253,8 @@ class TrainSequence:
     routed_experts: ExpertIds | None = None
     """Experts as in `Sample`; the policy's routers choose the same ones again
     (--use-rollout-routing-replay)."""
+    sampling_mask: SamplingMask | None = None
+    """Ids over which each response token's log-probs are normalised, as the engine's were; None: all."""
 
     @property
     def num_tokens(self) -> int:
