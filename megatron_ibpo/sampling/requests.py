@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, TokenIds
+from megatron_ibpo.basics.sampling_mask import concatenated, unrestricted
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.rewards import Verifier
@@ -63,6 +64,7 @@ def with_beginning(sample: Sample, begun: int) -> Sample:
         return sample
     cut = len(sample.prompt_token_ids) - begun
     (_, version), *later = sample.versions
+    mask = sample.sampling_mask
     return replace(
         sample,
         prompt_token_ids=sample.prompt_token_ids[:cut],
@@ -70,6 +72,7 @@ def with_beginning(sample: Sample, begun: int) -> Sample:
         logprobs=np.concatenate([np.zeros(begun, np.float32), sample.logprobs]),
         loss_mask=np.concatenate([np.zeros(begun, bool), sample.loss_mask]),
         versions=((0, version), *((first + begun, newer) for first, newer in later)),
+        sampling_mask=None if mask is None else concatenated([unrestricted(begun), mask]),
     )
 
 
