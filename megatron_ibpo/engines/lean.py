@@ -201,8 +201,8 @@ class _Settings:
     @classmethod
     def of(cls, requests: Sequence[SampleRequest]) -> "_Settings":
         greedy = [r.temperature == 0 for r in requests]
-        top_k = [r.top_k if _is_cut(r) else -1 for r in requests]
-        top_p = [r.top_p if _is_cut(r) else 1.0 for r in requests]
+        top_k = [r.top_k if r.is_cut else -1 for r in requests]
+        top_p = [r.top_p if r.is_cut else 1.0 for r in requests]
         return cls(
             torch.tensor([1.0 if r.temperature == 0 else r.temperature for r in requests])[:, None],
             torch.tensor(greedy) if any(greedy) else None,
@@ -256,17 +256,11 @@ def _drawn(logits: Tensor, chances: Tensor, settings: _Settings) -> tuple[Tensor
     return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
 
 
-def _is_cut(request: SampleRequest) -> bool:
-    """Return whether top-k or top-p cut a request's distribution. They do not cut a greedy one, as in
-    vLLM."""
-    return request.temperature > 0 and (request.top_p < 1 or request.top_k > 0)
-
-
 class _KeptIds:
     """The token ids that top-k and top-p left of each distribution in a wave, for `Sample.sampling_mask`."""
 
     def __init__(self, requests: Sequence[SampleRequest], most_tokens: int) -> None:
-        self._is_cut = torch.tensor([_is_cut(request) for request in requests])
+        self._is_cut = torch.tensor([request.is_cut for request in requests])
         self._counts = torch.zeros(len(requests), most_tokens, dtype=torch.long)
         self._rows: list[Tensor] = []
         """Row of each of the ids below, by token."""

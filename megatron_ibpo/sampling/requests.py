@@ -35,22 +35,18 @@ def group_requests(
         attempt: number of earlier requests for these prompts; each attempt has other seeds.
         prompt_ids: (prompt, number of the sample) → token ids to sample from; None: the prompt's own.
     """
+    temperatures = rollout.rollout_temperature_cycle or (rollout.rollout_temperature,)
     return [
         SampleRequest(
             prompt.token_ids if prompt_ids is None else prompt_ids(prompt, sample),
             derive_seed("sample", seed, step, prompt.index, sample, *([attempt] if attempt else [])),
             rollout.rollout_max_response_len,
-            _in_turn(rollout.rollout_temperature_cycle, sample, rollout.rollout_temperature),
-            _in_turn(rollout.rollout_top_p_cycle, sample, rollout.rollout_top_p),
-            _in_turn(rollout.rollout_top_k_cycle, sample, rollout.rollout_top_k),
+            temperatures[sample % len(temperatures)],
+            *rollout.top_p_and_k(sample),
         )
         for prompt in prompts
         for sample in range(rollout.n_samples_per_prompt)
     ]
-
-
-def _in_turn(cycle: Sequence[T], sample: int, otherwise: T) -> T:
-    return cycle[sample % len(cycle)] if cycle else otherwise
 
 
 def with_beginning(sample: Sample, begun: int) -> Sample:
