@@ -188,7 +188,7 @@ def shard_statistics(
 
 
 def combine_shards(shard_4N: Tensor, mask_N: Tensor | None, tp_group: Any) -> RowStatistics:
-    """Return the statistics of the whole vocabulary for the rows of `mask_N`; one all-gather over tp_group."""
+    """Return the statistics of the whole vocabulary for the rows of `mask_N`. One all-gather."""
     num_rows = shard_4N.shape[1]
     shards = shard_4N[None]
     if tp_group is not None and dist.get_world_size(tp_group) > 1:

@@ -33,7 +33,8 @@ def load_ids(ids_ptr, place, stop, vocab_start, num_columns, BLOCK: tl.constexpr
 
 @triton.jit(do_not_specialize=["num_rows", "vocab_start"])
 def set_statistics_kernel(
-    logits_ptr, targets_ptr, mask_ptr, temperature_ptr, ids_ptr, starts_ptr, stops_ptr, set_logits_ptr, out_ptr,
+    logits_ptr, targets_ptr, mask_ptr, temperature_ptr,
+    ids_ptr, starts_ptr, stops_ptr, set_logits_ptr, out_ptr,
     row_stride, num_rows, num_columns, vocab_start,
     TEMPERATURE_PER_ROW: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
