@@ -30,7 +30,7 @@ def row_logprobs(
     """
     temperature = torch.as_tensor(temperature_N, dtype=torch.float32, device=logits_NV.device)
     temperature = temperature.reshape(-1).contiguous()
-    of_shard = {"temperature": temperature, "vocab_range": vocab_range, "entropy": entropy}
+    of_shard: dict[str, Any] = {"temperature": temperature, "vocab_range": vocab_range, "entropy": entropy}
     kept_of_sets: tuple[Tensor, ...] = ()
     if sampling_sets is None or not len(logits_NV):
         shard_4N = shard_statistics(logits_NV, targets_N, mask_N, **of_shard)
@@ -58,7 +58,8 @@ def write_gradient(
 ) -> None:
     """As `megatron_ibpo.loss.logprobs.row_functions` says."""
     temperature, shift_N, total_N, *kept_of_sets = kept
-    of_rows = {"temperature": temperature, "shift_N": shift_N, "total_N": total_N, "vocab_range": vocab_range}
+    of_rows: dict[str, Any] = {"temperature": temperature, "shift_N": shift_N, "total_N": total_N}
+    of_rows["vocab_range"] = vocab_range
     whole_N = coefficients_N
     if kept_of_sets:
         _, _, starts_N, stops_N = kept_of_sets

@@ -91,7 +91,7 @@ def row_functions(backend: str) -> tuple[Callable[..., Any], Callable[..., None]
 
     row_logprobs(logits_NV, targets_N, mask_N, temperature_N, sampling_sets, tp_group, vocab_range, entropy)
         -> (logprobs_N, entropy_N, kept): both are 0 where the mask is 0, and entropy_N is None unless it is
-        asked for; `kept` are tensors, or None, that the gradient needs.
+        asked for; `kept` are tensors that the gradient needs.
     write_gradient(out_NV, logits_NV, targets_N, kept, coefficients_N, vocab_range): writes coefficient /
         temperature · (onehot(target) - softmax) of every row, and 0 where the mask or the coefficient is 0,
         or the id is not in the row's set; out_NV may be logits_NV.
@@ -134,10 +134,6 @@ class _RowLogprobs(torch.autograd.Function):
         return out_NV, *(None,) * 9
 
 
-Kept = tuple[Tensor | None, ...]
-"""Tensors that the gradient needs, of one backend."""
-
-
 def _row_logprobs(
     logits_NV: Tensor,
     targets_N: Tensor,
@@ -147,7 +143,7 @@ def _row_logprobs(
     tp_group: Any,
     vocab_range: tuple[int, int],
     entropy: bool,
-) -> tuple[Tensor, Tensor | None, Kept]:
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """Compute log-probs as `row_functions` says; kept are the computed rows, all temperatures, the rows'
     log-sum-exp and the sampling sets.
 

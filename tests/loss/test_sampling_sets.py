@@ -17,8 +17,6 @@ from support.linear_cases import FUSED, batch_of, fused, plain
 from support.loss_calls import loss_of_logits
 from support.sampling_set_cases import as_sets, brute_force, cut_off, draw_mask, draw_sets
 
-CPU = {"device": "cpu", "dtype": torch.float64}
-
 
 def test_values_and_gradient_by_hand():
     """Logits log 1, log 2, log 3, log 4 over ids 1 and 3: p = 1/3 and 2/3. At temperature ½ they are squared:
@@ -48,7 +46,7 @@ def test_values_and_gradient_by_hand():
 def test_rows_equal_brute_force(rows, vocab, largest, seed, dtype, inplace, chunk_bytes):
     """At any temperature, in any chunks, with padding columns that must not count and rows left out."""
     generator = torch.Generator().manual_seed(seed)
-    exact = (torch.randn(rows, vocab, generator=generator, **CPU) * 4).to(dtype).double()
+    exact = (torch.randn(rows, vocab, generator=generator, dtype=torch.float64) * 4).to(dtype).double()
     targets = torch.randint(vocab, (rows,), generator=generator)
     temperature = 0.3 + 2 * torch.rand(rows, generator=generator)
     is_response = torch.rand(rows, generator=generator) < 0.8

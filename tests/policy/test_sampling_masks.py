@@ -8,7 +8,13 @@ import torch
 
 from megatron_ibpo.basics.sampling_mask import sampling_mask, unrestricted
 from megatron_ibpo.policy.packing import Context, lay_out, pack
-from megatron_ibpo.policy.planning import MicroBatch, plan_forward, plan_update, plan_value_update
+from megatron_ibpo.policy.planning import (
+    MicroBatch,
+    plan_forward,
+    plan_measure,
+    plan_update,
+    plan_value_update,
+)
 from support import planned, trainers
 from support.layouts import layout
 from support.ranks import run_ranks
@@ -230,6 +236,15 @@ def test_passes_that_do_not_read_the_mask_are_not_sent_it():
     (update,) = plan_update(rows, config, 1, planned.cost).shares
     assert sent(update[0].cut.micro_batches) == {True}
     assert sent(plan_forward(rows, config, 1, planned.cost).shares[0]) == {True}
+
+
+def test_the_gradient_meter_measures_once_where_both_losses_have_the_same_masks():
+    rows = sequences(8)
+    masks = [draw_mask(row.response_token_ids, VOCAB_SIZE) for row in rows]
+    masked = [replace(row, sampling_mask=mask) for row, mask in zip(rows, masks, strict=True)]
+    for plain, is_same in (([replace(row) for row in masked], True), (rows, False)):
+        (share,) = plan_measure(masked, plain, config_for(layout()), 1, planned.cost).shares
+        assert (share.plain is None) == is_same
 
 
 @pytest.mark.parametrize(("sets", "says"), [
