@@ -176,7 +176,8 @@ def test_on_gpus_vllm_records_what_top_k_and_top_p_left_and_it_comes_with_the_to
     for without in (settings("dense 0"), replace(settings("dense 0", "gloo"), records_sampling_mask=True)):
         assert not _engine_args(without).return_sampling_mask
     engine = SamplingEngine.__new__(SamplingEngine)
-    engine._llm, engine._settings, engine._updates, engine.paused = mock.Mock(), own, 0, False
+    llm: Any = mock.Mock()
+    engine._llm, engine._settings, engine._updates, engine.paused = llm, own, 0, False
     engine._version = "0"
     greedy, cut, whole, only_p = (
         Asked(number, SampleRequest(token_ids([5]), 1, 2, temperature, top_p, top_k))
@@ -185,12 +186,12 @@ def test_on_gpus_vllm_records_what_top_k_and_top_p_left_and_it_comes_with_the_to
         )
     )
     engine.submit(0, [greedy, cut])
-    asked = [call.args[2] for call in engine._llm.add_request.call_args_list]
+    asked = [call.args[2] for call in llm.add_request.call_args_list]
     assert [(params.temperature, params.top_p, params.top_k) for params in asked] == [(1, 1, 1), (1, 0.8, 20)]
     for refused in (whole, only_p):
         with pytest.raises(Refusal, match="only of requests with top-k"):
             engine.submit(0, [cut, refused])
-    assert engine._llm.add_request.call_count == 2, "none of a refused call is added"
+    assert llm.add_request.call_count == 2, "none of a refused call is added"
 
     def finished(sets):
         mask = None if sets is None else SamplingMask(sets)
@@ -199,7 +200,7 @@ def test_on_gpus_vllm_records_what_top_k_and_top_p_left_and_it_comes_with_the_to
             0, "", [7, 9, 7], -1.5, FlatLogprobs(logprobs=[-0.5] * 3), finish_reason="length",
             weight_versions=spans, sampling_mask=mask,
         )  # fmt: skip
-        engine._llm.step.return_value = [
+        llm.step.return_value = [
             SimpleNamespace(finished=True, request_id="4", prompt_token_ids=[5], outputs=[completion])
         ]
         return engine.step()

@@ -15,6 +15,7 @@ from megatron_ibpo.basics.records import Group, Prompt, SampleRequest, token_ids
 from megatron_ibpo.basics.sampling_mask import sampling_mask
 from megatron_ibpo.config import EnvironmentConfig, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, assign_credit, credit_of, find_operator
+from megatron_ibpo.engines import EngineError
 from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore, Opening, Turn
 from megatron_ibpo.journal import Journal, SampleKey, read_journal
 from megatron_ibpo.sampling import Sampler
@@ -296,6 +297,28 @@ def test_what_the_policy_did_not_write_is_not_restricted_by_a_mask():
     script.say(bare)
     script.answer(token_ids([ANSWERS]))
     assert script.sample.sampling_mask is None
+
+
+def test_a_sample_that_is_trained_on_is_refused_if_the_engine_cut_it_and_does_not_say_how():
+    """Also where a method of the user's asked for the cut."""
+    prompt = replace(prompt_of(), metadata={})
+
+    async def scored(prompt, sample): ...
+
+    def ask(*, needs_masks=True, held_out=False, **settings):
+        sampler = Sampler(
+            [SimulatedEngine(STEP, written)], scored, stall_timeout=1e6, needs_masks=needs_masks
+        )
+        requests = [SampleRequest(prompt.token_ids, 1, 9, **settings)]
+        return in_virtual_time(sampler.answer(prompt, requests, held_out=held_out))[0]
+
+    for cut in ({"top_p": 0.9}, {"top_k": 5}):
+        with pytest.raises(EngineError, match="does not record what top-k and top-p left"):
+            ask(**cut)
+        assert ask(**cut, needs_masks=False)
+        assert ask(**cut, held_out=True)
+        assert ask(**cut, temperature=0.0)
+    assert ask()
 
 
 ROLLOUT = RolloutConfig(rollout_batch_size=4, n_samples_per_prompt=4, rollout_max_response_len=400)
