@@ -161,7 +161,7 @@ def _row_logprobs(
         local_4R[:, part] = _shard_statistics(x_CV, target_C, entropy)
     log_sum_exp_R, target_logit_R, mean_logit_R = _combine(local_4R, tp_group)
     if not bool(target_logit_R.isfinite().all()) and bool(log_sum_exp_R.isfinite().all()):
-        raise ValueError(unknown_target(targets_N[rows_R][~target_logit_R.isfinite()], sampling_sets))
+        raise ValueError(_unknown_target(targets_N[rows_R][~target_logit_R.isfinite()], sampling_sets))
     zeros_N = torch.zeros(num_rows, dtype=dtype, device=device)
     logprobs_N = zeros_N.index_copy(0, rows_R, target_logit_R - log_sum_exp_R)
     entropy_N = zeros_N.index_copy(0, rows_R, log_sum_exp_R - mean_logit_R) if entropy else None
@@ -169,7 +169,7 @@ def _row_logprobs(
     return logprobs_N, entropy_N, (rows_R, temperature_N, log_sum_exp_R, *sets)
 
 
-def unknown_target(bad_R: Tensor, sampling_sets: SamplingSets | None) -> str:
+def _unknown_target(bad_R: Tensor, sampling_sets: SamplingSets | None) -> str:
     """Return the message about targets without a logit."""
     beside = "" if sampling_sets is None else ", or not in the sampling set of its row"
     return f"target id {bad_R[0].item()} is outside the vocabulary of the logits{beside}"

@@ -34,16 +34,17 @@ def check_mask(sequence: TrainSequence, number: int) -> None:
             f"sequence {number}: sampling_mask has {len(mask)} sets for {len(tokens)} response tokens; it "
             "needs one for each"
         )
-    positions = np.repeat(np.arange(len(mask)), mask.counts)
-    falls = (np.diff(mask.token_ids) <= 0) & (np.diff(positions) == 0)
+    ids, offsets = mask.token_ids, mask.offsets
+    falls = ids[1:] <= ids[:-1]
+    falls[offsets[(offsets > 0) & (offsets < len(ids))] - 1] = False  # from one set to the next
     if falls.any():
-        position = positions[falls.argmax()]
+        position = int(_positions(mask, falls.argmax() + 1))
         raise ValueError(
             f"sequence {number}: the sampling set of response token {position} does not name each id once, "
             f"in rising order: {_listed(mask[position])}"
         )
     has_token = np.zeros(len(mask), np.bool_)
-    has_token[positions[mask.token_ids == tokens[positions]]] = True
+    has_token[_positions(mask, np.flatnonzero(ids == np.repeat(tokens, mask.counts)))] = True
     lacks = sequence.loss_mask & (mask.counts > 0) & ~has_token
     if lacks.any():
         position = int(lacks.argmax())
@@ -94,6 +95,11 @@ def sets_of_rows(
     starts_N[rows_R[chosen_R]] = (stops_R - counts_R)[chosen_R]
     stops_N[rows_R[chosen_R]] = stops_R[chosen_R]
     return mask.token_ids[np.repeat(chosen_R, mask.counts)], starts_N, stops_N
+
+
+def _positions(mask: SamplingMask, places: npt.ArrayLike) -> Places:
+    """Return the positions to which the ids at these places belong."""
+    return np.searchsorted(mask.offsets, places, side="right") - 1
 
 
 def _listed(ids: Ids) -> str:

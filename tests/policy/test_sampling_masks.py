@@ -250,6 +250,7 @@ def test_the_gradient_meter_measures_once_where_both_losses_have_the_same_masks(
 @pytest.mark.parametrize(("sets", "says"), [
     ([[3], [4]], "sequence 0: sampling_mask has 2 sets for 3 response tokens"),
     ([[3], [4, 6], [6, 9]], r"response token 2 has the id 5, which is not in its sampling set \(6, 9\)"),
+    ([[], [7], [5]], r"token 1 has the id 4, which is not in its sampling set \(7\)"),
     ([[3], [1, 2, 3, 6, 7, 8, 9], []], r"token 1 has the id 4, .* \(1, 2, 3, 6, 7, 8, … 7 in all\)"),
 ])  # fmt: skip
 def test_masks_of_another_response_are_refused_before_any_pass(sets, says):
