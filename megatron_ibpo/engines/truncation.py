@@ -55,8 +55,8 @@ def check_recorded(config: Config, sequences: Iterable[TrainSequence]) -> None:
     if lacking:
         raise ValueError(
             f"{' and '.join(rollout.truncation)} with {' and '.join(readers)}: {SCALED}, since {lacking} "
-            "sequences have no record of what was left; sample them again, without the run's journal or these "
-            "recordings, or drop one of the two"
+            "sequences have no record of what was left; sample them again, without this journal or "
+            "recording, or drop one of the two"
         )
 
 
