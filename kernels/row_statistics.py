@@ -150,22 +150,21 @@ def combine_kernel(
     tl.store(entropy_ptr + row, tl.where(real, (log_total - moment / total) * LN2, 0.0), mask=inside)
 
 
-def row_statistics(
+def shard_statistics(
     logits_NV: Tensor,
     targets_N: Tensor,
     mask_N: Tensor | None,
     temperature: Tensor,
-    tp_group: Any,
     vocab_range: tuple[int, int],
     *,
     entropy: bool = True,
-) -> RowStatistics:
-    """Statistics of the rows of `mask_N` (all when None); one all-gather of [4, N] floats over tp_group.
+) -> Tensor:
+    """Return [4, N] statistics of this shard for the rows of `mask_N` (all when None), undefined in others.
 
     Args:
         logits_NV: bf16, fp16 or fp32, columns contiguous.
         temperature: [1] or [N].
-        entropy: without it that field is meaningless, and the pass has two instructions less an element.
+        entropy: without it the moment is meaningless, and the pass has two instructions less an element.
     """
     num_rows = len(logits_NV)
     shard_4N = torch.empty(4, num_rows, dtype=torch.float32, device=logits_NV.device)
@@ -185,13 +184,19 @@ def row_statistics(
             BLOCK=BLOCK_V,
             num_warps=NUM_WARPS,
         )
+    return shard_4N
+
+
+def combine_shards(shard_4N: Tensor, mask_N: Tensor | None, tp_group: Any) -> RowStatistics:
+    """Return the statistics of the whole vocabulary for the rows of `mask_N`. One all-gather."""
+    num_rows = shard_4N.shape[1]
     shards = shard_4N[None]
     if tp_group is not None and dist.get_world_size(tp_group) > 1:
         parts = [torch.empty_like(shard_4N) for _ in range(dist.get_world_size(tp_group))]
         dist.all_gather(parts, shard_4N, group=tp_group)
         shards = torch.stack(parts)
     found = RowStatistics(
-        *(torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device) for _ in range(4))
+        *(torch.empty(num_rows, dtype=torch.float32, device=shard_4N.device) for _ in range(4))
     )
     if num_rows:
         combine_kernel[(triton.cdiv(num_rows, BLOCK_N),)](

@@ -94,6 +94,11 @@ class SampleRequest:
     """Number of tokens at the end of the prompt that already begin the response: the sample comes back as the
     whole response, and its beginning is not trained on."""
 
+    @property
+    def is_cut(self) -> bool:
+        """True if top-k or top-p restrict what is sampled from. They do not restrict greedy samples."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
 
 @dataclass(slots=True, eq=False)
 class Sample:

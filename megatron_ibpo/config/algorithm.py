@@ -142,6 +142,11 @@ class LossConfig:
         }
         return [name for name, chosen in on.items() if chosen]
 
+    @property
+    def engine_logprob_readers(self) -> list[str]:
+        """Flags under which the loss reads the log-probs of sampling."""
+        return [*self.corrections, *(["--old-logprobs engine"] if self.old_logprobs == "engine" else [])]
+
     def problems(self, config: "Config") -> list[str]:
         """Return the problems, one line each."""
         from_engine, steps = self.old_logprobs == "engine", self.num_steps_per_rollout

@@ -50,11 +50,14 @@ class RolloutConfig:
     rollout_temperature: Annotated[float, above(0, "greedy samples of a prompt are all the same")] = 1.0
     """Divisor of the logits before sampling. 1: the policy that the trainer sees."""
     rollout_top_p: Annotated[float, SHARE] = 1.0
-    """Sample from the likeliest tokens that together have this probability. 1: off, for the same reason as
-    --rollout-top-k."""
+    """Sample from the likeliest tokens that together have this probability. 1: off. Engines record the ids
+    that it leaves, and the trainer's log-probs are normalised over the same ids (docs/loss_variants.md). An
+    engine that cannot record them is refused where the loss reads its log-probs. Where the loss reads none,
+    the trainer then takes log-probs over the whole vocabulary, of a policy that also writes what was cut
+    off."""
     rollout_top_k: Annotated[int, or_word(-1, at_least(1), "off")] = -1
-    """Sample from this many of the likeliest tokens. -1: off, since cutting the distribution makes it differ
-    from the trainer's; the difference is logged."""
+    """Sample from this many of the likeliest tokens, with the same record as for --rollout-top-p. vLLM makes
+    that record on GPUs, and only where this is on. -1: off."""
     rollout_temperature_cycle: Annotated[tuple[float, ...], each(POSITIVE)] = ()
     """Temperatures to cycle through over a group's responses, for more diverse trajectories. Corrections and
     evaluation keep --rollout-temperature, as do all responses when this is empty."""
@@ -125,6 +128,26 @@ class RolloutConfig:
     check_weight_update_equal: bool = False
     """Compare checksums on receipt of every update, and once per run the engine's output with that of a
     freshly loaded engine."""
+
+    @property
+    def truncation(self) -> list[str]:
+        """Flags by which top-p and top-k cut the distribution of some samples."""
+        return broken(
+            {
+                "--rollout-top-p": self.rollout_top_p < 1,
+                "--rollout-top-k": self.rollout_top_k > 0,
+                "--rollout-top-p-cycle": min(self.rollout_top_p_cycle, default=1) < 1,
+                "--rollout-top-k-cycle": max(self.rollout_top_k_cycle, default=-1) > 0,
+            }
+        )
+
+    def top_p_and_k(self, index: int) -> tuple[float, int]:
+        """Return top-p and top-k of a group's response number `index`, in the turn of their cycles."""
+        top_p, top_k = self.rollout_top_p_cycle, self.rollout_top_k_cycle
+        return (
+            top_p[index % len(top_p)] if top_p else self.rollout_top_p,
+            top_k[index % len(top_k)] if top_k else self.rollout_top_k,
+        )
 
     @property
     def runs_ahead(self) -> bool:

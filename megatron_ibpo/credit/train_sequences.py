@@ -5,7 +5,8 @@ trained on as off-policy samples of the plain prompt (--ibpo-plain-prompt).
 sample of another distribution, as are the stronger model's samples in LUFFY (arXiv 2504.14945) and the
 refinements in Critique-GRPO (arXiv 2506.03106). It joins the group of x, its advantage is relative to all
 rewards of that group, and the loss takes the shaped surrogate of its tokens
-(`megatron_ibpo.loss.off_policy`). x̃ is not trained on.
+(`megatron_ibpo.loss.off_policy`) over the whole vocabulary: what top-k and top-p left behind x̃ is not what
+they would have left behind x, and may lack a token that x̃ alone made likely. x̃ is not trained on.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,6 +48,7 @@ def train_sequences(
             rollout_logprobs=sample.logprobs,
             token_weights=token_weights,
             routed_experts=sample.routed_experts,
+            sampling_mask=sample.sampling_mask,
         )
         for index, (sample, reward, advantage, token_weights) in enumerate(credited)
         if advantage is not None and sample.num_trained_tokens
@@ -86,7 +88,9 @@ def plain_prompt_sequences(
             sequence,
             prompt_token_ids=group.responses[group.corrections[sequence.index].target].prompt_token_ids,
             off_policy=True,
-            routed_experts=None,  # recorded for tokens of x̃
+            # both were recorded behind x̃
+            routed_experts=None,
+            sampling_mask=None,
         )
         for sequence in train_sequences(group, number, "correction", columns, weight)
     ]

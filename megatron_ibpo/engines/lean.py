@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_ibpo.basics.records import Sample, SampleRequest
+from megatron_ibpo.basics.sampling_mask import SamplingMask
 from megatron_ibpo.engines.protocol import EngineError
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import weight_map
@@ -142,9 +143,12 @@ class LeanEngine:
         tokens = torch.zeros(len(requests), max(limits), dtype=torch.long)
         logprobs = torch.zeros(len(requests), max(limits))
         lengths, stopped = torch.zeros(len(requests), dtype=torch.long), torch.zeros(len(requests)).bool()
+        kept_ids = _KeptIds(requests, max(limits))
         for place in range(max(limits)):
+            logits = _cut(logits / wave.settings.temperature, wave.settings)
             chosen, chosen_logprobs = _drawn(logits, wave.chances[:, place], wave.settings)
             tokens[wave.rows, place], logprobs[wave.rows, place] = chosen, chosen_logprobs
+            kept_ids.add(place, wave.rows, logits)
             ends = torch.isin(chosen, self._eos)
             over = ends | (place + 1 >= wave.limits)
             lengths[wave.rows[over]], stopped[wave.rows[over]] = place + 1, ends[over]
@@ -164,13 +168,15 @@ class LeanEngine:
                 temperature=request.temperature,
                 versions=((0, self._version),),
                 loss_mask=np.ones(length, dtype=np.bool_),
+                sampling_mask=mask,
             )
-            for request, ids, values, length, stop in zip(
+            for request, ids, values, length, stop, mask in zip(
                 requests,
                 tokens.numpy(),
                 logprobs.numpy(),
                 lengths.tolist(),
                 stopped.tolist(),
+                kept_ids.masks(lengths.tolist()),
                 strict=True,
             )
         ]
@@ -195,7 +201,8 @@ class _Settings:
     @classmethod
     def of(cls, requests: Sequence[SampleRequest]) -> "_Settings":
         greedy = [r.temperature == 0 for r in requests]
-        top_k, top_p = [r.top_k for r in requests], [r.top_p for r in requests]
+        top_k = [r.top_k if r.is_cut else -1 for r in requests]
+        top_p = [r.top_p if r.is_cut else 1.0 for r in requests]
         return cls(
             torch.tensor([1.0 if r.temperature == 0 else r.temperature for r in requests])[:, None],
             torch.tensor(greedy) if any(greedy) else None,
@@ -235,19 +242,50 @@ def _chances(requests: Sequence[SampleRequest], limits: Sequence[int]) -> Tensor
 
 
 def _drawn(logits: Tensor, chances: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
-    """Return (a token for each row, its log-prob after temperature, top-k and top-p).
+    """Return (a token for each row, its log-prob).
 
     Args:
-        logits: [rows, vocabulary] float32.
+        logits: [rows, vocabulary] float32, after temperature, top-k and top-p.
         chances: [rows] in [0, 1): the token's place in the cumulative distribution.
     """
-    logits = _cut(logits / settings.temperature, settings)
     logprobs = logits.log_softmax(-1)
     below = logprobs.double().exp().cumsum(-1)
     chosen = (below <= chances[:, None] * below[:, -1:]).sum(-1).clamp(max=logits.shape[1] - 1)
     if settings.greedy is not None:
         chosen = torch.where(settings.greedy, logits.argmax(-1), chosen)
     return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
+
+
+class _KeptIds:
+    """The token ids that top-k and top-p left of each distribution in a wave, for `Sample.sampling_mask`."""
+
+    def __init__(self, requests: Sequence[SampleRequest], most_tokens: int) -> None:
+        self._is_cut = torch.tensor([request.is_cut for request in requests])
+        self._counts = torch.zeros(len(requests), most_tokens, dtype=torch.long)
+        self._rows: list[Tensor] = []
+        """Row of each of the ids below, by token."""
+        self._ids: list[Tensor] = []
+
+    def add(self, place: int, rows: Tensor, logits: Tensor) -> None:
+        """Note what is left at this token of these rows: where the logit is finite. A row of which nothing
+        was cut has no ids."""
+        kept = (logits > -torch.inf) & self._is_cut[rows][:, None]
+        kept &= ~kept.all(-1, keepdim=True)
+        self._counts[rows, place] = kept.sum(-1)
+        places, ids = kept.nonzero(as_tuple=True)
+        self._rows.append(rows[places])
+        self._ids.append(ids)
+
+    def masks(self, lengths: Sequence[int]) -> list[SamplingMask | None]:
+        """Return the mask of each request's response; None if its distribution was not cut."""
+        order = torch.cat(self._rows).argsort(stable=True)
+        ids = torch.cat(self._ids)[order].int().split(self._counts.sum(1).tolist())
+        return [
+            SamplingMask(own.numpy().copy(), np.append(0, counts[:length].cumsum())) if is_cut else None
+            for own, counts, length, is_cut in zip(
+                ids, self._counts.numpy(), lengths, self._is_cut.tolist(), strict=True
+            )
+        ]
 
 
 def _cut(logits: Tensor, settings: _Settings) -> Tensor:
@@ -261,7 +299,7 @@ def _cut(logits: Tensor, settings: _Settings) -> Tensor:
         top_k = torch.where(settings.top_k > 0, settings.top_k, size).clamp(max=size)
         ordered = ordered.masked_fill(ordered < ordered.gather(1, size - top_k), -torch.inf)
     if settings.top_p is not None:
-        outside = ordered.softmax(-1).cumsum(-1) <= 1 - settings.top_p
+        outside = (ordered.softmax(-1).cumsum(-1) <= 1 - settings.top_p) & (settings.top_p < 1)
         outside[:, -1] = False
         ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.empty_like(logits).scatter_(1, places, ordered)

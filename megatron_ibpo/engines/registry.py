@@ -4,10 +4,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.config import Config, RolloutConfig, known_or_path, load_hook
+from megatron_ibpo.config import Config, RolloutConfig, known_or_path, load_hook, named_values
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.engines.settings import EngineNeeds
-from megatron_ibpo.engines.vllm.needs import cpu_problems, vllm_needs
+from megatron_ibpo.engines.vllm import needs
 from megatron_ibpo.models import ModelShape
 
 FLAG = "--rollout-backend"
@@ -82,7 +82,7 @@ def check_model(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> N
         ValueError: with a line for every problem.
     """
     computed_on_cpu = rollout.rollout_backend == VLLM and not on_gpu
-    if computed_on_cpu and (problems := cpu_problems(rollout, shape)):
+    if computed_on_cpu and (problems := needs.cpu_problems(rollout, shape)):
         raise ValueError("\n".join(problems))
 
 
@@ -100,8 +100,28 @@ def engine_needs(config: Config, *, on_gpu: bool = True) -> EngineNeeds:
     """
     name = config.rollout.rollout_backend
     engine = None if name in ENGINES else load_hook(FLAG, name)
-    needs: EngineNeeds = getattr(engine, "needs", vllm_needs)(config, on_gpu)
-    return needs
+    own_needs: EngineNeeds = getattr(engine, "needs", needs.vllm_needs)(config, on_gpu)
+    return own_needs
+
+
+def sampling_mask_obstacle(config: Config, *, on_gpu: bool) -> str | None:
+    """Return why the engine of a run does not record the ids that top-k and top-p leave
+    (`Sample.sampling_mask`), and what to do; None if it does."""
+    name = config.rollout.rollout_backend
+    if name == LEAN:
+        return None
+    unknown = f"{name} does not say that it records what these leave; take vllm or lean (docs/extending.md)"
+    if name == VLLM:
+        return needs.sampling_mask_obstacle(config, on_gpu)
+    judge = getattr(load_hook(FLAG, name), "sampling_mask_obstacle", None)
+    return unknown if judge is None else judge(config, on_gpu)
+
+
+def changed_probabilities(config: Config) -> list[str]:
+    """Return the arguments of vLLM by which it samples from other probabilities than temperature, top-k and
+    top-p leave."""
+    given = named_values(config.rollout.vllm_arg).keys() & needs.CHANGE_PROBABILITIES
+    return [f"--vllm-arg {name}" for name in sorted(given)]
 
 
 def start_engine(name: str, settings: Any, log: Path, again: bool) -> Any:

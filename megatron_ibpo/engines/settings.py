@@ -41,6 +41,8 @@ class EngineSettings:
     """Number of experts per layer, to record the routers' choices for each token. 0: no record."""
     dense_layers: int = 0
     """Number of first layers without a router."""
+    records_sampling_mask: bool = False
+    """True to record the ids that top-k and top-p leave to sample from (`Sample.sampling_mask`)."""
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
     """--vllm-arg: further arguments of vLLM's EngineArgs, by name."""
 

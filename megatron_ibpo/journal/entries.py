@@ -7,6 +7,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ibpo.basics.mask_encoding import decoded_mask, encoded_mask
 from megatron_ibpo.basics.records import ExpertIds, Sample
 
 FORMAT = 1
@@ -197,10 +198,14 @@ def _sample_fields(sample: Sample) -> list[Any]:
         bool(sample.correct),
         sample.reward_error,
     ]
-    # left out if empty, as in older versions without them
-    if sample.routed_experts is not None:
-        return [*fields, sample.reward_details, _choices_fields(sample.routed_experts)]
-    return [*fields, sample.reward_details] if sample.reward_details else fields
+    more = [
+        sample.reward_details or None,
+        None if sample.routed_experts is None else _choices_fields(sample.routed_experts),
+        None if sample.sampling_mask is None else encoded_mask(sample.sampling_mask, sample.token_ids),
+    ]
+    while more and more[-1] is None:  # left out at the end, as in older versions without them
+        more.pop()
+    return fields + more
 
 
 def _choices_fields(ids: ExpertIds) -> list[Any]:
@@ -227,10 +232,12 @@ def _sample(
     reward_error: str | None,
     reward_details: dict[str, float] | None = None,
     routed_experts: list[Any] | None = None,
+    sampling_mask: bytes | None = None,
 ) -> Sample:
+    tokens = np.frombuffer(token_ids, _TOKENS).copy()
     return Sample(
         prompt_token_ids=np.frombuffer(prompt_token_ids, _TOKENS).copy(),
-        token_ids=np.frombuffer(token_ids, _TOKENS).copy(),
+        token_ids=tokens,
         logprobs=np.frombuffer(logprobs, _FLOATS).copy(),
         finish_reason=finish_reason,
         temperature=temperature,
@@ -242,6 +249,7 @@ def _sample(
         reward_error=reward_error,
         reward_details=reward_details or {},
         routed_experts=None if routed_experts is None else _choices(*routed_experts),
+        sampling_mask=None if sampling_mask is None else decoded_mask(sampling_mask, tokens),
     )
 
 

@@ -6,6 +6,7 @@ from megatron_ibpo.loss.linear_loss import CHUNK_ROWS, linear_packed_logprobs, l
 from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective, make_objective
 from megatron_ibpo.loss.packed_rows import LossRows, RowIndex
+from megatron_ibpo.loss.sampling_sets import SamplingSets
 from megatron_ibpo.loss.segments import weighted_value
 from megatron_ibpo.loss.sequence_loss import LossStats, check_terms, policy_loss
 from megatron_ibpo.loss.variants import VARIANTS, Parameter, Variant, resolve_variant
@@ -19,6 +20,7 @@ __all__ = [
     "Objective",
     "Parameter",
     "RowIndex",
+    "SamplingSets",
     "Variant",
     "check_terms",
     "choose_backend",

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from megatron_ibpo.loss.backend import LossBackend, choose_backend
 from megatron_ibpo.loss.coefficients import ChunkCoefficients, RowCoefficients, schedule
-from megatron_ibpo.loss.logprobs import own_vocab_range, row_functions
+from megatron_ibpo.loss.logprobs import own_vocab_range, row_functions, whole_vocab_range
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.packed_rows import LossRows
+from megatron_ibpo.loss.sampling_sets import SamplingSets
 from megatron_ibpo.loss.segments import segment_loss
 from megatron_ibpo.loss.sequence_loss import LossStats
 
@@ -78,7 +79,8 @@ def linear_policy_loss(
         raise ValueError("into_main_grad=True needs weight_VH.main_grad, which Megatron's DDP makes")
     spread = rows.temperature_of_row()
     backend = choose_backend(objective.backend, hidden_NH.device, hidden_NH.dtype).name
-    head = _head(hidden_NH, weight_VH, rows.targets_N, spread, tp_group, vocab_range, backend)
+    of_rows = (rows.targets_N, spread, rows.sampling_sets)
+    head = _head(hidden_NH, weight_VH, *of_rows, tp_group, vocab_range, backend)
     loss, *seen = _LinearLoss.apply(
         hidden_NH, weight_VH, head, rows, objective, chunk, into_main_grad, torch.is_grad_enabled()
     )
@@ -94,6 +96,7 @@ def linear_packed_logprobs(
     response_mask_N: Tensor,
     response_rows_R: Tensor | None = None,
     temperature_N: Tensor | float = 1.0,
+    sampling_sets: SamplingSets | None = None,
     chunk: int = CHUNK_ROWS,
     tp_group: Any = None,
     vocab_range: tuple[int, int] | None = None,
@@ -115,7 +118,8 @@ def linear_packed_logprobs(
     """
     _check(hidden_NH, weight_VH, targets_N, chunk)
     name = choose_backend(backend, hidden_NH.device, hidden_NH.dtype).name
-    head = _head(hidden_NH, weight_VH, targets_N, temperature_N, tp_group, vocab_range, name)
+    of_rows = (targets_N, temperature_N, sampling_sets)
+    head = _head(hidden_NH, weight_VH, *of_rows, tp_group, vocab_range, name)
     dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
     logprobs_N = torch.zeros(len(hidden_NH), dtype=dtype, device=hidden_NH.device)
     rows_R = response_mask_N.nonzero().squeeze(1) if response_rows_R is None else response_rows_R
@@ -145,23 +149,27 @@ def _head(
     weight_VH: Tensor,
     targets_N: Tensor,
     temperature_N: Tensor | float,
+    sampling_sets: SamplingSets | None,
     tp_group: Any,
     vocab_range: tuple[int, int] | None,
     backend: str,
 ) -> Head:
     temperature_N = torch.as_tensor(temperature_N, device=hidden_NH.device).expand(len(hidden_NH))
     vocab_range = own_vocab_range(vocab_range, len(weight_VH), tp_group)
+    if sampling_sets is not None:
+        sampling_sets.check(len(hidden_NH), whole_vocab_range(vocab_range, tp_group))
     row_logprobs, write_gradient = row_functions(backend)
 
     def head(rows_C: Tensor) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
         logits_CV, targets_C = hidden_NH[rows_C] @ weight_VH.t(), targets_N[rows_C]
+        sets = None if sampling_sets is None else sampling_sets.of_rows(rows_C)
         logprobs_C, entropy_C, kept = row_logprobs(
-            logits_CV, targets_C, None, temperature_N[rows_C], tp_group, vocab_range, True
+            logits_CV, targets_C, None, temperature_N[rows_C], sets, tp_group, vocab_range, True
         )
 
         def overwrite() -> Tensor:
             ones_C = torch.ones_like(logprobs_C)
-            write_gradient(logits_CV, logits_CV, targets_C, *kept, ones_C, vocab_range)
+            write_gradient(logits_CV, logits_CV, targets_C, kept, ones_C, vocab_range)
             return logits_CV
 
         return logprobs_C, entropy_C, overwrite

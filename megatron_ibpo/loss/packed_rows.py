@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ibpo.loss.sampling_sets import SamplingSets
+
 if TYPE_CHECKING:
     from megatron_ibpo.loss.objective import Objective
 
@@ -60,6 +62,9 @@ class LossRows:
     in place of the variant's terms. None: there are none."""
     temperature: Tensor | float = 1.0
     """Sampling temperature, a number or [S]; logits are divided by it."""
+    sampling_sets: SamplingSets | None = None
+    """Ids that top-k and top-p left to sample from, of N rows: log-probs and entropies are those of the
+    distribution over them, now as under the policy that sampled. None: the whole vocabulary."""
     cp_group: Any = None
     """Group of the ranks that share every sequence equally. Each has 1/size of its rows, in any order, and
     arrays [N] cover those; cu_seqlens and arrays [S] cover the whole sequences. None: this rank alone."""

@@ -21,7 +21,7 @@ class LossStats:
     logprobs_N: Tensor
     """Log-prob of each response token under the current policy; 0 in other rows."""
     entropy_N: Tensor
-    """Entropy (nats) of the distribution in each response row; 0 in other rows."""
+    """Entropy (nats) of the distribution in each response row, over its sampling set; 0 in other rows."""
     mean_log_ratio_S: Tensor
     """Mean over response tokens of log π - log π_old; exp of it is GSPO's s_i."""
     clipped: Tensor
@@ -55,8 +55,8 @@ def policy_loss(
         term of those with advantage 0, whatever their ratio.
 
     Raises:
-        ValueError: shapes that do not fit, cut sequences, a target outside the vocabulary, a backend that
-            cannot be used.
+        ValueError: shapes that do not fit, cut sequences, a target outside the vocabulary or its sampling
+            set, a backend that cannot be used.
     """
     rows = rows.checked(len(logits_NV), objective)
     backend = choose_backend(objective.backend, logits_NV.device, logits_NV.dtype).name
@@ -65,6 +65,7 @@ def policy_loss(
         rows.targets_N,
         response_mask_N=rows.response_mask_N,
         temperature_N=rows.temperature_of_row(),
+        sampling_sets=rows.sampling_sets,
         tp_group=tp_group,
         vocab_range=vocab_range,
         inplace=inplace,

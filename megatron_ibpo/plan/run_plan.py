@@ -14,6 +14,7 @@ from megatron_ibpo.basics.text import counted, listed
 from megatron_ibpo.cluster.main_memory import main_memory
 from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.engines.registry import engine_needs
+from megatron_ibpo.engines.truncation import check_truncation
 from megatron_ibpo.models import ModelConfigError, padded_vocab_size
 from megatron_ibpo.models.backends import ALLOW, FAST, served_by
 from megatron_ibpo.models.cost import EXPERT_IMBALANCE
@@ -77,6 +78,7 @@ def _on_this_machine(plan: Plan, config: Config) -> str:
     config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
     config = on_device(config, on_gpu=False, has_delta_nets=plan.shape.is_recurrent)
     try:
+        check_truncation(config, on_gpu=False)
         parts = memory_on_cpus(config, plan.shape, plan.census)
     except ValueError as error:
         return f"On this machine, which has no GPU, it cannot run: {error}"

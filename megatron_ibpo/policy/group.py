@@ -4,6 +4,7 @@ The caller determines how a call reaches the ranks (`RankCalls`).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,7 +83,7 @@ class Policy:
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[Floats]:
         """Return the critic's values before each response token."""
-        return self._forward("values", sequences)
+        return self._forward("values", [replace(s, sampling_mask=None) for s in sequences])
 
     def measure_gradient(
         self, sequences: Sequence[TrainSequence], plain: Sequence[TrainSequence]

@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ibpo.basics.records import ExpertIds, Flags, Floats, TokenIds, TrainSequence, Weights, no_expert
-from megatron_ibpo.loss import LossRows, RowIndex
+from megatron_ibpo.basics.sampling_mask import SamplingMask
+from megatron_ibpo.loss import LossRows, RowIndex, SamplingSets
 from megatron_ibpo.loss.packed_rows import response_positions
 from megatron_ibpo.models import zigzag
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.policy.planning import MicroBatch
+from megatron_ibpo.policy.sampling_masks import joined_mask, sets_of_rows
 
 Lengths = npt.NDArray[np.int64]
 
@@ -60,6 +62,10 @@ class PackedArrays:
     routed_experts: ExpertIds | None = None
     """Experts that the routers must choose, [tokens but the last of each sequence, layers, experts per
     token]. None if no sequence has any; `no_expert` throughout a sequence without any."""
+
+    sampling_mask_R: SamplingMask | None = None
+    """Ids over which log-probs of response tokens are normalised, the same in every pass; None if no token is
+    restricted."""
 
     @property
     def off_policy_R(self) -> Flags | None:
@@ -157,6 +163,7 @@ def pack(micro_batch: MicroBatch) -> PackedArrays:
         members_S=np.array(micro_batch.members, np.int64),
         off_policy_S=np.array([s.off_policy for s in chosen]) if any(s.off_policy for s in chosen) else None,
         routed_experts=_joined_choices(chosen),
+        sampling_mask_R=joined_mask(chosen),
     )
 
 
@@ -240,15 +247,23 @@ def lay_out(
         all_rows[real] = ids
         return all_rows[own]
 
+    def sampling_sets(mask: SamplingMask | None) -> SamplingSets | None:
+        if mask is None:
+            return None
+        ids, starts, stops = sets_of_rows(mask, is_trained_R, own_rows_R, len(own))
+        if not len(ids):  # other ranks have the restricted rows
+            return None
+        return SamplingSets(tensor(ids, torch.int32), tensor(starts, torch.int64), tensor(stops, torch.int64))
+
     def sequences(values_S: npt.NDArray[Any], fill: float) -> Tensor:
         return tensor(np.append(values_S, fill) if padding else values_S.copy(), torch.float32)
 
+    is_trained_R = is_own_R & arrays.loss_mask_R
     mask_N = per_row(arrays.loss_mask_R)
     assert mask_N is not None
     token_advantages_N = per_row(arrays.token_advantages_R)
     rollout_logprobs_N = per_row(arrays.rollout_logprobs_R)
     both = arrays.returns_R is not None and arrays.values_R is not None
-    is_trained_R = is_own_R & arrays.loss_mask_R
     loss_rows = own_rows_R[is_trained_R]
     loss_rows_R = compared_rows_R = tensor(loss_rows, torch.int64)
     off_policy_S = None
@@ -284,6 +299,7 @@ def lay_out(
             sequence_weights_S=sequences(arrays.weights_S, 0.0),
             off_policy_S=off_policy_S,
             temperature=sequences(arrays.temperature_S, 1.0),
+            sampling_sets=sampling_sets(arrays.sampling_mask_R),
             cp_group=context.group,
             index=index,
         ),

@@ -15,6 +15,7 @@ from megatron_ibpo.basics.records import TrainSequence, repeated_prefixes
 from megatron_ibpo.config import Config, LossConfig, ParallelConfig
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.policy.overrides import micro_batch_multiple
+from megatron_ibpo.policy.sampling_masks import check_mask
 
 Share = TypeVar("Share")
 
@@ -170,7 +171,8 @@ def plan_value_update(
             raise ValueError(
                 f"the critic needs returns and old values with every sequence; {number} has none"
             )
-    parts = split_minibatches([_without(s, *OF_POLICY) for s in sequences], config.loss.num_steps_per_rollout)
+    bare = [_without(s, *OF_POLICY, "sampling_mask") for s in sequences]
+    parts = split_minibatches(bare, config.loss.num_steps_per_rollout)
     minibatches = [_minibatch(part, part, False, config, num_ranks, cost) for part in parts if part]
     passes = Passes.of([], parts)
     return Plan(_rank_updates(minibatches, num_ranks), passes)
@@ -424,6 +426,7 @@ def _train_alike(sequences: Sequence[TrainSequence], others: Sequence[TrainSeque
     """Return whether both give the same gradient."""
     return len(sequences) == len(others) and all(
         (a.group, a.weight, a.advantage, a.temperature) == (b.group, b.weight, b.advantage, b.temperature)
+        and a.sampling_mask is b.sampling_mask
         and all(
             np.array_equal(getattr(a, name), getattr(b, name))
             for name in (
@@ -442,7 +445,8 @@ PER_TOKEN = ("loss_mask", "rollout_logprobs", "token_weights", "token_advantages
 
 
 def _check(sequences: Iterable[TrainSequence]) -> None:
-    """Refuse arrays of wrong length, which would shift all later sequences in a pack."""
+    """Refuse arrays of wrong length, which would shift all later sequences in a pack, and sampling masks of
+    other responses."""
     for number, s in enumerate(sequences):
         if not len(s.prompt_token_ids) or not len(s.response_token_ids):
             raise ValueError(
@@ -455,6 +459,7 @@ def _check(sequences: Iterable[TrainSequence]) -> None:
                     f"sequence {number}: {name} has {len(values)} entries for "
                     f"{len(s.response_token_ids)} response tokens; it needs one for each"
                 )
+        check_mask(s, number)
         if s.routed_experts is not None and len(s.routed_experts) != s.num_tokens - 1:
             raise ValueError(
                 f"sequence {number}: routed_experts has {len(s.routed_experts)} entries for {s.num_tokens} "

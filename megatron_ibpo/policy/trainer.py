@@ -50,6 +50,7 @@ from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import Cut, MicroBatch, MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.policy.reference import Reference
 from megatron_ibpo.policy.routing_replay import CHANGED, CHOICES, LIVE, RoutingReplay
+from megatron_ibpo.policy.sampling_masks import check_ids
 
 
 def _as_it_is(loss: Loss) -> Loss:
@@ -156,7 +157,7 @@ class Trainer:
     def _packed(self, micro_batches: Sequence[MicroBatch]) -> list[PackedArrays]:
         """Return the packed micro-batches, with the experts that this rank's routers must choose for
         sequences that have them."""
-        packs = packed(micro_batches)
+        packs = self._checked(micro_batches)
         if self.routing is None:
             return packs
         return [
@@ -166,9 +167,20 @@ class Trainer:
             for arrays in packs
         ]
 
+    def _checked(self, micro_batches: Sequence[MicroBatch]) -> list[PackedArrays]:
+        """Return the packed micro-batches.
+
+        Raises:
+            ValueError: an id of a sampling mask that the model does not have.
+        """
+        packs = packed(micro_batches)
+        for arrays in packs:
+            check_ids(arrays.sampling_mask_R, self.vocab_size)
+        return packs
+
     def _logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, Floats]]:
         """Return log-probs as `infer` does; routers choose freely."""
-        packs = packed(micro_batches)
+        packs = self._checked(micro_batches)
         return infer(self.chunks, packs, self._logprob_output, self.world.device, self._processor)
 
     def _with_old_logprobs(self, packs: Sequence[PackedArrays], cut: Cut) -> list[PackedArrays]:
@@ -315,6 +327,7 @@ class Trainer:
             "targets_N": batch.rows.targets_N,
             "response_mask_N": batch.rows.response_mask_N.bool(),
             "temperature_N": batch.rows.temperature_of_row(),
+            "sampling_sets": batch.rows.sampling_sets,
             "backend": self.loss_backend.name,
         }
         if self.config.loss.fuse_lm_head:

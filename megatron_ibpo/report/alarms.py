@@ -132,24 +132,24 @@ def step_alarms(
     return alarms
 
 
-def rounding_bound(config: Config) -> float | None:
+def rounding_bound(config: Config, *, replays_mask: bool = False) -> float | None:
     """Return the mean |Δ log-prob| per token that precision may cause. None if trainer and engine differ for
     other reasons too: samples of older weights, a truncated distribution or quantized numbers.
 
     Args:
         config: configuration of a run, fully resolved.
+        replays_mask: the engine recorded what top-k and top-p left, so that the trainer truncates alike.
     """
     rollout, loss = config.rollout, config.loss
     one_policy = not rollout.max_staleness and (
         loss.old_logprobs == "recompute" or loss.num_steps_per_rollout == 1
     )
-    top_p = [rollout.rollout_top_p, *rollout.rollout_top_p_cycle]
-    top_k = [rollout.rollout_top_k, *rollout.rollout_top_k_cycle]
+    truncated = bool(rollout.truncation) and not replays_mask
     quantized = {"quantization", "kv_cache_dtype", "fp8", "fp4"} & {
         *named_values(rollout.vllm_arg),
         *named_values(config.model.model_override),
     }
-    if not one_policy or quantized or min(top_p) < 1 or max(top_k) > 0:
+    if not one_policy or quantized or truncated:
         return None
     coarser = "bfloat16" if config.model.bf16 else rollout.vllm_dtype
     return ROUNDING_BOUNDS[coarser]

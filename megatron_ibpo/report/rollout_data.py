@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ibpo.basics.mask_encoding import decoded_mask, encoded_mask
 from megatron_ibpo.basics.records import (
     Correction,
     ExpertIds,
@@ -213,6 +214,11 @@ def _sample_to_json(
         content = _without(content, "routed_experts")
     else:
         content["routed_experts"] = _packed(sample.routed_experts)
+    if sample.sampling_mask is None:
+        content = _without(content, "sampling_mask")
+    else:
+        packed = encoded_mask(sample.sampling_mask, sample.token_ids)
+        content["sampling_mask"] = base64.b64encode(packed).decode("ascii")
     if np.array_equal(sample.prompt_token_ids, usual_prompt):
         content["prompt_token_ids"] = None
     if sample.loss_mask.all():
@@ -229,6 +235,9 @@ def _sample_from_json(item: dict[str, Any], index: int, usual_prompt: TokenIds) 
     own_prompt, mask = sample.get("prompt_token_ids"), sample.get("loss_mask")
     sample["prompt_token_ids"] = usual_prompt if own_prompt is None else token_ids(own_prompt)
     sample["token_ids"] = token_ids(sample["token_ids"])
+    if "sampling_mask" in sample:
+        packed = base64.b64decode(sample["sampling_mask"], validate=True)
+        sample["sampling_mask"] = decoded_mask(packed, sample["token_ids"])
     sample["logprobs"] = np.asarray(sample["logprobs"], np.float32)
     sample["loss_mask"] = np.ones(len(sample["token_ids"]), bool) if mask is None else np.asarray(mask, bool)
     sample["versions"] = tuple((first, version) for first, version in sample["versions"])
@@ -329,7 +338,8 @@ def keep_samples(
     decode: Callable[[TokenIds], str],
     sequences: Sequence[TrainSequence],
 ) -> None:
-    """Write the first groups of a step with what was trained on, without the choices of routers.
+    """Write the first groups of a step with what was trained on, without the choices of routers and sampling
+    masks.
 
     Raises:
         TypeError: a prompt's metadata holds what JSON cannot keep.
@@ -346,11 +356,13 @@ def _first_groups(groups: Sequence[Group]) -> list[Group]:
         if tokens >= TOKENS_PER_STEP:
             break
         tokens += sum(len(sample.prompt_token_ids) + len(sample.token_ids) for sample in group.samples)
-        corrections = [replace(one, response=_without_routing(one.response)) for one in group.corrections]
-        responses = list(map(_without_routing, group.responses))
+        corrections = [
+            replace(one, response=_without_engine_records(one.response)) for one in group.corrections
+        ]
+        responses = list(map(_without_engine_records, group.responses))
         kept.append(replace(group, responses=responses, corrections=corrections))
     return kept
 
 
-def _without_routing(sample: Sample) -> Sample:
-    return sample if sample.routed_experts is None else replace(sample, routed_experts=None)
+def _without_engine_records(sample: Sample) -> Sample:
+    return replace(sample, routed_experts=None, sampling_mask=None)

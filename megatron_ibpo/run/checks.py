@@ -7,6 +7,7 @@ from megatron_ibpo.basics.versions import missing
 from megatron_ibpo.config import EVAL_PRESETS, Config, ConfigError, as_specs, check_config, eval_sampling
 from megatron_ibpo.credit import CRITIC, check_credit, find_group_filter, find_operator
 from megatron_ibpo.engines.registry import check_engine, check_limits
+from megatron_ibpo.engines.truncation import check_truncation, variant_readers
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.rewards import reward_functions
 
@@ -84,7 +85,10 @@ def doubtful_settings(config: Config) -> list[str]:
 
 
 def _check(config: Config, *more: Callable[[Config], object], trains: bool = True) -> None:
-    check_config(config, [*_WITHOUT_TORCH, partial(check_limits, trains=trains), *more], trains=trains)
+    checks: list[Callable[[Config], object]] = [*_WITHOUT_TORCH, partial(check_limits, trains=trains)]
+    if trains:
+        checks.append(check_truncation)
+    check_config(config, [*checks, *more], trains=trains)
 
 
 def _check_corrected_evaluation(config: Config) -> None:
@@ -120,6 +124,7 @@ def _check_loss(config: Config) -> None:
     from megatron_ibpo.policy.loss_objective import check_loss
 
     check_loss(config.loss)
+    check_truncation(config, variant_readers(config))
     variant, _ = resolve_variant(config.loss.loss_variant)
     if config.algorithm.advantages == CRITIC and not variant.takes_token_advantages:
         raise ValueError(

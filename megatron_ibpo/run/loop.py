@@ -23,6 +23,7 @@ from megatron_ibpo.credit import (
 )
 from megatron_ibpo.credit.break_even import composition_counts, learns_from_corrections
 from megatron_ibpo.engines.probe import IdleEngine, compare_probes, probe
+from megatron_ibpo.engines.truncation import check_recorded
 from megatron_ibpo.journal import Journal
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.report import (
@@ -173,10 +174,16 @@ class Run:
         return groups
 
     def credit(self, groups: list[Group]) -> Credit:
-        """Turn the groups into training sequences with advantages and weights."""
+        """Turn the groups into training sequences with advantages and weights.
+
+        Raises:
+            ValueError: recorded samples that the loss cannot use (`check_recorded`).
+        """
         self._lay_engines_to_sleep()  # credit may need the policy or the critic, and training follows
         with self.stages("credit"):
             credit = self._surviving(lambda: assign_credit(groups, self._context()))
+        if not self.config.run.debug_rollout_only:
+            check_recorded(self.config, credit.sequences)
         self._count_passes()
         self._remember(self.progress.step, credit)
         return credit
@@ -296,7 +303,8 @@ class Run:
             if self.engines is not None:
                 alive, engines = self.engines.alive, self.engines.count
                 metrics = metrics | {"engines": float(engines), "engines_alive": float(alive)}
-                if (bound := rounding_bound(self.config)) is not None:
+                masked = any(sequence.sampling_mask is not None for sequence in credit.sequences)
+                if (bound := rounding_bound(self.config, replays_mask=masked)) is not None:
                     metrics["logprob_diff_bound"] = bound
             metrics = self.rollouts.metrics() | credit.metrics | metrics | self.cost.spent.metrics()
             metrics |= self._by_source(groups) | self._premise(groups, credit.sequences)

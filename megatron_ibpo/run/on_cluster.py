@@ -25,7 +25,8 @@ from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.engines import EngineLostError
-from megatron_ibpo.engines.registry import check_model
+from megatron_ibpo.engines.registry import check_model, sampling_mask_obstacle
+from megatron_ibpo.engines.truncation import all_readers, check_truncation
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.models import ModelShape, least_world, read_hf_config
@@ -63,6 +64,7 @@ class OnCluster:
         """Start trainers with their model; engines and verifiers are still starting when this returns."""
         placement = placed_within(self.node_wait, lambda: _placed(inputs.config))
         config = _on_devices(inputs.config, placement, point.shape)
+        check_truncation(config, all_readers(config), on_gpu=placement.on_gpu)
         verifiers = stack.enter_context(Verifiers(inputs.pool, placement.nodes, config.data, inputs.rm_types))
         environments = _environments(inputs, placement, stack)
         group = stack.enter_context(reserved(placement))
@@ -70,7 +72,12 @@ class OnCluster:
         stack.callback(trainers.close)
         engines = None
         if placement.engines:
-            engines = _launch_engines(config, point.hf_dir, trainers, placement, group, stack)
+            records = bool(config.rollout.truncation) and not sampling_mask_obstacle(
+                config, on_gpu=placement.on_gpu
+            )
+            engines = _launch_engines(
+                config, point.hf_dir, trainers, placement, group, stack, records_sampling_mask=records
+            )
         trainers.locate()
         from megatron_ibpo.plan.node_memory import check_main_memory  # imports torch
 
@@ -308,13 +315,20 @@ def _launch_engines(
     placement: Placement,
     group: Any,
     stack: ExitStack,
+    *,
+    records_sampling_mask: bool = False,
 ) -> Engines:
     """Launch the engines' processes without waiting for them."""
     rollout = config.rollout
     check_model(rollout, read_hf_config(hf_dir), on_gpu=placement.on_gpu)
     transport = choose_transport(on_gpu=placement.on_gpu, colocate=rollout.colocate)
     settings = engine_settings(
-        rollout, hf_dir, transport, gpus=(), num_threads=environment_number("OMP_NUM_THREADS", 1, least=1)
+        rollout,
+        hf_dir,
+        transport,
+        gpus=(),
+        num_threads=environment_number("OMP_NUM_THREADS", 1, least=1),
+        records_sampling_mask=records_sampling_mask,
     )
     engines = Engines(
         trainers,

@@ -21,6 +21,7 @@ from megatron_ibpo.credit import (
 )
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.engines import AsyncEngine
+from megatron_ibpo.engines.truncation import all_readers
 from megatron_ibpo.evaluate import (
     Asked,
     Corrector,
@@ -147,6 +148,7 @@ def open_rollouts(
         prefix_caching=engines.prefix_caching,
         revive=engines.revive,
         episodes=episodes,
+        needs_masks=memory is not None and bool(all_readers(config)),
     )
     with sampler:
         yield LiveRollouts(config, data, engines, sampler, memory, state or {})

@@ -22,6 +22,7 @@ from megatron_ibpo.basics.records import (
     no_expert,
     token_ids,
 )
+from megatron_ibpo.basics.sampling_mask import SamplingMask, concatenated, unrestricted
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import EnvironmentConfig
 from megatron_ibpo.environments import Chat, EpisodeFaultError, EpisodeScore, Message, Session, Sessions
@@ -188,19 +189,25 @@ class Transcript:
         if turn.routed_experts is not None:
             sample.routed_experts = _joined(sample.routed_experts, turn.routed_experts)
         self.counts["turns"] += 1
-        self._append(turn.token_ids, turn.logprobs, turn.loss_mask)
+        self._append(turn.token_ids, turn.logprobs, turn.loss_mask, turn.sampling_mask)
 
     def answer(self, ids: TokenIds) -> None:
         """Append the environment's answer, with the start of the policy's next turn."""
-        self._append(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), bool))
+        self._append(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), bool), None)
 
     def count(self, message: Message) -> None:
         """Count the calls of tools in a message."""
         self.counts["tool_calls"] += len(message.get("tool_calls") or ())
         self.counts["malformed_calls"] += len(message.get("malformed_tool_calls") or ())
 
-    def _append(self, ids: TokenIds, logprobs: np.ndarray, mask: np.ndarray) -> None:
-        sample = self.sample
+    def _append(
+        self, ids: TokenIds, logprobs: np.ndarray, mask: np.ndarray, sampling_mask: SamplingMask | None
+    ) -> None:
+        sample, length = self.sample, len(self.sample.token_ids)
+        if sample.sampling_mask is not None or sampling_mask is not None:
+            earlier = unrestricted(length) if sample.sampling_mask is None else sample.sampling_mask
+            added = unrestricted(len(ids)) if sampling_mask is None else sampling_mask
+            sample.sampling_mask = concatenated([earlier, added])
         sample.token_ids = np.concatenate([sample.token_ids, ids])
         sample.logprobs = np.concatenate([sample.logprobs, logprobs])
         sample.loss_mask = np.concatenate([sample.loss_mask, mask])

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, TokenIds
+from megatron_ibpo.basics.sampling_mask import concatenated, unrestricted
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.rewards import Verifier
@@ -34,22 +35,18 @@ def group_requests(
         attempt: number of earlier requests for these prompts; each attempt has other seeds.
         prompt_ids: (prompt, number of the sample) → token ids to sample from; None: the prompt's own.
     """
+    temperatures = rollout.rollout_temperature_cycle or (rollout.rollout_temperature,)
     return [
         SampleRequest(
             prompt.token_ids if prompt_ids is None else prompt_ids(prompt, sample),
             derive_seed("sample", seed, step, prompt.index, sample, *([attempt] if attempt else [])),
             rollout.rollout_max_response_len,
-            _in_turn(rollout.rollout_temperature_cycle, sample, rollout.rollout_temperature),
-            _in_turn(rollout.rollout_top_p_cycle, sample, rollout.rollout_top_p),
-            _in_turn(rollout.rollout_top_k_cycle, sample, rollout.rollout_top_k),
+            temperatures[sample % len(temperatures)],
+            *rollout.top_p_and_k(sample),
         )
         for prompt in prompts
         for sample in range(rollout.n_samples_per_prompt)
     ]
-
-
-def _in_turn(cycle: Sequence[T], sample: int, otherwise: T) -> T:
-    return cycle[sample % len(cycle)] if cycle else otherwise
 
 
 def with_beginning(sample: Sample, begun: int) -> Sample:
@@ -63,6 +60,7 @@ def with_beginning(sample: Sample, begun: int) -> Sample:
         return sample
     cut = len(sample.prompt_token_ids) - begun
     (_, version), *later = sample.versions
+    mask = sample.sampling_mask
     return replace(
         sample,
         prompt_token_ids=sample.prompt_token_ids[:cut],
@@ -70,6 +68,7 @@ def with_beginning(sample: Sample, begun: int) -> Sample:
         logprobs=np.concatenate([np.zeros(begun, np.float32), sample.logprobs]),
         loss_mask=np.concatenate([np.zeros(begun, bool), sample.loss_mask]),
         versions=((0, version), *((first + begun, newer) for first, newer in later)),
+        sampling_mask=None if mask is None else concatenated([unrestricted(begun), mask]),
     )
 
 

@@ -101,6 +101,7 @@ class Sampler:
         prefix_caching: bool = True,
         revive: Revive | None = None,
         episodes: Episodes | None = None,
+        needs_masks: bool = False,
     ) -> None:
         """Start with all engines alive.
 
@@ -111,6 +112,8 @@ class Sampler:
             revive: replaces an engine that died. Without it, or when it raises, sampling ends with the error,
                 except that after EngineLostError the other engines continue.
             episodes: plays the episodes of prompts with an environment; None: no prompt has one.
+            needs_masks: training needs the sampling mask of samples that top-k or top-p restricted, also
+                where a method of the user's asks for them.
         """
         self.version = 0
         """Policy version whose weights, or later ones, the engines must have. Set by the owner of the
@@ -122,6 +125,7 @@ class Sampler:
         self._prefix_caching = prefix_caching
         self._revive = revive
         self._episodes = episodes
+        self._needs_masks = needs_masks
         self._numbers = itertools.count()
         self._homeless: list[_Open] = []
         """Requests that wait until an engine is alive again."""
@@ -236,7 +240,7 @@ class Sampler:
 
         Raises:
             ValueError: a prompt is empty or leaves no room for a response.
-            EngineError: an engine refused, or died and cannot be replaced.
+            EngineError: an engine refused, died and cannot be replaced, or lacks a mask that is needed.
         """
         for request in requests:
             _check_prompt(request, self._max_context)
@@ -255,6 +259,11 @@ class Sampler:
                 sample = await self._episode(prompt, request, engines[index], held_out)
             else:
                 sample = with_beginning(await asked[index], request.begun)
+            if self._needs_masks and not held_out and request.is_cut and sample.sampling_mask is None:
+                raise EngineError(
+                    "the engine does not record what top-k and top-p left, and the loss reads its log-probs; "
+                    "sample without top-k and top-p, or drop what reads them (docs/loss_variants.md)"
+                )
             await self._score(prompt, sample)
             if each is not None:
                 each(index, sample)

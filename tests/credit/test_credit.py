@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import make_tiny_tokenizer
 
-from megatron_ibpo.basics.records import Group
+from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
+from megatron_ibpo.basics.sampling_mask import sampling_mask
 from megatron_ibpo.config import PRESETS, RolloutConfig
 from megatron_ibpo.credit import (
     CRITIC,
@@ -26,11 +27,13 @@ from megatron_ibpo.credit import (
 )
 from megatron_ibpo.credit.estimators import group_z_score, maxrl
 from megatron_ibpo.credit.pairing import draw_references
+from megatron_ibpo.credit.train_sequences import plain_prompt_sequences, train_sequences
 from megatron_ibpo.data import DataError, PromptSuffixes
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling.requests import group_requests
+from support.samples import sample_of
 
 from support.credit_cases import (  # isort: skip
     EOS, RIGHT, Loop, algorithm, by_kind, candidates, context, correct_groups, correction, fix_last, group,
@@ -569,3 +572,15 @@ def test_a_response_is_trained_on_as_it_was_sampled_and_corrected_as_the_questio
     assert loop.asked == [(1, 5, 90, 14, 90, *RIGHT, 27)]
     (request,) = loop.requests
     assert (request.max_tokens, request.temperature, request.top_p, request.top_k) == (7, 0.9, 0.8, 20)
+
+
+def test_a_sampling_mask_goes_with_its_sample_but_not_behind_another_prompt():
+    mask = sampling_mask([[4], [5, 6]])
+    given, behind = (sample_of(ids, [4, 5], sampling_mask=mask, reward=1.0) for ids in ([1, 2], [1, 9, 2]))
+    whole = Group(Prompt(0, token_ids([1, 2]), 1, "", "", ""), [given], [Correction(0, (), behind)])
+    (own,) = train_sequences(whole, 0, "response", [(given, 1.0, 1.0, None)], 1.0)
+    (corrected,) = train_sequences(whole, 0, "correction", [(behind, 1.0, 1.0, None)], 1.0)
+    assert own.sampling_mask is corrected.sampling_mask is mask
+    (joined,) = plain_prompt_sequences(whole, 0, [1.0], [1.0], 1.0)
+    assert joined.off_policy
+    assert joined.sampling_mask is None

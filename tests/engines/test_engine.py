@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,13 @@ from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.engines.probe import Probe, compare_probes, probe
 from megatron_ibpo.engines.vllm.engine import _environment
-from megatron_ibpo.engines.vllm.engine_process import SamplingEngine, _device_arguments, _engine_args
+from megatron_ibpo.engines.vllm.engine_process import (
+    Refusal,
+    SamplingEngine,
+    _device_arguments,
+    _engine_args,
+)
+from megatron_ibpo.engines.vllm.messages import Asked
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
 from megatron_ibpo.weights.transfer import gloo
 from megatron_ibpo.weights.transfer.update_order import choose_transport
@@ -157,6 +164,59 @@ def test_on_gpus_vllm_records_routing_and_compiles_nothing(settings, tmp_path, m
     assert "gdn_prefill_backend" not in _device_arguments(on_gpu)
 
 
+@pytest.mark.engine
+def test_on_gpus_vllm_records_what_top_k_and_top_p_left_and_it_comes_with_the_tokens(settings):
+    """Not run on a GPU: the output is made of vLLM's own classes, its engine is a mock."""
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, SamplingMask, WeightVersionSpan
+
+    own = replace(settings("dense 0"), records_sampling_mask=True)
+    assert _device_arguments(own)["return_sampling_mask"]
+    assert _engine_args(own).return_sampling_mask
+    for without in (settings("dense 0"), replace(settings("dense 0", "gloo"), records_sampling_mask=True)):
+        assert not _engine_args(without).return_sampling_mask
+    engine = SamplingEngine.__new__(SamplingEngine)
+    llm: Any = mock.Mock()
+    engine._llm, engine._settings, engine._updates, engine.paused = llm, own, 0, False
+    engine._version = "0"
+    greedy, cut, whole, only_p = (
+        Asked(number, SampleRequest(token_ids([5]), 1, 2, temperature, top_p, top_k))
+        for number, (temperature, top_p, top_k) in enumerate(
+            ((0, 1, -1), (1, 0.8, 20), (1, 1, -1), (1, 0.8, -1))
+        )
+    )
+    engine.submit(0, [greedy, cut])
+    asked = [call.args[2] for call in llm.add_request.call_args_list]
+    assert [(params.temperature, params.top_p, params.top_k) for params in asked] == [(1, 1, 1), (1, 0.8, 20)]
+    for refused in (whole, only_p):
+        with pytest.raises(Refusal, match="only of requests with top-k"):
+            engine.submit(0, [cut, refused])
+    assert llm.add_request.call_count == 2, "none of a refused call is added"
+
+    def finished(sets):
+        mask = None if sets is None else SamplingMask(sets)
+        spans = [WeightVersionSpan("0", 0, 2), WeightVersionSpan("1", 2, 3)]
+        completion = CompletionOutput(
+            0, "", [7, 9, 7], -1.5, FlatLogprobs(logprobs=[-0.5] * 3), finish_reason="length",
+            weight_versions=spans, sampling_mask=mask,
+        )  # fmt: skip
+        llm.step.return_value = [
+            SimpleNamespace(finished=True, request_id="4", prompt_token_ids=[5], outputs=[completion])
+        ]
+        return engine.step()
+
+    (done,) = pickle.loads(pickle.dumps(finished([[7, 3], [9], [7, 8, 200]])))
+    assert [own.tolist() for own in map(done.sampling_mask.__getitem__, range(3))] == [
+        [3, 7],
+        [9],
+        [7, 8, 200],
+    ]
+    assert (done.token_ids.tolist(), done.versions) == ([7, 9, 7], ((0, 0), (2, 1)))
+    for sets in (None, [[7], [9]], [[7], [9], [7], [7]], [[7], [8], [7]]):
+        with pytest.raises(RuntimeError, match=r"vLLM's sampling mask of . sets"):
+            finished(sets)
+
+
 def test_what_vllm_or_this_project_cannot_take_is_refused(settings):
     for checkpoint, transport, argument, says in (
         ("dense 0", "ipc", "enable_expert_paralel=true", "did you mean 'enable_expert_parallel'"),
@@ -165,6 +225,14 @@ def test_what_vllm_or_this_project_cannot_take_is_refused(settings):
         ("dense 0", "ipc", "max_model_len=100", "use --rollout-max-context-len"),
         ("dense 0", "ipc", "logprobs_mode=raw_logprobs", "this project sets it"),
         ("dense 0", "ipc", "enforce_eager", "name=value"),
+        ("dense 0", "ipc", "return_sampling_mask=true", "use --rollout-top-k"),
+        (
+            "dense 0",
+            "ipc",
+            "override_generation_config={top_k: 20}",
+            "use --rollout-temperature, --rollout-top-p",
+        ),
+        ("dense 0", "ipc", "generation_config=elsewhere", "this project sets it"),
         ("next 0", "ipc", "enable_return_routed_experts=true", "use --use-rollout-routing-replay"),
         # weights that vLLM quantizes before it loads them
         ("dense 0", "ipc", "quantization=awq", r"quantization=awq: .* trainers send unquantized ones"),

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from megatron_ibpo.basics.records import SampleRequest, token_ids
+from megatron_ibpo.basics.sampling_mask import unrestricted
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.engines import EngineError
 from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weights
@@ -114,6 +115,66 @@ def test_tokens_come_as_often_as_the_distribution_says(engine, checkpoint, cut, 
     assert (np.abs(counts - 4000 * left) <= 4 * np.sqrt(4000 * left * (1 - left)) + 1).all()
     for sample in drawn[:50]:
         assert sample.logprobs[0] == pytest.approx(np.log(left[sample.token_ids[0]]), abs=1e-5)
+
+
+def nucleus(logits, request):
+    """Return the ids that top-k and top-p leave, by trying them one after the other; None if rounding may
+    decide about one."""
+    chances = (logits.double() / request.temperature).softmax(-1).tolist()
+    order = sorted(range(len(chances)), key=lambda token: -chances[token])
+    order = order[: request.top_k] if request.top_k > 0 else order
+    whole, mass, kept = sum(chances[token] for token in order), 0.0, []
+    for token in order:
+        if abs(mass / whole - request.top_p) < 1e-4:
+            return None
+        if mass / whole >= request.top_p:
+            break
+        kept.append(token)
+        mass += chances[token]
+    return sorted(kept)
+
+
+def test_a_mask_holds_the_ids_over_which_each_log_prob_is_normalised(engine, checkpoint):
+    both, greedy = {"top_p": 0.9, "top_k": 20}, {"temperature": 0.0, "top_p": 0.5}
+    cuts = ({"top_k": 3}, {"top_p": 0.5}, both, {"top_p": 0.95}, {}, greedy)
+    asked = [
+        replace(request, **{"temperature": 1.5} | cut)
+        for request, cut in zip(make_requests(24, seed=5), cuts * 4, strict=True)
+    ]
+    tried = 0
+    for request, sample in zip(asked, engine.generate(asked), strict=True):
+        mask, logits = sample.sampling_mask, reference(checkpoint, request, sample.token_ids)
+        assert (mask is not None) == request.is_cut, "greedy samples are not cut, as in vLLM"
+        mask = unrestricted(len(sample.token_ids)) if mask is None else mask
+        assert len(mask) == len(sample.token_ids)
+        logprobs = (logits / (request.temperature or 1.0)).log_softmax(-1)
+        for place, (token, own) in enumerate(zip(sample.token_ids, logprobs, strict=True)):
+            left = mask[place].tolist() or list(range(64))
+            assert token in left
+            assert sample.logprobs[place] == pytest.approx(
+                float(own[token] - own[left].logsumexp(0)), abs=1e-5
+            )
+            if request.is_cut and (wanted := nucleus(logits[place], request)) is not None:
+                tried += 1
+                assert left == wanted, (request, place)
+    assert tried > 150
+
+
+def test_tokens_as_likely_as_the_last_of_top_k_are_in_the_mask(checkpoint):
+    shape = read_hf_config(checkpoint)
+    weights = dict(checkpoint_weights(shape, checkpoint))
+    weights["lm_head.weight"][1::2] = weights["lm_head.weight"][::2]  # pairs of equal tokens
+    engine = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=64)
+    engine.load(iter(weights.items()), 0)
+    for sample in engine.generate([replace(request, top_k=1) for request in make_requests(5, seed=6)]):
+        assert (sample.sampling_mask.counts == 2).all()
+        assert sample.logprobs == pytest.approx(np.log(0.5), abs=1e-6)
+        assert (sample.sampling_mask.token_ids[::2] // 2 == sample.token_ids // 2).all()
+
+
+def test_a_position_of_which_nothing_was_cut_has_no_ids(engine):
+    (sample,) = engine.generate([SampleRequest(token_ids([5, 6, 7]), 0, 20, temperature=2.0, top_k=64)])
+    assert not sample.sampling_mask.counts.any()
 
 
 def test_asked_from_an_event_loop_it_gives_all_under_their_numbers(engine):

@@ -6,7 +6,15 @@ import sys
 import pytest
 
 from support.kernel_cases import *  # noqa: F403
-from support.kernel_cases import BY_PLACE_NAME, KINDS, check_layout, check_variant, make_batch, run
+from support.kernel_cases import (
+    BY_PLACE_NAME,
+    KINDS,
+    check_layout,
+    check_set_layout,
+    check_variant,
+    make_batch,
+    run,
+)
 from support.paths import ROOT
 
 pytestmark = pytest.mark.kernel
@@ -39,3 +47,4 @@ def test_the_documented_variants_are_the_same_in_torch_and_by_the_kernel(name, t
 def test_the_kernels_of_every_rank_together_equal_one_process(world):
     """tests/loss/test_linear_loss.py takes every variant in torch."""
     check_layout(world, "triton", 2, 2, (*KINDS, BY_PLACE_NAME))
+    check_set_layout(world, "triton", 2, 2, ("gspo",))

@@ -14,15 +14,26 @@ from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from megatron_ibpo.basics.records import Sample
+from megatron_ibpo.basics.mask_encoding import decoded_mask, encoded_mask
+from megatron_ibpo.basics.records import Sample, token_ids
+from megatron_ibpo.basics.sampling_mask import SamplingMask, sampling_mask
 from megatron_ibpo.journal import DroppedGroup, Journal, JournalError, Recovered, read_journal, writer
-from megatron_ibpo.journal.entries import ClosedBatch, ClosedGroup, Sampled, SampleKey, decode, encode
+from megatron_ibpo.journal.entries import (
+    ClosedBatch,
+    ClosedGroup,
+    MalformedEntryError,
+    Sampled,
+    SampleKey,
+    decode,
+    encode,
+)
 from megatron_ibpo.journal.framing import Damage
 from megatron_ibpo.journal.recovery import entries
 from support.journals import KEEP, append, group, make_sample, response
@@ -36,6 +47,8 @@ def bits_of(sample):
 def exactly(value):
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, SamplingMask):
+        return exactly(value.token_ids), exactly(value.offsets)
     return struct.pack("<d", value) if isinstance(value, float) else repr(value)  # NaNs, too
 
 
@@ -62,10 +75,12 @@ def three_steps(tmp_path):
 
 
 int64 = st.integers(-(2**63), 2**63 - 1)
+any_id = st.integers(0, 5) | st.integers(0, 2**31 - 1)
 any_sample = st.integers(0, 9).flatmap(
     lambda length: st.builds(
         Sample,
-        prompt_token_ids=arrays(np.int32, st.integers(0, 5)), token_ids=arrays(np.int32, length),
+        prompt_token_ids=arrays(np.int32, st.integers(0, 5)),
+        token_ids=arrays(np.int32, length, elements=st.integers(-1, 5) | st.integers(-(2**31), 2**31 - 1)),
         logprobs=arrays(np.uint32, length).map(lambda bits: bits.view(np.float32)),  # every infinity and NaN
         loss_mask=arrays(bool, length), finish_reason=st.sampled_from(["stop", "length"]),
         temperature=st.floats(), index=int64, correct=st.booleans(), reward=st.none() | st.floats(),
@@ -75,6 +90,9 @@ any_sample = st.integers(0, 9).flatmap(
         routed_experts=st.none() | st.sampled_from([np.uint8, np.uint16]).flatmap(
             lambda dtype: arrays(dtype, st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 2)))
         ),
+        sampling_mask=st.none() | st.lists(
+            st.sets(any_id, max_size=4).map(list), min_size=length, max_size=length
+        ).map(sampling_mask),
     )
 )  # fmt: skip
 
@@ -84,6 +102,55 @@ def test_a_sample_comes_back_bit_for_bit(sample):
     key = SampleKey(2**40, 3, "correction", 7)
     back = decode(encode(Sampled(key, sample)))
     assert (back.key, bits_of(back.sample)) == (key, bits_of(sample))
+
+
+def test_entries_of_versions_without_masks_are_read_and_equal_those_of_today():
+    """They wrote an empty dictionary where there was routing and no details."""
+    plain = make_sample(1)
+    routed = replace(plain, routed_experts=np.zeros((2, 1, 1), np.uint8))
+    for sample, fields_written in ((plain, 11), (routed, 13)):
+        name, *key_and_fields = msgpack.unpackb(encode(Sampled(response(1), sample)))
+        assert len(key_and_fields) == 4 + fields_written
+        key_and_fields[15:16] = [{}] * (fields_written == 13)
+        old = decode(msgpack.packb([name, *key_and_fields]))
+        assert bits_of(old.sample) == bits_of(sample)
+
+
+@given(st.binary(), st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5).map(token_ids))
+@example(b"\x02\x80\x80\x80\x80\x08", token_ids([0]))  # the id 2**31
+@example(b"\x03\x04", token_ids([4]))  # an id twice
+@example(b"\x01", token_ids([-1]))
+def test_bytes_that_are_no_mask_are_refused_and_others_give_one_that_is_kept_alike(content, tokens):
+    try:
+        mask = decoded_mask(content, tokens)
+    except ValueError:
+        return
+    assert len(mask) == len(tokens)
+    assert exactly(decoded_mask(encoded_mask(mask, tokens), tokens)) == exactly(mask)
+
+
+def test_a_mask_of_another_response_is_not_written_and_one_that_is_no_mask_is_no_entry():
+    sample = make_sample(1)
+    count = len(sample.token_ids)
+    for wrong in (
+        sampling_mask([[1]] * (count + 1)),
+        SamplingMask(np.array([2, 1], np.int32), np.array([0, *[2] * count], np.int64)),
+        SamplingMask(np.array([-1], np.int32), np.array([0, *[1] * count], np.int64)),
+        SamplingMask(np.array([1], np.int64), np.array([0, *[1] * count], np.int64)),
+    ):
+        with pytest.raises(TypeError, match="sampling mask"):
+            encode(Sampled(response(1), replace(sample, sampling_mask=wrong)))
+    masked = encode(Sampled(response(1), replace(sample, sampling_mask=sampling_mask([[1, 2]] * count))))
+    fields_written = msgpack.unpackb(masked)
+    for content in (b"\x80", b"\x7f", 7, "text", [1], b""):
+        with pytest.raises(MalformedEntryError):
+            decode(msgpack.packb([*fields_written[:-1], content]))
+
+
+def test_a_certain_token_takes_one_byte_and_another_id_of_a_large_vocabulary_three_more():
+    tokens, alone = token_ids([151_935] * 100), sampling_mask([[151_935]] * 100)
+    assert len(encoded_mask(alone, tokens)) == 100
+    assert len(encoded_mask(sampling_mask([[150_000, 151_935]] * 100), tokens)) == 400
 
 
 def test_batches_come_back_in_order_with_all_that_they_say(tmp_path):

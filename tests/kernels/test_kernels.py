@@ -62,6 +62,9 @@ def test_every_kernel_compiles_without_spills_and_within_its_budget(capability, 
     compiled = {report["kernel"] for report in found}
     for variant in VARIANTS:
         assert {f"segment_sums {variant}", f"token_coefficients {variant}"} <= compiled
+    assert {
+        f"set_{part} {dtype}" for part in ("statistics", "gradient") for dtype in ("bf16", "fp32")
+    } <= compiled
 
 
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -28,6 +28,7 @@ from megatron_ibpo.basics.entry_point import guarded
 from megatron_ibpo.basics.record_lines import append_record, append_whole, open_records, record_lines
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.basics.reward_value import LARGEST_REWARD
+from megatron_ibpo.basics.sampling_mask import sampling_mask
 from megatron_ibpo.config import ConfigError, EvalSampling, on_device
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import EvalSet, Evaluation, SetEvaluation
@@ -304,6 +305,7 @@ def recorded_group():
         "logprobs": np.array([-0.125, -0.3, -0.0], np.float32), "loss_mask": np.array([True, False, True]),
         "temperature": 5e-324, "versions": ((0, 3), (2, 4)), "reward_details": {"x": LARGEST_REWARD},
         "routed_experts": np.arange(12, dtype=np.uint16).reshape(3, 2, 2),
+        "sampling_mask": sampling_mask([[52, 7, 200], [], [52]]),
     }  # fmt: skip
     wrong = response("41", False, **own)
     right = response("42", True, index=1, reward=None, reward_error="timed out")
@@ -324,7 +326,8 @@ def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of
     recordings.keep_samples(tmp_path, 9, [group] * 3, lambda ids: "text", trained)
     step, groups, found = recordings.load_step(rollout_path(tmp_path / "samples", 9))
     assert step == 9
-    group.responses[0] = replace(group.responses[0], routed_experts=None)  # which takes most of the room
+    # which take most of the room
+    group.responses[0] = replace(group.responses[0], routed_experts=None, sampling_mask=None)
     assert exactly(groups) == exactly([group])
     assert found.keys() == {(0, "response", 0), (0, "response", 1)}
 
@@ -452,7 +455,10 @@ def test_a_run_that_differs_from_its_engine_beyond_rounding_is_told_at_once():
         "--max-staleness 1", "--rollout-top-p 0.9", "--rollout-top-k-cycle -1 20",
         "--vllm-arg quantization=fp8_per_channel", "--old-logprobs engine --num-steps-per-rollout 2",
     ):  # fmt: skip
-        assert rounding_bound(resolved(*flags.split())) is None
+        config = resolved(*flags.split())
+        assert rounding_bound(config) is None
+        truncated = "top" in flags  # the trainer then truncates alike, if the engine says how
+        assert rounding_bound(config, replays_mask=True) == (0.001 if truncated else None), flags
 
 
 def test_the_console_tells_failures_and_truncation_and_spells_that_lie_close_together_are_one():

@@ -6,7 +6,7 @@ import math
 import shutil
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -129,6 +129,35 @@ def test_a_run_that_goes_on_takes_up_the_order_of_data_where_it_was(whole, journ
     asked = {(r.prompt_token_ids.tobytes(), token_ids(written(r)).tobytes()) for r in steps.engines.asked}
     assert asked.isdisjoint((s.prompt_token_ids.tobytes(), s.token_ids.tobytes()) for s in left.values())
     assert len(left) > 4 * 3 or journal == "lost" or "--max-staleness" not in flags, "others had begun"
+
+
+def test_masks_reach_the_trainers_with_samples_of_older_weights_and_again_from_the_journal(tmp_path):
+    cut = ("--rollout-top-p-cycle", "1", "0.8", "--rollout-top-k", "9", "--use-tis", "--num-rollout", "6")
+    killed, _, steps = goes_on(tmp_path, (*AHEAD, "--keep-order", *cut), count=1)
+    assert steps.trainers.updates[0] == killed.trainers.updates[2]
+    for sequence in killed.trainers.updates[2]:
+        tokens, sets = sequence["response_token_ids"], sequence["sampling_mask"]
+        assert all(token in own for token, own in zip(tokens, sets, strict=True))
+    recorded = {
+        key: sample.sampling_mask for key, sample in read_journal(tmp_path / "journal", 2).samples.items()
+    }
+    assert recorded
+    assert None not in recorded.values()
+
+
+def test_samples_of_a_journal_without_masks_are_not_trained_on(tmp_path):
+    flags = ("--rollout-top-p", "0.8", "--num-rollout", "6", *EVERY_TWO)
+    with (
+        patch("support.live_loop.sampling_mask", lambda _: None),
+        live_run(config_of(tmp_path, *flags)) as killed,
+    ):
+        killed.take(3)
+    going_on = config_of(tmp_path, *flags, "--use-tis", "--load", str(tmp_path))
+    with (
+        live_run(going_on) as steps,
+        pytest.raises(ValueError, match=r"^--rollout-top-p with --use-tis: .* no record"),
+    ):
+        steps.take(1)
 
 
 @pytest.mark.parametrize("journal", ["kept", "lost"])

@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.basics.records import Group, Prompt, SampleRequest, token_ids
+from megatron_ibpo.basics.sampling_mask import sampling_mask
 from megatron_ibpo.config import EnvironmentConfig, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, assign_credit, credit_of, find_operator
+from megatron_ibpo.engines import EngineError
 from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore, Opening, Turn
 from megatron_ibpo.journal import Journal, SampleKey, read_journal
 from megatron_ibpo.sampling import Sampler
-from megatron_ibpo.sampling.episodes import Episodes, as_opened
+from megatron_ibpo.sampling.episodes import Episodes, Transcript, as_opened
 from megatron_ibpo.sampling.groups import GroupSampler, Rules
 from megatron_ibpo.sampling.journal_memory import JournalMemory
-from megatron_ibpo.sampling.requests import group_requests
+from megatron_ibpo.sampling.requests import group_requests, with_beginning
 from support.credit_cases import plain, template
+from support.samples import sample_of
 
 EOS, OPENS, ANSWERS, BEGINS = 0, 1, 2, 3
 """Ids of the chat format below: end of turn, start of the opening, of an answer, of the policy's turn."""
@@ -269,6 +272,53 @@ def test_no_id_of_an_earlier_turn_ever_changes(lengths, max_tokens):
     assert written_whole == [n + 1 for n in lengths][: len(asked) - is_cut]
     assert len(sample.logprobs) == len(sample.loss_mask) == len(sample.token_ids)
     assert sample.reward is not None
+
+
+def sets_of(sample):
+    return [sample.sampling_mask[t].tolist() for t in range(len(sample.token_ids))]
+
+
+def test_what_the_policy_did_not_write_is_not_restricted_by_a_mask():
+    masked = sample_of([1], [5, EOS], sampling_mask=sampling_mask([[6, 5], [EOS]]))
+    bare = replace(masked, sampling_mask=None)
+    for turns, wanted in (
+        ((masked, masked), [[5, 6], [EOS], [], [], [], [5, 6], [EOS]]),
+        ((masked, bare), [[5, 6], [EOS], [], [], [], [], []]),
+        ((bare, masked), [[], [], [], [], [], [5, 6], [EOS]]),
+    ):
+        script = Transcript(SampleRequest(token_ids([1]), 1, 20))
+        script.say(turns[0])
+        script.answer(token_ids([ANSWERS, 9, BEGINS]))
+        script.say(turns[1])
+        assert sets_of(script.sample) == wanted
+    begun = with_beginning(replace(masked, prompt_token_ids=token_ids([1, 2, 3])), 2)
+    assert (begun.token_ids.tolist(), sets_of(begun)) == ([2, 3, 5, EOS], [[], [], [5, 6], [EOS]])
+    script = Transcript(SampleRequest(token_ids([1]), 1, 20))
+    script.say(bare)
+    script.answer(token_ids([ANSWERS]))
+    assert script.sample.sampling_mask is None
+
+
+def test_a_sample_that_is_trained_on_is_refused_if_the_engine_cut_it_and_does_not_say_how():
+    """Also where a method of the user's asked for the cut."""
+    prompt = replace(prompt_of(), metadata={})
+
+    async def scored(prompt, sample): ...
+
+    def ask(*, needs_masks=True, held_out=False, **settings):
+        sampler = Sampler(
+            [SimulatedEngine(STEP, written)], scored, stall_timeout=1e6, needs_masks=needs_masks
+        )
+        requests = [SampleRequest(prompt.token_ids, 1, 9, **settings)]
+        return in_virtual_time(sampler.answer(prompt, requests, held_out=held_out))[0]
+
+    for cut in ({"top_p": 0.9}, {"top_k": 5}):
+        with pytest.raises(EngineError, match="does not record what top-k and top-p left"):
+            ask(**cut)
+        assert ask(**cut, needs_masks=False)
+        assert ask(**cut, held_out=True)
+        assert ask(**cut, temperature=0.0)
+    assert ask()
 
 
 ROLLOUT = RolloutConfig(rollout_batch_size=4, n_samples_per_prompt=4, rollout_max_response_len=400)

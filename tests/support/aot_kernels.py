@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_ibpo.kernels import logits_gradient, row_statistics, segment_loss
+from megatron_ibpo.kernels import logits_gradient, row_statistics, segment_loss, set_rows
 from megatron_ibpo.loss import VARIANTS, make_objective
 from megatron_ibpo.loss.objective import KL_ESTIMATORS
 from support.paths import ROOT
@@ -29,6 +29,7 @@ CAPABILITIES = (80, 90, 100)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 TYPES = {
     "targets_ptr": "*i64", "mask_ptr": "*i1", "cu_ptr": "*i32", "clipped_ptr": "*i1",
+    "ids_ptr": "*i32", "starts_ptr": "*i64", "stops_ptr": "*i64",
     "row_stride": "i64", "out_row_stride": "i64", "constant": "fp32", "kl_coef": "fp32",
 }  # fmt: skip
 """Of arguments that are not "*fp32" (…_ptr) or "i32"."""
@@ -97,12 +98,22 @@ def cases():
         kernel, warps = logits_gradient.logits_gradient_kernel, logits_gradient.NUM_WARPS
         plain["BLOCK"] = logits_gradient.BLOCK_V
         yield f"logits_gradient {dtype}", kernel, warps, plain, {**logits, "out_ptr": f"*{dtype}"}, 0
+        yield from set_cases(dtype)
     yield "combine", row_statistics.combine_kernel, 4, {"BLOCK": row_statistics.BLOCK_N}, {}, 0
     for variant, kl in [
         *((v, None) for v in VARIANTS),
         *((v, kl) for kl in KL_ESTIMATORS for v in ("gspo", "grpo")),
     ]:
         yield from segment_cases(variant, kl)
+
+
+def set_cases(dtype):
+    fixed, warps = {"TEMPERATURE_PER_ROW": True, "BLOCK": set_rows.BLOCK, "ENTROPY": True}, set_rows.NUM_WARPS
+    yield (
+        f"set_statistics {dtype}", set_rows.set_statistics_kernel, warps, fixed,
+        {"logits_ptr": f"*{dtype}"}, 0,
+    )  # fmt: skip
+    yield f"set_gradient {dtype}", set_rows.set_gradient_kernel, warps, fixed, {"out_ptr": f"*{dtype}"}, 0
 
 
 def segment_cases(variant, kl):

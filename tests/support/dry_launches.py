@@ -9,9 +9,10 @@ from triton.runtime import JITFunction, driver
 
 import megatron_ibpo.kernels.logits_gradient
 import megatron_ibpo.kernels.row_statistics
-import megatron_ibpo.kernels.segment_loss  # noqa: F401  here, before TRITON_INTERPRET is set
+import megatron_ibpo.kernels.segment_loss
+import megatron_ibpo.kernels.set_rows  # noqa: F401  here, before TRITON_INTERPRET is set
 from megatron_ibpo.loss import VARIANTS
-from support.kernel_cases import make_batch, options_for, run
+from support.kernel_cases import make_batch, options_for, restricted, run
 
 
 def launch_everything() -> int:
@@ -37,6 +38,8 @@ def launch_everything() -> int:
             "temperature": torch.ones(len(batch["advantages"])),
         }
         run(batch, torch.bfloat16, **options, **weights, inplace=True, kl_coef=0.1, ref_logprobs_N=old)
+    for dtype in (torch.float32, torch.bfloat16):
+        run(restricted("cpu"), dtype, backend="triton")
     return len(bound)
 
 

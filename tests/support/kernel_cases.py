@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ibpo.basics.sampling_mask import sampling_mask
 from megatron_ibpo.loss import LossRows, Variant, make_objective, packed_logprobs, resolve_variant
 from megatron_ibpo.loss.packed_rows import response_positions
 from megatron_ibpo.loss.segments import segment_loss
 from support import linear_cases
 from support.loss_calls import loss_of_logits
+from support.sampling_set_cases import as_sets, draw_sets
 
 LOSS_BOUND = 1e-6  # relative to the largest term in it (a log-prob for cispo and k1, about 1 for the others)
 GRADIENT_BOUND = 2e-6  # of the gradient in fp32, relative, in the Euclidean norm
@@ -127,6 +129,8 @@ def check_layout(world, backend, tp, cp, variants, **more):
     shard[:, : last - first] = batch["logits_NV"][:, first:last]
     batch |= {"logits_NV": shard, "tp_group": tensor_groups[part], "vocab_range": (first, last)}
     batch["cp_group"] = context_groups[place] if cp > 1 else None
+    if whole.get("sampling_sets"):
+        batch["sampling_sets"] = whole["sampling_sets"].of_rows(rows)
     for variant in variants:
         found, expected = one_loss(batch, variant, backend), one_loss(whole, variant, "torch")
         assert not found["gradient"][:, last - first :].any()
@@ -138,6 +142,15 @@ def check_layout(world, backend, tp, cp, variants, **more):
         same: list = [None] * world.size
         dist.all_gather_object(same, [found[name].tolist() for name in ("loss", "mean_log_ratio_S")])
         assert same == [same[0]] * world.size, f"{variant}: the same bits everywhere"
+
+
+def check_set_layout(world, backend, tp, cp, variants):
+    """As `check_layout`, with sampling sets of random ids, and of ids that are all on the first rank."""
+    targets = make_batch("cpu", lengths=WHOLE, vocab=VOCAB)["targets_N"]
+    low = targets % (VOCAB // tp)
+    for more in ({}, {"targets_N": low}):
+        ids = {**more, "sampling_sets": draw_sets(low if more else targets, VOCAB // tp if more else VOCAB)}
+        check_layout(world, backend, tp, cp, variants, **ids)
 
 
 every_kind = pytest.mark.parametrize("variant", KINDS)
@@ -314,13 +327,82 @@ def test_padded_vocabulary_takes_no_part(device):
         assert not found[1][:, 517:].any()
 
 
+def restricted(device, **shape):
+    """A batch with random sampling sets; one is longer than a block."""
+    batch = make_batch(device, **shape)
+    sets = draw_sets(batch["targets_N"], batch["logits_NV"].shape[1], largest=300)
+    return batch | {"sampling_sets": sets}
+
+
+@pytest.mark.parametrize("variant", ["gspo", "gmpo"])
+def test_sampling_sets(device, variant):
+    """Old log-probs near the truncated ones, so that ratios stay between the clips."""
+    batch = restricted(device)
+    batch["old_logprobs_N"] = packed_logprobs(
+        batch["logits_NV"], batch["targets_N"], sampling_sets=batch["sampling_sets"], backend="torch"
+    )[0] + 0.1 * torch.randn(ROWS, generator=torch.Generator().manual_seed(0)).to(device)
+    compare(batch, 10.0, **options_for(variant), temperature=torch.linspace(0.8, 1.2, 6).to(device))
+
+
+def test_sampling_sets_in_place_beside_padding(device):
+    batch = restricted(device)
+    _, expected, _ = run(batch, backend="triton")
+    padding = torch.full((ROWS, 67), 50.0, device=device)
+    padded = {**batch, "logits_NV": torch.cat([batch["logits_NV"], padding], 1)}
+    _, gradient, _ = run(padded, backend="triton", vocab_range=(0, 517), inplace=True)
+    assert torch.equal(gradient[:, :517], expected)
+    assert not gradient[:, 517:].any()
+
+
+def test_rows_without_a_set_have_the_same_bits(device):
+    batch = restricted(device)
+    sets = batch["sampling_sets"]
+    is_whole_N = (sets.starts_N == sets.stops_N) & (batch["response_mask_N"] > 0)
+    assert 0 < is_whole_N.sum() < ROWS
+    for dtype in (torch.float32, torch.bfloat16):
+        found = []
+        for own in (sets, None):
+            logits = batch["logits_NV"].to(dtype, copy=True).requires_grad_()
+            logprobs, entropy = packed_logprobs(
+                logits, batch["targets_N"], sampling_sets=own, backend="triton"
+            )
+            logprobs.sum().backward()
+            found.append((logprobs[is_whole_N], entropy[is_whole_N], logits.grad[is_whole_N]))
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_set_logits_far_apart_and_of_minus_infinity(device):
+    """Logits of a set that lie 1e4 apart in blocks of their own, and -inf among them."""
+    logits = torch.zeros(3, 517, device=device)
+    logits[0, 400], logits[1, 3], logits[2, 7] = 1e4, -1e4, -torch.inf
+    mask = sampling_mask([range(517), [3], [7, 8]])
+    targets = torch.tensor([400, 3, 8], device=device)
+    logprobs, entropy = packed_logprobs(
+        logits, targets, sampling_sets=as_sets(mask, device), backend="triton"
+    )
+    torch.testing.assert_close(logprobs, torch.zeros_like(logprobs))
+    torch.testing.assert_close(entropy, torch.zeros_like(entropy))
+
+
+def test_a_target_outside_its_set_is_named(device):
+    if device == "cuda":
+        pytest.skip("on GPUs the device asserts, which no test survives")
+    sets = as_sets(sampling_mask([[1, 2]]))
+    with pytest.raises(ValueError, match="target id 3 is outside the vocabulary of the logits, or not in"):
+        packed_logprobs(torch.zeros(1, 5), torch.tensor([3]), sampling_sets=sets, backend="triton")
+
+
+@pytest.mark.parametrize("with_sets", [False, True])
 @pytest.mark.parametrize("variant", ["dual-clip", "gmpo"])
-def test_the_fused_head_equals_the_loss_of_the_logits(device, variant):
+def test_the_fused_head_equals_the_loss_of_the_logits(device, variant, with_sets):
     """Compare fp32 by the kernels, in chunks that cut sequences, with the loss of the logits in fp64."""
     lengths, own = (1, 5, 17, 2, 30, 3), linear_cases.options_for(variant) | {"kl_coef": 0.05}
     low, exact = (
         linear_cases.batch_of(lengths, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)
     )
+    for batch in (low, exact) if with_sets else ():
+        batch["sampling_sets"] = draw_sets(batch["targets_N"], linear_cases.V)
     loss, hidden, weight, _ = linear_cases.fused(low, chunk=7, backend="triton", **own)
     exact_loss, exact_hidden, exact_weight, _ = linear_cases.plain(exact, backend="torch", **own)
     assert abs(loss.double() - exact_loss) <= 2e-6 * max(1.0, abs(exact_loss))

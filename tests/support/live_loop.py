@@ -14,6 +14,7 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 
+from megatron_ibpo.basics.sampling_mask import sampling_mask
 from megatron_ibpo.cluster.deaths import ProcessDiedError
 from megatron_ibpo.config import on_device
 from megatron_ibpo.policy.reports import About
@@ -82,7 +83,8 @@ class Engine:
         ids = written(request)
         ended = "stop" if len(ids) < request.max_tokens else "length"
         own = {"finish_reason": ended, "temperature": request.temperature, "versions": ((0, version),)}
-        return sample_of(request.prompt_token_ids, ids, **own)
+        mask = sampling_mask([[*{token, request.seed % 64}] for token in ids]) if request.is_cut else None
+        return sample_of(request.prompt_token_ids, ids, sampling_mask=mask, **own)
 
 
 def scored(target, arguments):
@@ -162,6 +164,8 @@ class Trainers:
 
 def plain(record):
     values = {name: getattr(record, name) for name in record.__slots__}
+    if (mask := values.get("sampling_mask")) is not None:
+        values["sampling_mask"] = [mask[position].tolist() for position in range(len(mask))]
     return {n: v.tolist() if isinstance(v, np.ndarray) else v for n, v in values.items()}
 
 

@@ -184,5 +184,9 @@ def _save(model_class, config, directory, seed, change=lambda _: None):
                     buffer.copy_(torch.randn_like(buffer) * 0.2)
             change(model)
     model.generation_config.eos_token_id = EOS_ID
+    # as in directories of Qwen, and far stronger: no engine may take its defaults from there
+    model.generation_config.update(
+        do_sample=True, temperature=0.1, top_k=2, top_p=0.3, repetition_penalty=3.0
+    )
     model.save_pretrained(directory)
     return directory

@@ -32,7 +32,7 @@ from megatron_ibpo.engines.vllm.messages import (
     Samples,
     Unsampled,
 )
-from megatron_ibpo.engines.vllm.needs import vllm_needs
+from megatron_ibpo.engines.vllm.needs import sampling_mask_obstacle, vllm_needs
 
 SOCKET_BYTES = 37
 """Length of a slash and the 36 characters of the names of vLLM's sockets."""
@@ -59,6 +59,7 @@ class Engine:
     """
 
     needs = staticmethod(vllm_needs)
+    sampling_mask_obstacle = staticmethod(sampling_mask_obstacle)
 
     def __init__(self, settings: EngineSettings, log: Path, again: bool = False) -> None:
         """Start the process and return at once; `wait_ready` waits for vLLM in it.
@@ -336,6 +337,7 @@ class _Inbox:
                 versions=done.versions,
                 loss_mask=np.ones(len(done.token_ids), dtype=np.bool_),
                 routed_experts=done.routed_experts,
+                sampling_mask=done.sampling_mask,
             )
             self._samples.append((done.number, sample))
 

@@ -23,6 +23,7 @@ import numpy as np
 from megatron_ibpo.basics.large_imports import uncollected
 from megatron_ibpo.basics.records import ExpertIds, SampleRequest, expert_ids
 from megatron_ibpo.basics.rendezvous import remove_private
+from megatron_ibpo.basics.sampling_mask import SamplingMask, sampling_mask
 from megatron_ibpo.basics.supervised import end_group
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.messages import (
@@ -181,7 +182,8 @@ class SamplingEngine:
         self._drafted, self._accepted = 0, 0
         if self._records_itself:
             self._llm.collective_rpc("record_routing", args=(settings.recorded_experts,))
-        self.submit(0, [Asked(0, SampleRequest(np.zeros(1, np.int32), seed=0, max_tokens=2))])
+        top_k = 1 if settings.records_sampling_mask else -1
+        self.submit(0, [Asked(0, SampleRequest(np.zeros(1, np.int32), seed=0, max_tokens=2, top_k=top_k))])
         while self.busy:  # this builds everything that is built at first use
             self.step()
         gc.collect()
@@ -197,6 +199,8 @@ class SamplingEngine:
         its end."""
         if not self.paused and (self._version == NO_VERSION or int(self._version) < version):
             raise Refusal(f"asked to sample with policy version {version}, the engine has {self._version}")
+        if self._settings.records_sampling_mask and any(_keeps_all(asked.request) for asked in requests):
+            raise Refusal("vLLM records sampling masks only of requests with top-k; set --rollout-top-k")
         gc.disable()  # millions of short-lived objects and no cycles: collecting costs a third of the time
         for number, request in requests:
             prompt: Any = {"prompt_token_ids": request.prompt_token_ids.tolist()}
@@ -210,12 +214,16 @@ class SamplingEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        temperature, top_p, top_k = request.temperature, request.top_p, request.top_k
+        if self._settings.records_sampling_mask and temperature == 0:
+            # vLLM then takes no greedy requests. Likewise the likeliest token, with a log-prob of 0
+            temperature, top_p, top_k = 1.0, 1.0, 1
         return SamplingParams(
             seed=request.seed,
             max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
             stop_token_ids=list(self._settings.eos_token_ids),
             ignore_eos=not self._settings.eos_token_ids,
             logprobs=0,
@@ -240,7 +248,11 @@ class SamplingEngine:
                 self._accepted += sum(length * times for length, times in enumerate(drafts.histogram))
         choices = self._routed_experts(ended)
         self._rest_if_idle()
-        return [_finished(output, own) for output, own in zip(ended, choices, strict=True)]
+        masks = self._settings.records_sampling_mask
+        return [
+            _finished(output, own, _native_mask(output) if masks else None)
+            for output, own in zip(ended, choices, strict=True)
+        ]
 
     def drafts(self) -> tuple[int, int]:
         """Return (tokens drafted, tokens of these accepted) for the requests that have ended since the last
@@ -399,7 +411,25 @@ def _native_choices(output: Any, reads: int, num_experts: int, dense_layers: int
     return expert_ids(ids[:, dense_layers:], num_experts)
 
 
-def _finished(output: Any, routed_experts: ExpertIds | None) -> Finished:
+def _keeps_all(request: SampleRequest) -> bool:
+    """Return whether a request samples from the whole vocabulary, or from what top-p alone leaves of it."""
+    return request.temperature > 0 and request.top_k <= 0
+
+
+def _native_mask(output: Any) -> SamplingMask:
+    """Return vLLM's own record of what top-k and top-p left (return_sampling_mask). Not run: there was no
+    GPU."""
+    (completion,) = output.outputs
+    sets = [] if completion.sampling_mask is None else completion.sampling_mask.token_ids
+    tokens = completion.token_ids
+    if len(sets) != len(tokens) or any(token not in own for token, own in zip(tokens, sets, strict=True)):
+        raise RuntimeError(
+            f"vLLM's sampling mask of {len(sets)} sets is not that of a response of {len(tokens)} tokens"
+        )
+    return sampling_mask(sets)
+
+
+def _finished(output: Any, routed_experts: ExpertIds | None, mask: SamplingMask | None) -> Finished:
     from vllm.logprobs import FlatLogprobs
 
     (completion,) = output.outputs
@@ -413,6 +443,7 @@ def _finished(output: Any, routed_experts: ExpertIds | None) -> Finished:
         completion.finish_reason,
         tuple((span.start, int(span.version)) for span in completion.weight_versions),
         routed_experts,
+        mask,
     )
 
 
@@ -429,6 +460,8 @@ def _device_arguments(settings: EngineSettings) -> dict[str, Any]:
     arguments: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization}
     if settings.recorded_experts:
         arguments["enable_return_routed_experts"] = True
+    if settings.records_sampling_mask:
+        arguments["return_sampling_mask"] = True
     if importlib.util.find_spec(FLASHINFER_KERNELS) is None:
         arguments["gdn_prefill_backend"] = "triton"
     return arguments

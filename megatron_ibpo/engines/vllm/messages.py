@@ -3,6 +3,7 @@
 from typing import Any, Literal, NamedTuple
 
 from megatron_ibpo.basics.records import ExpertIds, Floats, SampleRequest, TokenIds
+from megatron_ibpo.basics.sampling_mask import SamplingMask
 
 
 class Call(NamedTuple):
@@ -29,6 +30,7 @@ class Finished(NamedTuple):
     versions: tuple[tuple[int, int], ...]
     """(first token, policy version) of each span, as in `Sample.versions`."""
     routed_experts: ExpertIds | None
+    sampling_mask: SamplingMask | None
 
 
 class Samples(NamedTuple):

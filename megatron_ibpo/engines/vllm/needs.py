@@ -1,7 +1,8 @@
-"""The memory that a vLLM engine needs, estimated with allowances that are not measured, and the models that
-its CPU kernels cannot compute. Importing this loads no vLLM."""
+"""The memory that a vLLM engine needs, estimated with allowances that are not measured, the models that its
+CPU kernels cannot compute, and the samples whose probabilities it does not describe. Importing this loads no
+vLLM."""
 
-from megatron_ibpo.config import Config, RolloutConfig, named_values
+from megatron_ibpo.config import Config, RolloutConfig, eval_sampling, named_values
 from megatron_ibpo.engines.settings import EngineNeeds
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape
@@ -54,6 +55,28 @@ def vllm_needs(config: Config, on_gpu: bool) -> EngineNeeds:
 def kv_cache_bytes(rollout: RolloutConfig, *, on_gpu: bool) -> int | None:
     """Return the KV-cache bytes of each rank of an engine; None: the rest of its share of the GPU."""
     return rollout.vllm_kv_cache_bytes or (None if on_gpu else CPU_KV_CACHE_BYTES)
+
+
+CHANGE_PROBABILITIES = {"logits_processors", "watermark_config"}
+"""Arguments of vLLM by which it samples from other probabilities than the request's settings leave. Its
+penalties, min-p and logit bias are settings of requests, which this project does not make."""
+TOP_K = 1000
+"""Suggested top-k where only top-p is wanted: it hardly cuts off more, and is recorded exactly."""
+
+
+def sampling_mask_obstacle(config: Config, on_gpu: bool) -> str | None:
+    """Return why vLLM does not record the ids that top-k and top-p leave, and what to do; None if it does.
+
+    Its second model runner records them, which CPUs lack, in an engine all of whose requests have top-k.
+    """
+    rollout = config.rollout
+    if not on_gpu:
+        return "vLLM records what was left only on GPUs; take --rollout-backend lean"
+    if min([rollout.rollout_top_k, *rollout.rollout_top_k_cycle]) <= 0:
+        return f"vLLM records what was left only on GPUs and with top-k; add --rollout-top-k {TOP_K} there"
+    if eval_sampling(config).top_k <= 0:
+        return f"vLLM then needs top-k in evaluation too; set --eval-top-k {TOP_K}"
+    return None
 
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

@@ -37,6 +37,9 @@ OURS = {
     "worker_extension_cls": None,
     "language_model_only": None,
     "enable_return_routed_experts": "--use-rollout-routing-replay",
+    "return_sampling_mask": "--rollout-top-k",
+    "generation_config": None,
+    "override_generation_config": "--rollout-temperature, --rollout-top-p and --rollout-top-k",
 }
 """Argument that every engine is given anyway → the flag that sets it; None: it follows from other
 settings."""
@@ -66,8 +69,12 @@ def engine_settings(
     *,
     gpus: tuple[int, ...],
     num_threads: int,
+    records_sampling_mask: bool = False,
 ) -> EngineSettings:
     """Return the settings of one engine of this run.
+
+    Args:
+        records_sampling_mask: record the ids that top-k and top-p leave, for training.
 
     Raises:
         ModelConfigError: there is no usable config.json.
@@ -123,6 +130,7 @@ def engine_settings(
         stall_timeout=rollout.engine_stall_timeout,
         recorded_experts=recorded,
         dense_layers=shape.dense_layers,
+        records_sampling_mask=records_sampling_mask,
         extra_arguments=arguments,
     )
 
