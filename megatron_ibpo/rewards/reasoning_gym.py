@@ -81,7 +81,10 @@ class _Item:
 
 
 def score(
-    prompts: Sequence[str], responses: Sequence[str], labels: Sequence[str], metadata: Sequence[dict[str, Any]]
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    labels: Sequence[str],
+    metadata: Sequence[dict[str, Any]],
 ) -> list[Any]:
     """Return 1 for each response to which the task's scorer gives full marks, else 0.
 
@@ -114,12 +117,14 @@ def score(
             failed.append(item)
     for item, verdict in zip(failed, _judged([(item, item.label) for item in failed]), strict=True):
         if verdict.kind in _FAULTS:
-            raise LabelError(f"reasoning_gym's scorer of {item.task.name} fails on {shown(item.label)}: {verdict.why}")
+            raise LabelError(
+                f"reasoning_gym's scorer of {item.task.name} fails on {shown(item.label)}: {verdict.why}"
+            )
     return values
 
 
 score.batched = True  # type: ignore[attr-defined]
-score.prepare = open_scorers  # type: ignore[attr-defined]
+score.prepare_worker = open_scorers  # type: ignore[attr-defined]
 
 
 def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
@@ -132,8 +137,8 @@ def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
         return str(error)
     for answer, value in zip(answers, values, strict=True):
         if (value == 1.0) != (answer.strip() == label.strip()):
-            name = metadata["source_dataset"]
-            return f"reasoning_gym's scorer of {name} finds {shown(answer)} {'right' if value == 1.0 else 'wrong'}"
+            name, finding = metadata["source_dataset"], "right" if value == 1.0 else "wrong"
+            return f"reasoning_gym's scorer of {name} finds {shown(answer)} {finding}"
     return None
 
 

@@ -1,5 +1,5 @@
-"""Scorers of generated tasks, in a sandbox: some evaluate what they read as Python, and an answer is a model's
-text, a label and metadata a data set's.
+"""Scorers of generated tasks, in a sandbox. Some evaluate what they read as Python: an answer, which is a
+model's text, or a label and metadata, which are a data set's.
 
 `rewards.sandbox.judges` runs in the sandbox. Where none can be built, `judge_answers` runs scorers of
 `EVALUATE_NOTHING` in this process and refuses the others.
@@ -25,16 +25,10 @@ from megatron_ibpo.rewards.sandbox.bubblewrap import INSTALL, packages_of
 from megatron_ibpo.rewards.sandbox.seccomp import computing_filter
 from megatron_ibpo.rewards.scorer_texts import EVALUATE_NOTHING, READ_PARAMETERS
 
-JUDGE_S = 2.0
-"""Seconds of processor time that one answer may take, see `megatron_ibpo.rewards.math`."""
-_CREATE_S = 10.0
-"""Seconds of processor time in which a task's dataset must be made. The slowest takes half a second."""
-_WALL_S = 30.0
-"""Further seconds after which a process that neither computes nor answers is given up."""
 _LIMITS = Limits(seconds=1e8, memory_bytes=1 << 30)
 """Bounds of the sandbox; it lives as long as its owner."""
-_JUDGE_BYTES = 768 << 20
-"""Address space of a process that judges. The library itself takes 200 MiB of it."""
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+"""A fork copies one thread."""
 _START_S = 60.0
 _NAMES: dict[bytes, Literal["right", "wrong", "raised", "unfit", "ended", "silent"]] = {
     judges.RIGHT: "right",
@@ -80,7 +74,7 @@ def judge_answers(task: Task, asks: Sequence[Ask]) -> list[Verdict]:
         return sandbox.judge(task, asks)
     if task.name not in EVALUATE_NOTHING - READ_PARAMETERS:
         raise SandboxError(
-            f"reasoning_gym's scorer of {task.name} may run an answer as code, so it needs the sandbox: {sandbox}"
+            f"reasoning_gym's scorer of {task.name} may run text as code, so it needs the sandbox: {sandbox}"
         )
     return [_judged_here(task.name, *ask) for ask in asks]
 
@@ -110,7 +104,11 @@ def _why_not() -> str | None:
     try:
         _opened.append(ScorerSandbox())
     except SandboxError as error:
-        hint = "" if INSTALL in str(error) else "; docs/code_rewards.md says how to allow it, also in a container"
+        hint = (
+            ""
+            if INSTALL in str(error)
+            else "; docs/code_rewards.md says how to allow it, also in a container"
+        )
         return f"{error}{hint}"
     return None
 
@@ -131,18 +129,19 @@ class ScorerSandbox:
                 self._process = Process(
                     "program",
                     Path(judges.__file__).read_text(encoding="utf-8"),
-                    [_settings()],
+                    [_import_paths()],
                     stdin=theirs.fileno(),
                     limits=_LIMITS,
                     packages=_packages(),
+                    environment=_ENVIRONMENT,
                     forks=True,
                 )
         except BaseException:
             ours.close()
             raise
         try:
-            problem = self._receive(_START_S, judges.LONGEST_TEXT)
-            if problem:
+            self._send(computing_filter(), _START_S)
+            if problem := self._receive(_START_S, judges.LONGEST_TEXT):
                 raise SandboxError(f"the sandbox does not isolate: a process in it can {problem.decode()}")
         except BaseException:
             self.close()
@@ -157,10 +156,9 @@ class ScorerSandbox:
         is_kept = task.name in EVALUATE_NOTHING
         request = pickle.dumps((task.name, is_kept, task.parameters, [pickle.dumps(ask) for ask in asks]))
         most = len(asks) * (_HEAD.size + judges.LONGEST_TEXT)
-        seconds = len(asks) * (_CREATE_S + JUDGE_S + 2 * _WALL_S)
+        seconds = len(asks) * (judges.CREATE_S + judges.JUDGE_S + 2 * judges.WALL_S)
         try:
-            self._socket.settimeout(seconds)
-            self._socket.sendall(_LENGTH.pack(len(request)) + request)
+            self._send(request, seconds)
             return _verdicts(self._receive(seconds, most), len(asks))
         except (OSError, ValueError) as error:
             self.close()
@@ -168,6 +166,10 @@ class ScorerSandbox:
         except BaseException:  # half an answer may be left
             self.close()
             raise
+
+    def _send(self, content: bytes, seconds: float) -> None:
+        self._socket.settimeout(seconds)
+        self._socket.sendall(_LENGTH.pack(len(content)) + content)
 
     def _receive(self, seconds: float, most: int) -> bytes:
         self._socket.settimeout(seconds)
@@ -224,22 +226,15 @@ def _packages() -> tuple[str, ...]:
     return packages_of("reasoning-gym")
 
 
-def _settings() -> str:
-    """Return Python that `judges` runs first."""
-    try:
-        judge_filter = computing_filter()
-    except ValueError as error:
-        raise SandboxError(str(error)) from None
+def _import_paths() -> str:
+    """Return Python that lets the packages be imported."""
     directories = sorted({str(Path(path).parent) for path in _packages()})
-    return (
-        f"import sys; sys.path += {directories!r}; FILTER = {judge_filter!r}; CREATE_S = {_CREATE_S}; "
-        f"JUDGE_S = {JUDGE_S}; WALL_S = {_WALL_S}; MEMORY_BYTES = {_JUDGE_BYTES}"
-    )
+    return f"import sys; sys.path += {directories!r}"
 
 
 def _judged_here(name: str, answer: str, entry: dict[str, Any]) -> Verdict:
     try:
-        with cpu_limit(JUDGE_S):
+        with cpu_limit(judges.JUDGE_S):
             return Verdict("right" if _dataset(name).score_answer(answer, entry) >= 1.0 else "wrong")
     except ResponseError as error:
         return Verdict("ended", str(error))

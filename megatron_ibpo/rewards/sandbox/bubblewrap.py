@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 NOBODY = 65534
@@ -68,7 +68,14 @@ def bare_python_command(stub: str, arguments: Sequence[str]) -> list[str]:
 
 
 def bubblewrap_command(
-    info: int, block: int, seccomp: int, disk_bytes: int, packages: Sequence[str] = (), *, as_root: bool
+    info: int,
+    block: int,
+    seccomp: int,
+    disk_bytes: int,
+    packages: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    *,
+    as_root: bool,
 ) -> list[str]:
     """Return bwrap with its arguments; the command to run inside comes after them.
 
@@ -78,6 +85,7 @@ def bubblewrap_command(
         seccomp: descriptor of the filter.
         disk_bytes: capacity of the working directory.
         packages: files and directories of installed packages that the program can read as well.
+        environment: variables besides those of ENVIRONMENT.
         as_root: start the program as root of the user namespace, able only to become another user.
     """
     command = [bubblewrap(), "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net"]
@@ -89,7 +97,7 @@ def bubblewrap_command(
     libraries = {
         "LD_LIBRARY_PATH": ":".join(sorted(_library_directories()))
     }  # there is no cache of them inside
-    for name, value in (ENVIRONMENT | libraries).items():
+    for name, value in (ENVIRONMENT | libraries | dict(environment or {})).items():
         command += ["--setenv", name, value]
     for path in _parents((*visible_paths(), *_DEVICES, *packages)):
         command += ["--perms", "0755", "--dir", path]  # bwrap would make them for root alone

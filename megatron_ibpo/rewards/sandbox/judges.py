@@ -1,14 +1,14 @@
 """The program in the sandbox of generated tasks: it has imported reasoning_gym, and forks processes, the
 judges, in which the library's scorers judge answers.
 
-It imports nothing of the package. `scorers` starts it with its socket as stdin and these names in its
-namespace: FILTER (of a judge), CREATE_S, JUDGE_S, WALL_S, MEMORY_BYTES. It sends one message, empty if it is
-ready and holds, else the reason why not. Then it answers every request,
-(task, whether its judge is kept, parameters, asks), with one record for each ask.
+It imports nothing of the package. `scorer_sandbox` starts it with its socket as stdin, and sends the filter
+of a judge's system calls. It answers with one message, empty if it is ready and a judge is confined, else
+what a judge can do. Then it answers every request, (task, whether its judge is kept, parameters, asks), with
+one record for each ask.
 
-This process reads of a request only what the owner has made. The parameters and each ask, (answer, entry), are
-pickles that only a judge opens, after it has given up nearly every system call (`computing_filter`). A judge
-has one descriptor, its socket. It ends after one answer, unless its task's scorer evaluates nothing.
+This process reads only what the owner has made. The parameters and each ask, (answer, entry), are pickles
+that only a judge opens, after it has given up nearly every system call (`computing_filter`). A judge has one
+descriptor, its socket. It ends after one answer, unless its task's scorer evaluates nothing.
 """
 
 import ctypes
@@ -20,21 +20,29 @@ import select
 import signal
 import socket
 import struct
-import sys
 import time
 from contextlib import suppress
 
-FILTER: bytes
-CREATE_S: float
-JUDGE_S: float
-WALL_S: float
-MEMORY_BYTES: int
+TYPE_CHECKING = False  # as in `inside`
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+CREATE_S = 10.0
+"""Seconds of processor time in which a task's dataset must be made. The slowest takes half a second."""
+JUDGE_S = 2.0
+"""Seconds of processor time that one answer may take, see `megatron_ibpo.rewards.math`."""
+WALL_S = 30.0
+"""Further seconds after which a judge that neither computes nor answers is given up."""
+MEMORY_BYTES = 768 << 20
+"""Address space of a judge. The library itself takes 200 MiB of it."""
 
 READY, RIGHT, WRONG, RAISED, UNFIT = b"p", b"r", b"w", b"x", b"u"
 """Kinds of records of a judge: its dataset is made; the answer is right, wrong, or the scorer raised; the
 dataset cannot be made."""
 ENDED, SILENT = b"d", b"s"
-"""Kinds of this process: the judge died or took too much processor time; it did not answer while it waited."""
+"""Kinds of this process: the judge died or took too much processor time; it ended or waits for no reason of
+its own."""
 _HEAD = struct.Struct("<cH")
 """Kind of a record, and the length of the text that follows."""
 _LENGTH = struct.Struct("<I")
@@ -65,7 +73,8 @@ def main() -> None:
     _use_sympy()
     gc.collect()
     gc.freeze()  # a collection in a judge would copy the pages that it shares
-    program = _Program(len(FILTER) // 8, FILTER)
+    steps = receive(control) or b""
+    program = _Program(len(steps) // 8, steps)
     findings = Judge(program, probe).record(CREATE_S)
     broken = findings[1] if findings[0] == READY else b"no process can be forked in it"
     _send(control, broken)
@@ -89,32 +98,39 @@ def serve(control: int, program: _Program) -> None:
     kept: dict[tuple[str, bytes], Judge] = {}
     while (request := receive(control)) is not None:
         task, is_kept, parameters, asks = pickle.loads(request)
-        key, records, judge = (task, parameters), [], kept.pop((task, parameters), None)
-        for ask in asks:
-            if judge is None:
-                judge = Judge(program, lambda key=key: score(*key))
-                record = judge.record(CREATE_S)
-                if record[0] != READY:
-                    judge.end()
-                    judge, why = None, record[1] or b"it ended"
-                    records.append((UNFIT, why))
-                    continue
-            record = judge.ask(ask)
-            records.append(record)
+        judge, records = kept.pop((task, parameters), None), list[tuple[bytes, bytes]]()
+        while len(records) < len(asks):
+            record, judge = answer(judge, asks[len(records)], task, parameters, program)
+            records += [record] * (len(asks) - len(records) if record[0] == UNFIT else 1)
             if not is_kept or record[0] not in (RIGHT, WRONG, RAISED):
                 judge.end()
                 judge = None
         if judge is not None:
-            kept[key] = judge
+            kept[task, parameters] = judge
             if len(kept) > _MOST_KEPT:
                 kept.pop(next(iter(kept))).end()
         _send(control, b"".join(_HEAD.pack(kind, len(text)) + text for kind, text in records))
 
 
+def answer(
+    judge: "Judge | None", ask: bytes, task: str, parameters: bytes, program: _Program
+) -> "tuple[tuple[bytes, bytes], Judge]":
+    """Return the record of an ask, and the judge that was asked: a new one unless this one lives."""
+    if judge is not None and not judge.is_alive():
+        judge.end()
+        judge = None
+    if judge is None:
+        judge = Judge(program, lambda: score(task, parameters))
+        kind, text = judge.record(CREATE_S)
+        if kind != READY:
+            return (kind if kind == SILENT else UNFIT, text), judge
+    return judge.ask(ask), judge
+
+
 class Judge:
     """A process that judges answers, as this process sees it."""
 
-    def __init__(self, program, work):
+    def __init__(self, program: _Program, work: "Callable[[], None]"):
         """Fork it.
 
         Args:
@@ -132,14 +148,16 @@ class Judge:
             finally:
                 os._exit(0)
         theirs.close()
+        self.code: int | None = None
+        """Exit code, -N after signal N, once it has ended."""
         self._unread = b""
 
     def ask(self, ask: bytes) -> "tuple[bytes, bytes]":
         """Return the record of its answer to an ask."""
         try:
             _send(self.socket.fileno(), ask)
-        except OSError:
-            return ENDED, b"its process had ended"
+        except OSError as error:
+            return SILENT, f"it takes no question ({error})".encode()
         record = self.record(JUDGE_S)
         return record if record[0] not in (READY, UNFIT) else (ENDED, b"it answered nonsense")
 
@@ -152,7 +170,7 @@ class Judge:
             if poll.poll(_LOOK_EVERY_MS):
                 more = self.socket.recv(_HEAD.size + LONGEST_TEXT)
                 if not more:
-                    return ENDED, self._how_it_ended()
+                    return self._how_it_ended()
                 self._unread += more
             elif self._processor_time() - began > seconds:
                 return ENDED, b"it took more than %g s of processor time" % seconds
@@ -178,21 +196,29 @@ class Judge:
         except OSError:  # it has ended
             return 0.0
 
-    def _how_it_ended(self) -> bytes:
-        """Return how a process ended that has closed its socket."""
+    def _how_it_ended(self) -> "tuple[bytes, bytes]":
+        """Return the record of a process that has closed its socket."""
         deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.pid = 0
-                code = os.waitstatus_to_exitcode(status)
-                return b"it died (%s %d)" % ((b"signal", -code) if code < 0 else (b"status", code))
+        while self.is_alive() and time.monotonic() < deadline:
             time.sleep(0.001)
-        return b"it closed its socket"
+        if self.code is None:
+            return ENDED, b"it closed its socket"
+        if self.code == -signal.SIGKILL:  # it cannot do that itself
+            return SILENT, b"it was killed from outside"
+        return ENDED, b"it died (%s %d)" % (
+            (b"signal", -self.code) if self.code < 0 else (b"status", self.code)
+        )
+
+    def is_alive(self) -> bool:
+        """Return whether it has not ended."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code is None
 
     def end(self) -> None:
         """Kill it."""
-        if self.pid:
+        if self.is_alive():
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
         self.socket.close()
@@ -222,7 +248,8 @@ def score(task: str, parameters: bytes) -> None:
     try:
         dataset = _dataset(task, pickle.loads(parameters))
     except BaseException as error:
-        return _tell(UNFIT, error)
+        _tell(UNFIT, error)
+        return
     _tell(READY)
     while (ask := receive(0)) is not None:
         try:
@@ -234,7 +261,7 @@ def score(task: str, parameters: bytes) -> None:
             _tell(RIGHT if is_right else WRONG)
 
 
-def _dataset(task, parameters):
+def _dataset(task: str, parameters: "dict[str, Any]") -> "Any":
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -267,7 +294,7 @@ def probe() -> None:
                 return
         raise OSError
 
-    attempts = {
+    attempts: dict[str, Callable[[], object]] = {
         "start processes": fork,
         "signal another process": lambda: os.kill(zygote, 0),
         "bound another process": lambda: resource.prlimit(zygote, resource.RLIMIT_CPU),

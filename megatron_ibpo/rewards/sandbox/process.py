@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,7 @@ class Process:
         limits: Limits,
         isolated: bool = True,
         packages: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
         forks: bool = False,
     ):
         """Start the program. Returns once it is about to run its source.
@@ -108,6 +109,7 @@ class Process:
             stdin: input text, or a descriptor that becomes its stdin.
             isolated: run it in a sandbox.
             packages: files and directories of installed packages that it can read in the sandbox.
+            environment: further variables in the sandbox.
             forks: in the sandbox too it may start processes by a fork.
 
         Raises:
@@ -118,7 +120,7 @@ class Process:
         self._limits = limits
         self.reached: Reached | None = None
         self._isolated = isolated
-        self._packages, self._forks = packages, forks
+        self._packages, self._environment, self._forks = packages, environment, forks
         self._handle = -1
         """Handle of the first process."""
         self._ends = ExitStack()
@@ -147,10 +149,8 @@ class Process:
                 block_theirs, block = _pipe(theirs, self._ends)
                 own = info_theirs, block_theirs, _file_in_memory(theirs, _filter(self._forks))
                 passed += own
-                sandbox = bubblewrap_command(
-                    *own, self._limits.disk_bytes, self._packages, as_root=as_root
-                )
-                command = sandbox + command
+                disk, more = self._limits.disk_bytes, (self._packages, self._environment)
+                command = bubblewrap_command(*own, disk, *more, as_root=as_root) + command
             _adopt()
             process = subprocess.Popen(
                 command,
