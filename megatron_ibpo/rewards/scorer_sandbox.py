@@ -30,6 +30,8 @@ _LIMITS = Limits(seconds=1e8, memory_bytes=1 << 30)
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """A fork copies one thread."""
 _START_S = 60.0
+_MOST_ASKS = 64
+"""Answers of one request: a judge that answers while it is asked must not wait for its answers to be read."""
 _NAMES: dict[bytes, Literal["right", "wrong", "raised", "unfit", "ended", "silent"]] = {
     judges.RIGHT: "right",
     judges.WRONG: "wrong",
@@ -153,6 +155,12 @@ class ScorerSandbox:
         Raises:
             SandboxError: the sandbox failed, and is closed.
         """
+        verdicts: list[Verdict] = []
+        while len(verdicts) < len(asks):
+            verdicts += self._judge(task, asks[len(verdicts) :][:_MOST_ASKS])
+        return verdicts
+
+    def _judge(self, task: Task, asks: Sequence[Ask]) -> list[Verdict]:
         is_kept = task.name in EVALUATE_NOTHING
         request = pickle.dumps((task.name, is_kept, task.parameters, [pickle.dumps(ask) for ask in asks]))
         most = len(asks) * (_HEAD.size + judges.LONGEST_TEXT)

@@ -100,9 +100,13 @@ def serve(control: int, program: _Program) -> None:
         task, is_kept, parameters, asks = pickle.loads(request)
         judge, records = kept.pop((task, parameters), None), list[tuple[bytes, bytes]]()
         while len(records) < len(asks):
-            record, judge = answer(judge, asks[len(records)], task, parameters, program)
-            records += [record] * (len(asks) - len(records) if record[0] == UNFIT else 1)
-            if not is_kept or record[0] not in (RIGHT, WRONG, RAISED):
+            first = len(records)
+            answers, judge = answer(
+                judge, asks[first : None if is_kept else first + 1], task, parameters, program
+            )
+            kind, _ = answers[-1]
+            records += answers * (len(asks) - first) if kind == UNFIT else answers
+            if not is_kept or kind not in (RIGHT, WRONG, RAISED):
                 judge.end()
                 judge = None
         if judge is not None:
@@ -113,9 +117,10 @@ def serve(control: int, program: _Program) -> None:
 
 
 def answer(
-    judge: "Judge | None", ask: bytes, task: str, parameters: bytes, program: _Program
-) -> "tuple[tuple[bytes, bytes], Judge]":
-    """Return the record of an ask, and the judge that was asked: a new one unless this one lives."""
+    judge: "Judge | None", asks: "list[bytes]", task: str, parameters: bytes, program: _Program
+) -> "tuple[list[tuple[bytes, bytes]], Judge]":
+    """Return the records of asks up to the first at which the judge fails, and the judge: a new one unless
+    this one lives."""
     if judge is not None and not judge.is_alive():
         judge.end()
         judge = None
@@ -123,8 +128,8 @@ def answer(
         judge = Judge(program, lambda: score(task, parameters))
         kind, text = judge.record(CREATE_S)
         if kind != READY:
-            return (kind if kind == SILENT else UNFIT, text), judge
-    return judge.ask(ask), judge
+            return [(kind if kind == SILENT else UNFIT, text)], judge
+    return judge.ask(asks), judge
 
 
 class Judge:
@@ -151,23 +156,30 @@ class Judge:
         self.code: int | None = None
         """Exit code, -N after signal N, once it has ended."""
         self._unread = b""
+        self._poll = select.poll()
+        self._poll.register(self.socket, select.POLLIN)
 
-    def ask(self, ask: bytes) -> "tuple[bytes, bytes]":
-        """Return the record of its answer to an ask."""
+    def ask(self, asks: "list[bytes]") -> "list[tuple[bytes, bytes]]":
+        """Return its records of asks, up to the first at which it fails."""
         try:
-            _send(self.socket.fileno(), ask)
+            _send(self.socket.fileno(), *asks)
         except OSError as error:
-            return SILENT, f"it takes no question ({error})".encode()
-        record = self.record(JUDGE_S)
-        return record if record[0] not in (READY, UNFIT) else (ENDED, b"it answered nonsense")
+            return [(SILENT, f"it takes no question ({error})".encode())]
+        records = []
+        for _ in asks:
+            record = self.record(JUDGE_S)
+            if record[0] in (READY, UNFIT):
+                record = ENDED, b"it answered nonsense"
+            records.append(record)
+            if record[0] not in (RIGHT, WRONG, RAISED):
+                break
+        return records
 
     def record(self, seconds: float) -> "tuple[bytes, bytes]":
         """Return its next record, within some seconds of processor time."""
         began, deadline = self._processor_time(), time.monotonic() + WALL_S + seconds
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
         while (record := self._whole_record()) is None:
-            if poll.poll(_LOOK_EVERY_MS):
+            if self._poll.poll(_LOOK_EVERY_MS):
                 more = self.socket.recv(_HEAD.size + LONGEST_TEXT)
                 if not more:
                     return self._how_it_ended()
@@ -318,10 +330,10 @@ def probe() -> None:
 # ------------------------------------------------------------------------------------------------ messages
 
 
-def _send(descriptor: int, content: bytes) -> None:
-    content = _LENGTH.pack(len(content)) + content
-    while content:
-        content = content[os.write(descriptor, content) :]
+def _send(descriptor: int, *contents: bytes) -> None:
+    message = b"".join(_LENGTH.pack(len(content)) + content for content in contents)
+    while message:
+        message = message[os.write(descriptor, message) :]
 
 
 def receive(descriptor: int) -> "bytes | None":
