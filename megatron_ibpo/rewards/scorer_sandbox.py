@@ -29,7 +29,7 @@ _LIMITS = Limits(seconds=1e8, memory_bytes=1 << 30)
 """Bounds of the sandbox; it lives as long as its owner."""
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """A fork copies one thread."""
-_START_S = 60.0
+_START_S = 100.0
 _MOST_ASKS = 64
 """Answers of one request: a judge that answers while it is asked must not wait for its answers to be read."""
 _NAMES: dict[bytes, Literal["right", "wrong", "raised", "unfit", "ended", "silent"]] = {

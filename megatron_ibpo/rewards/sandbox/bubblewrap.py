@@ -149,7 +149,8 @@ def packages_of(name: str) -> tuple[str, ...]:
         if distribution.name in known:
             continue
         known.add(distribution.name)
-        tops = {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
+        lines = (distribution.read_text("RECORD") or "").splitlines()  # `files` takes ten times as long
+        tops = {line.partition(",")[0].partition("/")[0] for line in lines} - {"..", "__pycache__", ""}
         paths |= {str(distribution.locate_file(top)) for top in tops}
         required = [text for text in distribution.requires or () if "extra ==" not in text]
         pending += [word[0] for text in required if (word := re.match(r"[\w.-]+", text))]
