@@ -98,12 +98,43 @@ def score(
     """
     items = [_Item.of(*row) for row in zip(prompts, labels, metadata, strict=True)]
     answers = [extract_answer(*pair) for pair in zip(responses, metadata, strict=True)]
+    return _graded(items, answers)
+
+
+score.batched = True  # type: ignore[attr-defined]
+score.prepare_worker = open_scorers  # type: ignore[attr-defined]
+
+
+def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
+    """Return why an item cannot be graded: its own answer does not get full marks, or a wrong one does."""
+    answers = (label, *_NO_ANSWERS)
+    try:
+        item = _Item.of("", label, metadata)
+        extracted = [extract_answer(answer, metadata) for answer in answers]
+        values = _graded([item] * len(answers), extracted, checks_labels=True)
+    except (LabelError, SandboxError) as error:
+        return str(error)
+    for answer, value in zip(answers, values, strict=True):
+        if (value == 1.0) != (answer.strip() == label.strip()):
+            name, finding = metadata["source_dataset"], "right" if value == 1.0 else "wrong"
+            return f"reasoning_gym's scorer of {name} finds {shown(answer)} {finding}"
+    return None
+
+
+def _graded(
+    items: Sequence[_Item], answers: Sequence[str | None], *, checks_labels: bool = False
+) -> list[Any]:
+    """Return the values of `score` for answers to items.
+
+    Args:
+        checks_labels: the scorer also judges an answer that is the label, whatever an answer may be.
+    """
     values: list[Any] = [0.0] * len(items)
     asked = []
     for place, (item, answer) in enumerate(zip(items, answers, strict=True)):
         if answer is None and item.label.strip():
             continue  # elsewhere the empty answer is right, as now and then in ab
-        if is_expression(item.task.name, answer or ""):
+        if (checks_labels and answer == item.label) or is_expression(item.task.name, answer or ""):
             asked.append((place, item, answer or ""))
         else:
             values[place] = WRONG
@@ -121,25 +152,6 @@ def score(
                 f"reasoning_gym's scorer of {item.task.name} fails on {shown(item.label)}: {verdict.why}"
             )
     return values
-
-
-score.batched = True  # type: ignore[attr-defined]
-score.prepare_worker = open_scorers  # type: ignore[attr-defined]
-
-
-def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
-    """Return why an item cannot be graded: its own answer does not get full marks, or a wrong one does."""
-    answers = (label, *_NO_ANSWERS)
-    count, question = len(answers), metadata.get("question", "")
-    try:
-        values = score([question] * count, answers, [label] * count, [metadata] * count)
-    except (LabelError, SandboxError) as error:
-        return str(error)
-    for answer, value in zip(answers, values, strict=True):
-        if (value == 1.0) != (answer.strip() == label.strip()):
-            name, finding = metadata["source_dataset"], "right" if value == 1.0 else "wrong"
-            return f"reasoning_gym's scorer of {name} finds {shown(answer)} {finding}"
-    return None
 
 
 def _judged(asked: Sequence[tuple[_Item, str]]) -> list[Verdict]:

@@ -34,6 +34,12 @@ def _is_formula(text: str) -> bool:
     return True
 
 
+def _is_integral(text: str) -> bool:
+    """Return whether a text is a formula in which integrals may be left, as in some labels of the library. As
+    an answer each would be right, being the question."""
+    return _is_formula(text.replace("Integral(", "exp(").replace(",", "+"))
+
+
 def _made_of(characters: str, without: tuple[str, ...] = ()) -> Callable[[str], bool]:
     pattern = re.compile(rf"[{characters} \t\r\n]*+")
 
@@ -53,17 +59,17 @@ _EVALUATED: dict[str, dict[str, Callable[[str], bool]]] = {
     "binary_matrix": {_ANSWER: _is_numbers},
     "bitwise_arithmetic": {"problem": _made_of(r"0-9a-fx+\-*&|\^~<>()", without=("**",))},
     "countdown": {_ANSWER: _is_arithmetic},
-    "intermediate_integration": {_ANSWER: _is_formula, "integrand": _is_formula},
+    "intermediate_integration": {_ANSWER: _is_formula, _LABEL: _is_integral, "integrand": _is_formula},
     "n_queens": {_ANSWER: _is_board},
     "number_sorting": {_LABEL: _made_of(r"0-9eE.+\-\[\],'\"")},
     "polynomial_multiplication": {_ANSWER: _is_formula, _LABEL: _is_formula},
     "puzzle24": {_ANSWER: _is_arithmetic},
-    "simple_integration": {_ANSWER: _is_formula, "integrand": _is_formula},
+    "simple_integration": {_ANSWER: _is_formula, _LABEL: _is_integral, "integrand": _is_formula},
     "spiral_matrix": {_ANSWER: _is_numbers},
     "string_insertion": {_ANSWER: _is_letters},
 }
 """Task → what its scorer evaluates (the answer, the label, or a key of the metadata) → whether a text may
-be."""
+be. A label is an answer as well, when it is checked; it may be what an answer may be, unless it is named."""
 EVALUATE_NOTHING = frozenset({
     "ab", "acre", "advanced_geometry", "aiw", "arc_1d", "arc_agi", "base_conversion", "basic_arithmetic",
     "bf", "binary_alternation", "caesar_cipher", "calendar_arithmetic", "chain_sum", "circuit_logic",
@@ -105,7 +111,10 @@ def has_own_numbers(task: str, answer: str, metadata: dict[str, Any]) -> bool:
 
 def unfit_row(task: str, label: str, metadata: dict[str, Any]) -> str | None:
     """Return why the scorer must not evaluate what a data row holds; None if it may."""
-    for name, may_be in _EVALUATED.get(task, {}).items():
+    may_be_of = _EVALUATED.get(task, {})
+    for name, may_be in may_be_of.items():
+        if name == _ANSWER and _LABEL in may_be_of:
+            continue
         text = label if name in (_ANSWER, _LABEL) else metadata.get(name)
         if not isinstance(text, str) or not may_be(text):
             return f"its {'label' if text is label else name} is no expression of the task {task}"

@@ -93,6 +93,11 @@ def test_an_answer_that_is_more_than_an_expression_of_its_task_is_wrong_by_its_o
     numbers = row("countdown", "1 + 2 + 3", numbers=[1, 2, 3], target=6)
     puzzle = row("puzzle24", "(4 + 2)*(3 + 1)", numbers=[1, 2, 3, 4])
     integral = row("simple_integration", "x**2 + C", integrand="2*x", variable="x")
+    # a label of the library's own, which does not solve the task
+    unsolved = row(
+        "intermediate_integration", "-Integral(x**2*cos(x), x) + C", integrand="-x**2*cos(x)", variable="x"
+    )
+    check_labels(pool, [unsolved], DataConfig())
     product = row("polynomial_multiplication", "x**2 + 2*x + 1")
     board = row("n_queens", "Q _\n_ _", valid_answers=["Q _\n_ _"])
     cases = [
@@ -106,6 +111,8 @@ def test_an_answer_that_is_more_than_an_expression_of_its_task_is_wrong_by_its_o
         (integral, "x*x - C", Score(1.0, True)),
         (integral, "Integral(2*x, x)", FAULT),  # it differentiates to the integrand without being solved
         (integral, "sin(x)**2 + cos(x)**2 + x**2", Score(1.0, True)),
+        (unsolved, unsolved.label, FAULT),
+        (unsolved, "2*sin(x) - x**2*sin(x) - 2*x*cos(x)", Score(1.0, True)),
         (product, "2*x + x**2 + 1", Score(1.0, True)),
         (product, "expand((x + 1)**2)", FAULT),
         (product, "(lambda: x)()", FAULT),
