@@ -9,10 +9,11 @@ from typing import Any
 
 from megatron_ibpo.basics.reward_value import WRONG, LabelError
 from megatron_ibpo.basics.text import shown
+from megatron_ibpo.config import nearest
 from megatron_ibpo.rewards.final_answer import final_boxes, final_part
 from megatron_ibpo.rewards.sandbox import SandboxError
 from megatron_ibpo.rewards.scorer_sandbox import Task, Verdict, judge_answers, open_scorers
-from megatron_ibpo.rewards.scorer_texts import has_own_numbers, is_expression, unfit_row
+from megatron_ibpo.rewards.scorer_texts import GRADABLE, has_own_numbers, is_expression, unfit_row
 
 UNGRADABLE = {
     "boxnet": "its items have no answer (None), and its scorer gives marks for parts of a plan",
@@ -74,6 +75,8 @@ class _Item:
             raise LabelError("the name of its task must be text, and its parameters a mapping")
         if name in UNGRADABLE:
             raise LabelError(f"reasoning_gym's {name} cannot be graded: {UNGRADABLE[name]}")
+        if name not in GRADABLE:
+            raise LabelError(f"reasoning_gym has no task {shown(name)}{nearest(name, GRADABLE)}")
         if (why := unfit_row(name, label, metadata)) is not None:
             raise LabelError(why)
         entry = {"question": metadata.get("question", prompt), "answer": label, "metadata": metadata}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_ibpo.basics.reward_value import ResponseError
-from megatron_ibpo.basics.text import error_text, printable
+from megatron_ibpo.basics.text import error_text
 from megatron_ibpo.rewards.limits import cpu_limit
 from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, judges
 from megatron_ibpo.rewards.sandbox.bubblewrap import INSTALL, packages_of
@@ -75,8 +75,9 @@ def judge_answers(task: Task, asks: Sequence[Ask]) -> list[Verdict]:
     if isinstance(sandbox, ScorerSandbox):
         return sandbox.judge(task, asks)
     if task.name not in EVALUATE_NOTHING - READ_PARAMETERS:
+        does = "reads parameters of the row" if task.name in READ_PARAMETERS else "may run text as code"
         raise SandboxError(
-            f"reasoning_gym's scorer of {task.name} may run text as code, so it needs the sandbox: {sandbox}"
+            f"reasoning_gym's scorer of {task.name} {does}, so it needs the sandbox: {sandbox}"
         )
     return [_judged_here(task.name, *ask) for ask in asks]
 
@@ -223,7 +224,8 @@ def _verdicts(content: bytes, count: int) -> list[Verdict]:
         text, content = content[_HEAD.size : _HEAD.size + length], content[_HEAD.size + length :]
         if kind not in _NAMES or len(text) < length:
             raise ValueError("no verdict")
-        verdicts.append(Verdict(_NAMES[kind], printable(text.decode(errors="replace"))))
+        why = "".join(each if each.isprintable() else " " for each in text.decode(errors="replace"))
+        verdicts.append(Verdict(_NAMES[kind], why))
     if len(verdicts) != count:
         raise ValueError(f"{len(verdicts)} verdicts on {count} answers")
     return verdicts

@@ -93,6 +93,8 @@ READ_PARAMETERS = frozenset({
     "word_ladder",
 })  # fmt: skip
 """Those of them whose scorers read what the parameters of the dataset have set."""
+GRADABLE = EVALUATE_NOTHING | _EVALUATED.keys()
+"""All tasks that can be graded."""
 
 
 def is_expression(task: str, answer: str) -> bool:

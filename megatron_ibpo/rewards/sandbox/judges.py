@@ -331,7 +331,7 @@ def probe() -> None:
 
 
 def _send(descriptor: int, *contents: bytes) -> None:
-    message = b"".join(_LENGTH.pack(len(content)) + content for content in contents)
+    message = memoryview(b"".join(_LENGTH.pack(len(content)) + content for content in contents))
     while message:
         message = message[os.write(descriptor, message) :]
 
