@@ -12,6 +12,7 @@ import types
 
 import pytest
 import reasoning_gym as library
+import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym.factory import DATASETS
@@ -126,7 +127,7 @@ def test_an_answer_that_is_more_than_an_expression_of_its_task_is_wrong_by_its_o
 
 
 PIECES = [
-    "x", "C", "pi", "sin(", "exp (", "eval(", "S", "__", ".", "'", '"', "[", "]", "(", ")", "0", "12", "1.5",
+    *(f"{name}(" for name in scorer_texts._FUNCTIONS), "x", "C", "pi", "sin(", "exp (", "eval(", "S", "__", ".", "'", '"', "[", "]", "(", ")", "0", "12", "1.5",
     "*", "/", "**", "+", "-", " for ", " in ", " if ", " ", "\n", "lambda ", ":", ":=", "=", "Q", "_", "A",
     "B", ",", "{", "}", "@", "\N{MATHEMATICAL ITALIC SMALL E}", ";", "#", "\\", "!", "%", "~", "&", "j", "f'",
 ]  # fmt: skip
@@ -145,7 +146,8 @@ def test_what_may_be_evaluated_computes_and_calls_nothing_but_functions_of_mathe
     for node in ast.walk(tree):
         assert isinstance(node, HARMLESS), text
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id in scorer_texts._FUNCTIONS, text
+            named = getattr(sympy, node.func.id, None)
+            assert isinstance(named, sympy.FunctionClass) or node.func.id in ("sqrt", "abs"), text
 
 
 @needs_sandbox
