@@ -127,7 +127,7 @@ def test_an_answer_that_is_more_than_an_expression_of_its_task_is_wrong_by_its_o
 
 
 PIECES = [
-    *(f"{name}(" for name in scorer_texts._FUNCTIONS), "x", "C", "pi", "sin(", "exp (", "eval(", "S", "__", ".", "'", '"', "[", "]", "(", ")", "0", "12", "1.5",
+    "x", "C", "pi", "sin(", "exp (", "eval(", "S", "__", ".", "'", '"', "[", "]", "(", ")", "0", "12", "1.5",
     "*", "/", "**", "+", "-", " for ", " in ", " if ", " ", "\n", "lambda ", ":", ":=", "=", "Q", "_", "A",
     "B", ",", "{", "}", "@", "\N{MATHEMATICAL ITALIC SMALL E}", ";", "#", "\\", "!", "%", "~", "&", "j", "f'",
 ]  # fmt: skip
@@ -135,8 +135,14 @@ HARMLESS = (ast.Expression, ast.Constant, ast.Name, ast.Load, ast.List, ast.Tupl
 HARMLESS += (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Call)
 
 
-@given(st.sampled_from(EVALUATING), st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+def is_of_mathematics(name):
+    return isinstance(getattr(sympy, name, None), sympy.FunctionClass) or name in ("sqrt", "abs")
+
+
+@given(st.sampled_from(EVALUATING), st.lists(st.sampled_from(PIECES), max_size=6).map("".join))
 def test_what_may_be_evaluated_computes_and_calls_nothing_but_functions_of_mathematics(task, text):
+    assert all(map(is_of_mathematics, scorer_texts._FUNCTIONS))
+    text += ")" * (text.count("(") - text.count(")"))
     if not is_expression(task, text) or task in ("bitwise_arithmetic", "number_sorting"):
         return
     try:
@@ -146,8 +152,7 @@ def test_what_may_be_evaluated_computes_and_calls_nothing_but_functions_of_mathe
     for node in ast.walk(tree):
         assert isinstance(node, HARMLESS), text
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            named = getattr(sympy, node.func.id, None)
-            assert isinstance(named, sympy.FunctionClass) or node.func.id in ("sqrt", "abs"), text
+            assert is_of_mathematics(node.func.id), text
 
 
 @needs_sandbox
