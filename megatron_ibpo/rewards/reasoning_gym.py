@@ -1,17 +1,20 @@
-"""Verifier of generated tasks: reasoning_gym's own scorer of the task."""
+"""Verifier of generated tasks: reasoning_gym's own scorer of the task, in the sandbox of `scorer_sandbox`."""
 
-import functools
-import json
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import reasoning_gym
-
-from megatron_ibpo.basics.reward_value import RESPONSE_ERROR, ResponseError
+from megatron_ibpo.basics.reward_value import WRONG, LabelError
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.config import nearest
 from megatron_ibpo.rewards.final_answer import final_boxes, final_part
-from megatron_ibpo.rewards.limits import cpu_limit, in_batches
+from megatron_ibpo.rewards.sandbox import SandboxError
+from megatron_ibpo.rewards.scorer_sandbox import Task, Verdict, judge_answers, open_scorers
+from megatron_ibpo.rewards.scorer_texts import GRADABLE, has_own_numbers, is_expression, unfit_row
 
-CHECK_S = 2.0
-"""Seconds of processor time that one response may take, see `megatron_ibpo.rewards.math`."""
 UNGRADABLE = {
     "boxnet": "its items have no answer (None), and its scorer gives marks for parts of a plan",
     "composite": "it is a mixture of other tasks, which must be named",
@@ -25,6 +28,8 @@ UNGRADABLE = {
 _MARK_IN_ANSWERS = frozenset({"ab"})
 """Tasks whose answers contain `#`, which elsewhere comes before an answer."""
 _NO_ANSWERS = ("I do not know", "")
+_FAULTS = ("raised", "ended")
+"""Verdicts on an answer that the scorer fails on."""
 
 
 def extract_answer(response: str, metadata: dict[str, Any] | None = None) -> str | None:
@@ -48,68 +53,128 @@ def _tagged(text: str) -> str | None:
     return content.partition("</answer>")[0] if closed and opened else None
 
 
-def judged(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> Any:
-    """Return 1 if the task's scorer gives the answer full marks, else 0.
+@dataclass(frozen=True)
+class _Item:
+    """An item of a task, as a prompt has it."""
+
+    task: Task
+    label: str
+    entry: dict[str, Any]
+
+    @classmethod
+    def of(cls, prompt: str, label: str, metadata: dict[str, Any]) -> _Item:
+        """Return the item of a prompt.
+
+        Raises:
+            LabelError: it is none whose scorer may run.
+        """
+        name, parameters = metadata.get("source_dataset"), metadata.get("parameters", {})
+        if name is None:
+            raise LabelError("it is no item of reasoning_gym; use the --rm-type that grades it, such as math")
+        if not isinstance(name, str) or not isinstance(parameters, dict):
+            raise LabelError("the name of its task must be text, and its parameters a mapping")
+        if name in UNGRADABLE:
+            raise LabelError(f"reasoning_gym's {name} cannot be graded: {UNGRADABLE[name]}")
+        if name not in GRADABLE:
+            raise LabelError(f"reasoning_gym has no task {shown(name)}{nearest(name, GRADABLE)}")
+        if (why := unfit_row(name, label, metadata)) is not None:
+            raise LabelError(why)
+        entry = {"question": metadata.get("question", prompt), "answer": label, "metadata": metadata}
+        return cls(Task(name, pickle.dumps(parameters)), label, entry)
+
+
+def score(
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    labels: Sequence[str],
+    metadata: Sequence[dict[str, Any]],
+) -> list[Any]:
+    """Return 1 for each response to which the task's scorer gives full marks, else 0.
 
     Part marks (a right digit, a right format) are left out: in a group of wrong answers they alone would make
     up the advantage. An answer on which the scorer fails is wrong, unless the scorer fails on the label as
-    well.
+    well. An answer that the scorer would evaluate is wrong if it is more than an expression of the task.
 
     Raises:
-        ValueError: the prompt does not come from reasoning_gym.
-        whatever the scorer raises on the label.
+        LabelError: a prompt does not come from reasoning_gym, or the scorer fails on its label.
+        SandboxError: the scorer cannot run here.
     """
-    if "source_dataset" not in metadata:
-        raise ValueError("the prompt is not a reasoning_gym item (no source_dataset in its metadata)")
-    answer = extract_answer(response, metadata)
-    if answer is None:
-        if label.strip():
-            return 0.0
-        answer = ""  # then the empty answer is right, as now and then in ab
-    try:
-        return float(_has_full_marks(answer, prompt, label, metadata))
-    except ResponseError:
-        return {"score": 0.0, RESPONSE_ERROR: 1.0}
-    except Exception:
-        _has_full_marks(label, prompt, label, metadata)
-        return {"score": 0.0, RESPONSE_ERROR: 1.0}
+    items = [_Item.of(*row) for row in zip(prompts, labels, metadata, strict=True)]
+    answers = [extract_answer(*pair) for pair in zip(responses, metadata, strict=True)]
+    return _graded(items, answers)
 
 
-score = in_batches(judged)
+score.batched = True  # type: ignore[attr-defined]
+score.prepare_worker = open_scorers  # type: ignore[attr-defined]
 
 
 def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
     """Return why an item cannot be graded: its own answer does not get full marks, or a wrong one does."""
-    name = metadata.get("source_dataset")
-    if name is None:
-        return "it is no item of reasoning_gym; use the --rm-type that grades it, such as math"
-    if name in UNGRADABLE:
-        return f"reasoning_gym's {name} cannot be graded: {UNGRADABLE[name]}"
-    for answer in (label, *_NO_ANSWERS):
-        try:
-            found = judged(metadata.get("question", ""), answer, label, metadata)
-        except Exception as error:
-            return f"reasoning_gym's scorer of {name} fails on {answer!r}: {type(error).__name__}: {error}"
-        is_right = (found if isinstance(found, float) else found["score"]) == 1
-        if is_right != (answer.strip() == label.strip()):
-            return f"reasoning_gym's scorer of {name} finds {answer!r} {'right' if is_right else 'wrong'}"
+    answers = (label, *_NO_ANSWERS)
+    try:
+        item = _Item.of("", label, metadata)
+        extracted = [extract_answer(answer, metadata) for answer in answers]
+        values = _graded([item] * len(answers), extracted, checks_labels=True)
+    except (LabelError, SandboxError) as error:
+        return str(error)
+    for answer, value in zip(answers, values, strict=True):
+        if (value == 1.0) != (answer.strip() == label.strip()):
+            name, finding = metadata["source_dataset"], "right" if value == 1.0 else "wrong"
+            return f"reasoning_gym's scorer of {name} finds {shown(answer)} {finding}"
     return None
 
 
-def _has_full_marks(answer: str, prompt: str, label: str, metadata: dict[str, Any]) -> bool:
+def _graded(
+    items: Sequence[_Item], answers: Sequence[str | None], *, checks_labels: bool = False
+) -> list[Any]:
+    """Return the values of `score` for answers to items.
+
+    Args:
+        checks_labels: the scorer also judges an answer that is the label, whatever an answer may be.
     """
+    values: list[Any] = [0.0] * len(items)
+    asked = []
+    for place, (item, answer) in enumerate(zip(items, answers, strict=True)):
+        if answer is None and item.label.strip():
+            continue  # elsewhere the empty answer is right, as now and then in ab
+        if (checks_labels and answer == item.label) or is_expression(item.task.name, answer or ""):
+            asked.append((place, item, answer or ""))
+        else:
+            values[place] = WRONG
+    failed = []
+    verdicts = _judged([(item, answer) for _, item, answer in asked])
+    for (place, item, answer), verdict in zip(asked, verdicts, strict=True):
+        if verdict.kind == "right":
+            values[place] = float(has_own_numbers(item.task.name, answer, item.entry["metadata"]))
+        elif verdict.kind in _FAULTS:
+            values[place] = WRONG
+            failed.append(item)
+    for item, verdict in zip(failed, _judged([(item, item.label) for item in failed]), strict=True):
+        if verdict.kind in _FAULTS:
+            raise LabelError(
+                f"reasoning_gym's scorer of {item.task.name} fails on {shown(item.label)}: {verdict.why}"
+            )
+    return values
+
+
+def _judged(asked: Sequence[tuple[_Item, str]]) -> list[Verdict]:
+    """Return the verdict on each answer to an item.
+
     Raises:
-        ResponseError: scoring takes too long.
-        whatever the scorer raises on an answer that it cannot take.
+        LabelError: an item's task has no dataset with its parameters.
+        SandboxError: the scorer cannot run here, or the sandbox fails.
     """
-    parameters = json.dumps(metadata.get("parameters", {}), sort_keys=True)
-    dataset = _dataset(metadata["source_dataset"], parameters)
-    entry = {"question": metadata.get("question", prompt), "answer": label, "metadata": metadata}
-    with cpu_limit(CHECK_S):
-        return bool(dataset.score_answer(answer, entry) >= 1.0)
-
-
-@functools.lru_cache(maxsize=64)
-def _dataset(name: str, parameters: str) -> Any:
-    # one item: some tasks make them all when they are opened
-    return reasoning_gym.create_dataset(name, seed=0, size=1, **json.loads(parameters))
+    places_of: dict[Task, list[int]] = {}
+    for place, (item, _) in enumerate(asked):
+        places_of.setdefault(item.task, []).append(place)
+    verdicts: dict[int, Verdict] = {}
+    for task, places in places_of.items():
+        asks = [(asked[place][1], asked[place][0].entry) for place in places]
+        verdicts |= zip(places, judge_answers(task, asks), strict=True)
+    for place, (item, _) in enumerate(asked):
+        kind, why = verdicts[place].kind, verdicts[place].why
+        if kind == "unfit":
+            raise LabelError(f"reasoning_gym's {item.task.name} cannot be made: {why}")
+        if kind == "silent":
+            raise SandboxError(f"reasoning_gym's scorer of {item.task.name}: {why}")
+    return [verdicts[place] for place in range(len(asked))]

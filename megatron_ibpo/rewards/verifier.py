@@ -344,7 +344,7 @@ def check_labels(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> Non
     A verifier's module may define `label_problem(label, metadata) -> str | None` for that.
 
     Raises:
-        LabelError: some labels cannot be graded; names the first with their reasons.
+        LabelError: some labels cannot be graded; names the first with each reason.
     """
     asked = [
         (prompt, pool.submit(f"{__name__}:problem", (target, prompt.label, prompt.metadata)))
@@ -354,9 +354,10 @@ def check_labels(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> Non
     problems = [(prompt, error) for prompt, call in asked if (error := call.result().error) is not None]
     if not problems:
         return
+    first_with = {error: prompt for prompt, error in reversed(problems)}
     lines = [
         f"{prompt.task}, prompt {prompt.index}, label {shown(prompt.label)}: {error}"
-        for prompt, error in problems[:_MOST_SHOWN]
+        for error, prompt in list(reversed(first_with.items()))[:_MOST_SHOWN]
     ]
     raise LabelError(
         "\n  ".join(

@@ -7,7 +7,8 @@ if there are none. A function that was not named at the start is loaded at its f
 
 A function is batched if its attribute `batched` is true. It gets the arguments of many calls at once, as one
 list per argument, and returns a value for each call; other functions get the arguments of one call. A value
-is a number, or a mapping with the number as `score` and further numbers.
+is a number, or a mapping with the number as `score` and further numbers. If a function has an attribute
+`prepare_worker`, that is called once, when the function is loaded.
 """
 
 import os
@@ -60,6 +61,8 @@ def _load(target: str) -> _Function:
     function = load_hook("--rm-type", target)
     if not callable(function):
         raise ConfigError(f"--rm-type {target}: is not a function")
+    if (prepare := getattr(function, "prepare_worker", None)) is not None:
+        prepare()
     return function
 
 

@@ -42,6 +42,32 @@ def test_what_cannot_be_computed_is_wrong_and_no_error(verifier):
     assert fast == Score(0.0, False)
 
 
+def test_no_answer_and_no_label_runs_as_code(verifier, tmp_path):
+    code = f"__import__('os').system('touch {tmp_path / 'P'}')"
+    forms = [
+        "%s",
+        "$%s$",
+        r"\boxed{%s}",
+        r"\boxed{\text{%s}}",
+        r"\boxed{\operatorname{%s}(1)}",
+        r"\boxed{x_{%s}}",
+    ]
+    forms += [
+        r"\boxed{\frac{%s}{2}}",
+        r"\boxed{(1,%s)}",
+        r"\boxed{x=%s}",
+        r"\boxed{\sum_{i=%s}^3 i}",
+        "answer: 1/2*%s+3",
+    ]
+    for spelling in (code, code.replace("_", r"\_"), code.replace("'", '"')):
+        texts = [form % spelling for form in forms]
+        labels = ("1", "(1,2)", r"\frac{1}{2}")
+        scores = verifier.score([(prompt(label), text) for text in texts for label in labels])
+        assert all(score.error is None for score in scores), spelling
+        verifier.score([(prompt(text), r"\boxed{x+1}") for text in texts])
+    assert not (tmp_path / "P").exists()
+
+
 def test_a_label_without_an_answer_is_an_error_and_named_at_the_start(verifier):
     (score,) = verifier.score([(prompt("$ $"), r"\boxed{1}")])
     assert score.reward is None

@@ -344,7 +344,7 @@ def test_the_sandbox_ends_with_its_owner_and_what_that_left_of_groups_is_removed
 def test_a_sandbox_that_cannot_be_built_or_does_not_isolate_is_an_error_and_no_verdict(monkeypatch, tmp_path):
     allow_all = struct.pack("<HBBI", 0x06, 0, 0, 0x7FFF0000)
     with monkeypatch.context() as patched:  # processes can be started, without the filter of system calls
-        patched.setattr("megatron_ibpo.rewards.sandbox.process._filter", lambda: allow_all)
+        patched.setattr("megatron_ibpo.rewards.sandbox.process._filter", lambda _: allow_all)
         with pytest.raises(SandboxError, match="cannot start processes"):
             check_isolation()
     with monkeypatch.context() as patched:
@@ -376,12 +376,15 @@ def test_a_program_without_a_sandbox_has_its_limits_all_the_same():
 @pytest.mark.parametrize(
     "machine", sorted({platform.machine(), "aarch64"})
 )  # x86-64 alone has headers of its own
-def test_the_numbers_of_refused_calls_are_those_of_the_kernels_headers(machine):
+def test_the_numbers_of_calls_are_those_of_the_kernels_headers(machine):
     header = "asm/unistd_64.h" if machine == "x86_64" else "asm-generic/unistd.h"
-    has = ["-D__BITS_PER_LONG=64", "-D__ARCH_WANT_MEMFD_SECRET"]
+    has = ["-D__BITS_PER_LONG=64", "-D__ARCH_WANT_MEMFD_SECRET", "-D__ARCH_WANT_NEW_STAT"]
     words = ["g++", "-E", "-dM", *has, "-include", header, "-x", "c++", "/dev/null"]
     macros = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    numbers = {name: int(at) for name, at in re.findall(r"#define __NR_(\w+) (\d+)", macros)}
-    refused = seccomp._REFUSED[machine]
-    assert {name: numbers.get(name) for name in refused} == refused
-    assert (seccomp._CLONE[machine], seccomp._SOCKET[machine]) == (numbers["clone"], numbers["socket"])
+    number_of = dict(re.findall(r"#define (__NR\w+) (\w+)", macros))  # some by way of another name
+    names = {name.removeprefix("__NR_"): number_of.get(at, at) for name, at in number_of.items()}
+    numbers = {name: int(at) for name, at in names.items() if at.isdigit()}
+    for calls in (seccomp._REFUSED[machine], seccomp._COMPUTING[machine]):
+        assert {name: numbers.get(name) for name in calls} == calls
+    single = {"clone": seccomp._CLONE, "socket": seccomp._SOCKET, "openat": seccomp._OPENAT}
+    assert {name: of[machine] for name, of in single.items()} == {name: numbers[name] for name in single}

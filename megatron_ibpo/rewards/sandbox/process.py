@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +97,9 @@ class Process:
         stdin: bytes | int = b"",
         limits: Limits,
         isolated: bool = True,
+        packages: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        forks: bool = False,
     ):
         """Start the program. Returns once it is about to run its source.
 
@@ -105,6 +108,9 @@ class Process:
             arguments: arguments of the mode.
             stdin: input text, or a descriptor that becomes its stdin.
             isolated: run it in a sandbox.
+            packages: files and directories of installed packages that it can read in the sandbox.
+            environment: further variables in the sandbox.
+            forks: in the sandbox too it may start processes by a fork.
 
         Raises:
             SandboxError: the sandbox does not start.
@@ -114,6 +120,7 @@ class Process:
         self._limits = limits
         self.reached: Reached | None = None
         self._isolated = isolated
+        self._packages, self._environment, self._forks = packages, environment, forks
         self._handle = -1
         """Handle of the first process."""
         self._ends = ExitStack()
@@ -140,9 +147,10 @@ class Process:
             if self._isolated:
                 info, info_theirs = _pipe(self._ends, theirs)
                 block_theirs, block = _pipe(theirs, self._ends)
-                own = info_theirs, block_theirs, _file_in_memory(theirs, _filter())
+                own = info_theirs, block_theirs, _file_in_memory(theirs, _filter(self._forks))
                 passed += own
-                command = bubblewrap_command(*own, self._limits.disk_bytes, as_root=as_root) + command
+                disk, more = self._limits.disk_bytes, (self._packages, self._environment)
+                command = bubblewrap_command(*own, disk, *more, as_root=as_root) + command
             _adopt()
             process = subprocess.Popen(
                 command,
@@ -165,7 +173,7 @@ class Process:
             _map_users(first, as_root=as_root)
             os.write(block, b"1")
         if _read(ready, deadline) != b"1":
-            raise self._failure("does not start a program")
+            raise self.failure("does not start a program")
 
     def _groups(self) -> AbstractContextManager[list[Path]]:
         limits = self._limits
@@ -178,13 +186,14 @@ class Process:
         said = b""
         while not said.rstrip().endswith(b"}"):
             if not (more := _read(info, deadline)):
-                raise self._failure("cannot be built")
+                raise self.failure("cannot be built")
             said += more
         found = re.search(rb'"child-pid": *(\d+)', said)
         assert found is not None
         return int(found[1])
 
-    def _failure(self, what: str) -> SandboxError:
+    def failure(self, what: str) -> SandboxError:
+        """Return the error of a sandbox that fails, with what it has written to stderr."""
         with suppress(BlockingIOError):
             os.set_blocking(self._err, False)
             self._stderr += os.read(self._err, _CHUNK)
@@ -305,9 +314,9 @@ def _runner() -> bytes:
 
 
 @functools.cache
-def _filter() -> bytes:
+def _filter(forks: bool) -> bytes:
     try:
-        return seccomp_filter()
+        return seccomp_filter(forks=forks)
     except ValueError as error:
         raise SandboxError(str(error)) from None
 

@@ -1,4 +1,4 @@
-"""The filter of system calls that programs in the sandbox run under, as a classic BPF program.
+"""The filters of system calls in the sandbox, as classic BPF programs. `seccomp_filter` is that of programs.
 
 Calls that reach around the namespaces, or at much kernel code that a graded program has no use for, are
 refused with EPERM: tracing, keys, bpf, mounts, new namespaces, io_uring, modules, the clock. So is starting
@@ -7,6 +7,8 @@ Of sockets only those of the unix domain may be made, since some families (vsock
 namespace. Memory outside of any address space (memfd, System V and POSIX queues) is refused too. Calls that
 came with Linux 5.17 or later do not exist, nor does clone3, whose arguments a filter cannot see; the C
 library then takes the older ones.
+
+`computing_filter` is that of a process which only computes: it allows a list of calls, and no others.
 
 Source: seccomp(2), linux/seccomp.h, linux/filter.h; the numbers are those of asm/unistd_64.h and
 asm-generic/unistd.h.
@@ -49,6 +51,31 @@ _REFUSED = {
         "userfaultfd": 282, "vhangup": 58,
     },
 }  # fmt: skip
+_COMPUTING = {
+    "x86_64": {
+        "access": 21, "brk": 12, "clock_getres": 229, "clock_gettime": 228, "close": 3, "exit": 60,
+        "exit_group": 231, "fstat": 5, "futex": 202, "getcwd": 79, "getdents64": 217, "getegid": 108,
+        "geteuid": 107, "getgid": 104, "getpid": 39, "getrandom": 318, "getrusage": 98, "gettid": 186,
+        "gettimeofday": 96, "getuid": 102, "lseek": 8, "lstat": 6, "madvise": 28, "mmap": 9, "mprotect": 10,
+        "mremap": 25, "munmap": 11, "newfstatat": 262, "pread64": 17, "read": 0, "readlink": 89,
+        "readlinkat": 267, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15,
+        "sched_getaffinity": 204, "sched_yield": 24, "sigaltstack": 131, "stat": 4, "statx": 332,
+        "sysinfo": 99, "time": 201, "uname": 63, "write": 1,
+    },
+    "aarch64": {
+        "brk": 214, "clock_getres": 114, "clock_gettime": 113, "close": 57, "exit": 93, "exit_group": 94,
+        "faccessat": 48, "fstat": 80, "futex": 98, "getcwd": 17, "getdents64": 61, "getegid": 177,
+        "geteuid": 175, "getgid": 176, "getpid": 172, "getrandom": 278, "getrusage": 165, "gettid": 178,
+        "gettimeofday": 169, "getuid": 174, "lseek": 62, "madvise": 233, "mmap": 222, "mprotect": 226,
+        "mremap": 216, "munmap": 215, "newfstatat": 79, "pread64": 67, "read": 63, "readlinkat": 78,
+        "rt_sigaction": 134, "rt_sigprocmask": 135, "rt_sigreturn": 139, "sched_getaffinity": 123,
+        "sched_yield": 124, "sigaltstack": 132, "statx": 291, "sysinfo": 179, "uname": 160, "write": 64,
+    },
+}  # fmt: skip
+"""Calls of a process that computes, imports modules and reads files. None reaches another process."""
+_OPENAT = {"x86_64": 257, "aarch64": 56}
+_WRITING = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000
+"""Flags with which a file is opened to be written or made: O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _SOCKET = {"x86_64": 41, "aarch64": 198}
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -56,33 +83,28 @@ _CLONE3 = 435
 _LAST_KNOWN = 450
 """Last call of Linux 5.17. The numbers of later calls are the same on every processor."""
 _CLONE_THREAD = 0x00010000
+_CLONE_NEW = 0x7E020000
+"""Flags of all namespaces."""
 _AF_UNIX = 1
 
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER, _ARCH, _FIRST_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 32
 """Offsets in struct seccomp_data; both architectures are little-endian."""
 
 
-def seccomp_filter(machine: str | None = None) -> bytes:
-    """Return the filter, as an array of struct sock_filter.
+def seccomp_filter(machine: str | None = None, *, forks: bool = False) -> bytes:
+    """Return the filter of a program, as an array of struct sock_filter.
 
     Args:
         machine: x86_64 or aarch64, as `platform.machine()` names it; None: this machine's.
+        forks: allow it to fork.
 
     Raises:
         ValueError: another kind of processor.
     """
-    machine = machine or platform.machine()
-    if machine not in _REFUSED:
-        raise ValueError(f"the sandbox has no system call filter for {machine}; it has {', '.join(_REFUSED)}")
+    machine, program = _start(machine)
     refused, missing = _refuse(errno.EPERM), _refuse(errno.ENOSYS)
-    program = [
-        _step(_LOAD, _ARCH),
-        _step(_EQUAL, _AUDIT_ARCH[machine], then=1),
-        _step(_RETURN, _KILL),  # 32-bit calls have other numbers
-        _step(_LOAD, _NUMBER),
-    ]
     program += _when(_AT_LEAST, _LAST_KNOWN + 1, missing)
     program += _when(_EQUAL, _CLONE3, missing)
     for number in sorted(_REFUSED[machine].values()):
@@ -90,7 +112,7 @@ def seccomp_filter(machine: str | None = None) -> bytes:
     program += [
         _step(_EQUAL, _CLONE[machine], unless=4),
         _step(_LOAD, _FIRST_ARGUMENT),
-        _step(_ANY_BIT, _CLONE_THREAD, then=1),
+        _step(_ANY_BIT, _CLONE_NEW, unless=1) if forks else _step(_ANY_BIT, _CLONE_THREAD, then=1),
         refused,
         _step(_RETURN, _ALLOW),
         _step(_EQUAL, _SOCKET[machine], unless=3),
@@ -100,6 +122,40 @@ def seccomp_filter(machine: str | None = None) -> bytes:
         _step(_RETURN, _ALLOW),
     ]
     return b"".join(program)
+
+
+def computing_filter(machine: str | None = None) -> bytes:
+    """Return the filter of a process that only computes: it reads files and its open descriptors, and can
+    open no file to write it, nor start a process or thread, signal one, wait, or make a socket.
+
+    Raises:
+        ValueError: another kind of processor than x86_64 and aarch64.
+    """
+    machine, program = _start(machine)
+    refused = _refuse(errno.EPERM)
+    for number in sorted(_COMPUTING[machine].values()):
+        program += _when(_EQUAL, number, _step(_RETURN, _ALLOW))
+    program += [
+        _step(_EQUAL, _OPENAT[machine], unless=3),
+        _step(_LOAD, _THIRD_ARGUMENT),
+        _step(_ANY_BIT, _WRITING, then=1),
+        _step(_RETURN, _ALLOW),
+        refused,
+    ]
+    return b"".join(program)
+
+
+def _start(machine: str | None) -> tuple[str, list[bytes]]:
+    """Return the machine, and the first steps of a filter, after which the number of the call is loaded."""
+    machine = machine or platform.machine()
+    if machine not in _REFUSED:
+        raise ValueError(f"the sandbox has no system call filter for {machine}; it has {', '.join(_REFUSED)}")
+    return machine, [
+        _step(_LOAD, _ARCH),
+        _step(_EQUAL, _AUDIT_ARCH[machine], then=1),
+        _step(_RETURN, _KILL),  # 32-bit calls have other numbers
+        _step(_LOAD, _NUMBER),
+    ]
 
 
 def _when(test: int, value: int, then: bytes) -> list[bytes]:

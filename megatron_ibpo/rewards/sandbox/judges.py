@@ -1,0 +1,357 @@
+"""The program in the sandbox of generated tasks: it has imported reasoning_gym, and forks processes, the
+judges, in which the library's scorers judge answers.
+
+It imports nothing of the package. `scorer_sandbox` starts it with its socket as stdin, and sends the filter
+of a judge's system calls. It answers with one message, empty if it is ready and a judge is confined, else
+what a judge can do. Then it answers every request, (task, whether its judge is kept, parameters, asks), with
+one record for each ask.
+
+This process reads only what the owner has made. The parameters and each ask, (answer, entry), are pickles
+that only a judge opens, after it has given up nearly every system call (`computing_filter`). A judge has one
+descriptor, its socket. It ends after one answer, unless its task's scorer evaluates nothing.
+"""
+
+import ctypes
+import gc
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import struct
+import time
+from contextlib import suppress
+
+TYPE_CHECKING = False  # as in `inside`
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+CREATE_S = 10.0
+"""Seconds of processor time in which a task's dataset must be made. The slowest takes half a second."""
+JUDGE_S = 2.0
+"""Seconds of processor time that one answer may take, see `megatron_ibpo.rewards.math`."""
+WALL_S = 30.0
+"""Further seconds after which a judge that neither computes nor answers is given up."""
+MEMORY_BYTES = 768 << 20
+"""Address space of a judge. The library itself takes 200 MiB of it."""
+
+READY, RIGHT, WRONG, RAISED, UNFIT = b"p", b"r", b"w", b"x", b"u"
+"""Kinds of records of a judge: its dataset is made; the answer is right, wrong, or the scorer raised; the
+dataset cannot be made."""
+ENDED, SILENT = b"d", b"s"
+"""Kinds of this process: the judge died or took too much processor time; it ended or waits for no reason of
+its own."""
+_HEAD = struct.Struct("<cH")
+"""Kind of a record, and the length of the text that follows."""
+_LENGTH = struct.Struct("<I")
+LONGEST_TEXT = 300
+_MOST_KEPT = 16
+"""Judges that are kept; beyond them the one that was first made ends."""
+_LOOK_EVERY_MS = 50
+_HIGHEST_DESCRIPTOR = 256
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _FILTER_MODE = 1, 22, 2
+_libc = ctypes.CDLL(None)
+
+
+class _Program(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = (("steps", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
+def main() -> None:
+    """Import the library and answer requests until the owner is gone."""
+    control = os.dup(0)
+    nowhere = os.open("/dev/null", os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    import reasoning_gym  # noqa: F401
+
+    _use_sympy()
+    gc.collect()
+    gc.freeze()  # a collection in a judge would copy the pages that it shares
+    steps = receive(control) or b""
+    program = _Program(len(steps) // 8, steps)
+    findings = Judge(program, probe).record(CREATE_S)
+    broken = findings[1] if findings[0] == READY else b"no process can be forked in it"
+    _send(control, broken)
+    if broken:
+        return
+    os.dup2(0, 2)
+    serve(control, program)
+
+
+def _use_sympy() -> None:
+    """Have sympy import and remember what it needs to compare formulas, once for all judges."""
+    import sympy
+
+    x = sympy.Symbol("x")
+    formula = sympy.parse_expr("x**2/2 + x*sin(x) + C", local_dict={"x": x})
+    sympy.simplify(sympy.diff(formula, x) - sympy.parse_expr("x", local_dict={"x": x}))
+
+
+def serve(control: int, program: _Program) -> None:
+    """Answer the owner's requests."""
+    kept: dict[tuple[str, bytes], Judge] = {}
+    while (request := receive(control)) is not None:
+        task, is_kept, parameters, asks = pickle.loads(request)
+        judge, records = kept.pop((task, parameters), None), list[tuple[bytes, bytes]]()
+        while len(records) < len(asks):
+            first = len(records)
+            answers, judge = answer(
+                judge, asks[first : None if is_kept else first + 1], task, parameters, program
+            )
+            kind, _ = answers[-1]
+            records += answers * (len(asks) - first) if kind == UNFIT else answers
+            if not is_kept or kind not in (RIGHT, WRONG, RAISED):
+                judge.end()
+                judge = None
+        if judge is not None:
+            kept[task, parameters] = judge
+            if len(kept) > _MOST_KEPT:
+                kept.pop(next(iter(kept))).end()
+        _send(control, b"".join(_HEAD.pack(kind, len(text)) + text for kind, text in records))
+
+
+def answer(
+    judge: "Judge | None", asks: "list[bytes]", task: str, parameters: bytes, program: _Program
+) -> "tuple[list[tuple[bytes, bytes]], Judge]":
+    """Return the records of asks up to the first at which the judge fails, and the judge: a new one unless
+    this one lives."""
+    if judge is not None and not judge.is_alive():
+        judge.end()
+        judge = None
+    if judge is None:
+        judge = Judge(program, lambda: score(task, parameters))
+        kind, text = judge.record(CREATE_S)
+        if kind != READY:
+            return [(kind if kind == SILENT else UNFIT, text)], judge
+    return judge.ask(asks), judge
+
+
+class Judge:
+    """A process that judges answers, as this process sees it."""
+
+    def __init__(self, program: _Program, work: "Callable[[], None]"):
+        """Fork it.
+
+        Args:
+            program: filter of its system calls.
+            work: called in it; its socket is descriptor 0.
+        """
+        self.socket, theirs = socket.socketpair()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(WALL_S), 0))
+        zygote = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                confine(theirs.fileno(), program, zygote)
+                work()
+            finally:
+                os._exit(0)
+        theirs.close()
+        self.code: int | None = None
+        """Exit code, -N after signal N, once it has ended."""
+        self._unread = b""
+        self._poll = select.poll()
+        self._poll.register(self.socket, select.POLLIN)
+
+    def ask(self, asks: "list[bytes]") -> "list[tuple[bytes, bytes]]":
+        """Return its records of asks, up to the first at which it fails."""
+        try:
+            _send(self.socket.fileno(), *asks)
+        except OSError as error:
+            return [(SILENT, f"it takes no question ({error})".encode())]
+        records = []
+        for _ in asks:
+            record = self.record(JUDGE_S)
+            if record[0] in (READY, UNFIT):
+                record = ENDED, b"it answered nonsense"
+            records.append(record)
+            if record[0] not in (RIGHT, WRONG, RAISED):
+                break
+        return records
+
+    def record(self, seconds: float) -> "tuple[bytes, bytes]":
+        """Return its next record, within some seconds of processor time."""
+        began, deadline = self._processor_time(), time.monotonic() + WALL_S + seconds
+        while (record := self._whole_record()) is None:
+            if self._poll.poll(_LOOK_EVERY_MS):
+                more = self.socket.recv(_HEAD.size + LONGEST_TEXT)
+                if not more:
+                    return self._how_it_ended()
+                self._unread += more
+            elif self._processor_time() - began > seconds:
+                return ENDED, b"it took more than %g s of processor time" % seconds
+            elif time.monotonic() > deadline:
+                return SILENT, b"no answer within %g s" % (WALL_S + seconds)
+        return record
+
+    def _whole_record(self) -> "tuple[bytes, bytes] | None":
+        if len(self._unread) < _HEAD.size:
+            return None
+        kind, length = _HEAD.unpack_from(self._unread)
+        if kind not in (READY, RIGHT, WRONG, RAISED, UNFIT) or length > LONGEST_TEXT:
+            return ENDED, b"it answered nonsense"
+        end = _HEAD.size + length
+        if len(self._unread) < end:
+            return None
+        text, self._unread = self._unread[_HEAD.size : end], self._unread[end:]
+        return kind, text
+
+    def _processor_time(self) -> float:
+        try:
+            return time.clock_gettime(~self.pid << 3 | 2)  # clock_getcpuclockid(3)
+        except OSError:  # it has ended
+            return 0.0
+
+    def _how_it_ended(self) -> "tuple[bytes, bytes]":
+        """Return the record of a process that has closed its socket."""
+        deadline = time.monotonic() + 1.0
+        while self.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if self.code is None:
+            return ENDED, b"it closed its socket"
+        if self.code == -signal.SIGKILL:  # it cannot do that itself
+            return SILENT, b"it was killed from outside"
+        return ENDED, b"it died (%s %d)" % (
+            (b"signal", -self.code) if self.code < 0 else (b"status", self.code)
+        )
+
+    def is_alive(self) -> bool:
+        """Return whether it has not ended."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code is None
+
+    def end(self) -> None:
+        """Kill it."""
+        if self.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        self.socket.close()
+
+
+# ---------------------------------------------------------------------------------------------- in a judge
+
+
+def confine(own: int, program: _Program, zygote: int) -> None:
+    """Make this process one that only computes, with its own socket as descriptor 0 and no other."""
+    os.dup2(own, 0)
+    os.closerange(3, _HIGHEST_DESCRIPTOR)
+    for what, most in (
+        (resource.RLIMIT_AS, MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NPROC, 0),
+    ):
+        resource.setrlimit(what, (most, most))
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != zygote or _libc.prctl(_PR_SET_SECCOMP, _FILTER_MODE, ctypes.byref(program)) != 0:
+        os._exit(1)
+
+
+def score(task: str, parameters: bytes) -> None:
+    """Judge answers of one task until the socket closes."""
+    try:
+        dataset = _dataset(task, pickle.loads(parameters))
+    except BaseException as error:
+        _tell(UNFIT, error)
+        return
+    _tell(READY)
+    while (ask := receive(0)) is not None:
+        try:
+            answer, entry = pickle.loads(ask)
+            is_right = bool(dataset.score_answer(answer, entry) >= 1.0)
+        except BaseException as error:
+            _tell(RAISED, error)
+        else:
+            _tell(RIGHT if is_right else WRONG)
+
+
+def _dataset(task: str, parameters: "dict[str, Any]") -> "Any":
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        raise LookupError(f"reasoning_gym has no task {task!r}")
+    # one item: some tasks make them all when they are opened
+    return reasoning_gym.create_dataset(task, seed=0, size=1, **parameters)
+
+
+def _tell(kind: bytes, error: "BaseException | None" = None) -> None:
+    text = b""
+    if error is not None:
+        name = "" if type(error) is LookupError else f"{type(error).__name__}: "
+        text = f"{name}{error}".encode(errors="replace")[:LONGEST_TEXT]
+    os.write(0, _HEAD.pack(kind, len(text)) + text)
+
+
+def probe() -> None:
+    """Try what a judge must not be able to do, and tell the first of these that succeeds."""
+    zygote = os.getppid()
+
+    def fork() -> None:
+        if os.fork() == 0:
+            os._exit(0)
+
+    def use_descriptors() -> None:
+        for number in range(3, _HIGHEST_DESCRIPTOR):
+            with suppress(OSError):
+                os.fstat(number)
+                return
+        raise OSError
+
+    attempts: dict[str, Callable[[], object]] = {
+        "start processes": fork,
+        "signal another process": lambda: os.kill(zygote, 0),
+        "bound another process": lambda: resource.prlimit(zygote, resource.RLIMIT_CPU),
+        "write files": lambda: os.open("file", os.O_WRONLY | os.O_CREAT),
+        "make directories": lambda: os.mkdir("directory"),
+        "make sockets": socket.socket,
+        "use other descriptors": use_descriptors,
+        "wait": lambda: time.sleep(0),
+        "see files of the host": lambda: os.listdir("/proc"),
+    }
+    for what, attempt in attempts.items():
+        try:
+            attempt()
+        except OSError:
+            continue
+        os.write(0, _HEAD.pack(READY, len(what)) + what.encode())
+        return
+    os.write(0, _HEAD.pack(READY, 0))
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+def _send(descriptor: int, *contents: bytes) -> None:
+    message = memoryview(b"".join(_LENGTH.pack(len(content)) + content for content in contents))
+    while message:
+        message = message[os.write(descriptor, message) :]
+
+
+def receive(descriptor: int) -> "bytes | None":
+    """Return the next message; None at the end."""
+    head = _read(descriptor, _LENGTH.size)
+    return None if head is None else _read(descriptor, *_LENGTH.unpack(head))
+
+
+def _read(descriptor: int, size: int) -> "bytes | None":
+    parts = []
+    while size:
+        part = os.read(descriptor, min(size, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Scorers of generated tasks, in a sandbox. Some evaluate what they read as Python: an answer, which is a
+model's text, or a label and metadata, which are a data set's.
+
+`rewards.sandbox.judges` runs in the sandbox. Where none can be built, `judge_answers` runs scorers of
+`EVALUATE_NOTHING` in this process and refuses the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_ibpo.basics.reward_value import ResponseError
+from megatron_ibpo.basics.text import error_text
+from megatron_ibpo.rewards.limits import cpu_limit
+from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, judges
+from megatron_ibpo.rewards.sandbox.bubblewrap import INSTALL, packages_of
+from megatron_ibpo.rewards.sandbox.seccomp import computing_filter
+from megatron_ibpo.rewards.scorer_texts import EVALUATE_NOTHING, READ_PARAMETERS
+
+_LIMITS = Limits(seconds=1e8, memory_bytes=1 << 30)
+"""Bounds of the sandbox; it lives as long as its owner."""
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+"""A fork copies one thread."""
+_START_S = 100.0
+_MOST_ASKS = 64
+"""Answers of one request: a judge that answers while it is asked must not wait for its answers to be read."""
+_NAMES: dict[bytes, Literal["right", "wrong", "raised", "unfit", "ended", "silent"]] = {
+    judges.RIGHT: "right",
+    judges.WRONG: "wrong",
+    judges.RAISED: "raised",
+    judges.UNFIT: "unfit",
+    judges.ENDED: "ended",
+    judges.SILENT: "silent",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one answer."""
+
+    kind: Literal["right", "wrong", "raised", "unfit", "ended", "silent"]
+    """`raised`: the scorer raised. `ended`: it died or took too long. `unfit`: the task has no dataset with
+    these parameters. `silent`: it did not answer, without a reason to see."""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of reasoning_gym with the parameters of one of its datasets, as a data row names them."""
+
+    name: str
+    parameters: bytes
+    """A pickle of the parameters, which is read in the sandbox only."""
+
+
+Ask = tuple[str, dict[str, Any]]
+"""An answer, and the entry of the task's dataset that it answers."""
+
+
+def judge_answers(task: Task, asks: Sequence[Ask]) -> list[Verdict]:
+    """Return the verdict of the task's scorer on each answer.
+
+    Raises:
+        SandboxError: there is no sandbox, and the scorer needs one, with what to do; or the sandbox fails.
+    """
+    sandbox = open_scorers()
+    if isinstance(sandbox, ScorerSandbox):
+        return sandbox.judge(task, asks)
+    if task.name not in EVALUATE_NOTHING - READ_PARAMETERS:
+        does = "reads parameters of the row" if task.name in READ_PARAMETERS else "may run text as code"
+        raise SandboxError(
+            f"reasoning_gym's scorer of {task.name} {does}, so it needs the sandbox: {sandbox}"
+        )
+    return [_judged_here(task.name, *ask) for ask in asks]
+
+
+_opened: list[ScorerSandbox] = []
+"""The sandbox of this process, if it is open."""
+
+
+def open_scorers() -> ScorerSandbox | str:
+    """Return the sandbox of this process; the reason if none can be had on this machine.
+
+    Raises:
+        SandboxError: an earlier one failed, and no other can be opened.
+    """
+    if _opened:
+        return _opened[0]
+    if (why := _why_not()) is not None:
+        return why
+    if not _opened:
+        _opened.append(ScorerSandbox())
+    return _opened[0]
+
+
+@functools.cache
+def _why_not() -> str | None:
+    """Open the first sandbox of this process; return why there is none."""
+    try:
+        _opened.append(ScorerSandbox())
+    except SandboxError as error:
+        hint = (
+            ""
+            if INSTALL in str(error)
+            else "; docs/code_rewards.md says how to allow it, also in a container"
+        )
+        return f"{error}{hint}"
+    return None
+
+
+class ScorerSandbox:
+    """A sandbox in which reasoning_gym's scorers judge answers."""
+
+    def __init__(self) -> None:
+        """Start it, which takes a second.
+
+        Raises:
+            SandboxError: it cannot be built, or does not isolate.
+        """
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        try:
+            with theirs:
+                self._process = Process(
+                    "program",
+                    Path(judges.__file__).read_text(encoding="utf-8"),
+                    [_import_paths()],
+                    stdin=theirs.fileno(),
+                    limits=_LIMITS,
+                    packages=_packages(),
+                    environment=_ENVIRONMENT,
+                    forks=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        try:
+            self._send(computing_filter(), _START_S)
+            if problem := self._receive(_START_S, judges.LONGEST_TEXT):
+                raise SandboxError(f"the sandbox does not isolate: a process in it can {problem.decode()}")
+        except BaseException:
+            self.close()
+            raise
+
+    def judge(self, task: Task, asks: Sequence[Ask]) -> list[Verdict]:
+        """Return the verdict on each answer.
+
+        Raises:
+            SandboxError: the sandbox failed, and is closed.
+        """
+        verdicts: list[Verdict] = []
+        while len(verdicts) < len(asks):
+            verdicts += self._judge(task, asks[len(verdicts) :][:_MOST_ASKS])
+        return verdicts
+
+    def _judge(self, task: Task, asks: Sequence[Ask]) -> list[Verdict]:
+        is_kept = task.name in EVALUATE_NOTHING
+        request = pickle.dumps((task.name, is_kept, task.parameters, [pickle.dumps(ask) for ask in asks]))
+        most = len(asks) * (_HEAD.size + judges.LONGEST_TEXT)
+        seconds = len(asks) * (judges.CREATE_S + judges.JUDGE_S + 2 * judges.WALL_S)
+        try:
+            self._send(request, seconds)
+            return _verdicts(self._receive(seconds, most), len(asks))
+        except (OSError, ValueError) as error:
+            self.close()
+            raise SandboxError(f"the sandbox of scorers failed: {error_text(error)}") from None
+        except BaseException:  # half an answer may be left
+            self.close()
+            raise
+
+    def _send(self, content: bytes, seconds: float) -> None:
+        self._socket.settimeout(seconds)
+        self._socket.sendall(_LENGTH.pack(len(content)) + content)
+
+    def _receive(self, seconds: float, most: int) -> bytes:
+        self._socket.settimeout(seconds)
+        try:
+            size = _LENGTH.unpack(self._read(_LENGTH.size))[0]
+            if size > most:
+                raise SandboxError("the sandbox of scorers says too much")
+            return self._read(size)
+        except OSError as error:
+            raise self._process.failure(f"of scorers does not answer ({error_text(error)})") from None
+
+    def _read(self, size: int) -> bytes:
+        content = b""
+        while len(content) < size:
+            part = self._socket.recv(size - len(content))
+            if not part:
+                raise ConnectionError("it has ended")
+            content += part
+        return content
+
+    def close(self) -> None:
+        """End everything in it."""
+        with suppress(ValueError):
+            _opened.remove(self)
+        self._socket.close()
+        self._process.end()
+
+
+_LENGTH, _HEAD = struct.Struct("<I"), struct.Struct("<cH")
+
+
+def _verdicts(content: bytes, count: int) -> list[Verdict]:
+    """Return the verdicts that the sandbox sends.
+
+    Raises:
+        ValueError: it sends something else.
+    """
+    verdicts = []
+    while content:
+        if len(content) < _HEAD.size:
+            raise ValueError("half a verdict")
+        kind, length = _HEAD.unpack_from(content)
+        text, content = content[_HEAD.size : _HEAD.size + length], content[_HEAD.size + length :]
+        if kind not in _NAMES or len(text) < length:
+            raise ValueError("no verdict")
+        why = "".join(each if each.isprintable() else " " for each in text.decode(errors="replace"))
+        verdicts.append(Verdict(_NAMES[kind], why))
+    if len(verdicts) != count:
+        raise ValueError(f"{len(verdicts)} verdicts on {count} answers")
+    return verdicts
+
+
+@functools.cache
+def _packages() -> tuple[str, ...]:
+    return packages_of("reasoning-gym")
+
+
+def _import_paths() -> str:
+    """Return Python that lets the packages be imported."""
+    directories = sorted({str(Path(path).parent) for path in _packages()})
+    return f"import sys; sys.path += {directories!r}"
+
+
+def _judged_here(name: str, answer: str, entry: dict[str, Any]) -> Verdict:
+    try:
+        with cpu_limit(judges.JUDGE_S):
+            return Verdict("right" if _dataset(name).score_answer(answer, entry) >= 1.0 else "wrong")
+    except ResponseError as error:
+        return Verdict("ended", str(error))
+    except Exception as error:
+        return Verdict("raised", error_text(error))
+
+
+@functools.lru_cache(maxsize=64)
+def _dataset(name: str) -> Any:
+    """Return a task's dataset with its default parameters, since a data row's may ask for any amount of
+    work."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, seed=0, size=1)
