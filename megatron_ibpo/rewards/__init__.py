@@ -2,6 +2,7 @@
 
 from megatron_ibpo.basics.reward_value import RESPONSE_ERROR, LabelError, ResponseError
 from megatron_ibpo.rewards.final_answer import answer_place
+from megatron_ibpo.rewards.thinking import Response
 from megatron_ibpo.rewards.verifier import (
     CHECKED_AT_START,
     Pool,
@@ -26,6 +27,7 @@ __all__ = [
     "LabelError",
     "Outcome",
     "Pool",
+    "Response",
     "ResponseError",
     "Score",
     "Verifier",

@@ -22,6 +22,7 @@ from megatron_ibpo.rewards.composite import COMPOSITE, Part, check_parts, combin
 from megatron_ibpo.rewards.http_judge import JudgeWire
 from megatron_ibpo.rewards.http_score import ScoreWire
 from megatron_ibpo.rewards.http_wire import Question, Wire
+from megatron_ibpo.rewards.thinking import Response, open_at_end
 from megatron_ibpo.rewards.workers import Outcome, WorkerPool
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ WIRES: dict[str, Callable[[DataConfig], Wire]] = {
     VERIFIERS["http_score"]: ScoreWire,
 }
 """Functions that get a server's answer in place of a response → the protocol of that server."""
+_OWN = frozenset(VERIFIERS.values()) - {VERIFIERS["http_score"]}
+"""Functions that read a response with its marks of thinking; others read what the policy wrote."""
 RM_TYPE = "rm_type"
 """Key of `Prompt.metadata` that names this prompt's verifier; the other prompts use --rm-type."""
 
@@ -102,8 +105,9 @@ class Verifier:
         """Servers that were asked so far, by the function that reads their answers."""
         self._errors = 0
 
-    def score(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Score]:
-        """Score each response text to its prompt, in order.
+    def score(self, pairs: Sequence[tuple[Prompt, str | Response]]) -> list[Score]:
+        """Score each response to its prompt, in order. Of a text alone, thinking is open from its start if
+        the text of the prompt ends in a mark that opens it.
 
         A function that raises, hangs, kills its process (twice, since it gets a second try) or returns no
         finite number gives a score without a reward. The first such error of a call is logged.
@@ -121,8 +125,8 @@ class Verifier:
             )
         return scores
 
-    async def score_one(self, prompt: Prompt, response: str) -> Score:
-        """Score one response text as `score` does, concurrently with other calls. Errors are logged when
+    async def score_one(self, prompt: Prompt, response: str | Response) -> Score:
+        """Score one response as `score` does, concurrently with other calls. Errors are logged when
         their number since the start reaches a power of two.
 
         Raises:
@@ -155,8 +159,8 @@ class Verifier:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, prompt: Prompt, response: str) -> _Asked:
-        name = rm_type_of(prompt, self._data)
+    def _ask(self, prompt: Prompt, response: str | Response) -> _Asked:
+        name, response = rm_type_of(prompt, self._data), _as_response(prompt, response)
         try:
             parts, targets = parts_of(name, self._data), functions_of(prompt, self._data)
             outcomes = [self._submit(target, prompt, response) for target in targets]
@@ -164,12 +168,11 @@ class Verifier:
             return _Asked(name, refused=f"{RM_TYPE} of the prompt: {error}")
         return _Asked(name, parts, outcomes)
 
-    def _submit(self, target: str, prompt: Prompt, response: str) -> Future[Outcome]:
+    def _submit(self, target: str, prompt: Prompt, response: Response) -> Future[Outcome]:
+        text = _text_for(target, response)
         if target in WIRES:
-            return self._server(target).submit(Question(prompt.text, response, prompt.label))
-        return self._pool.submit(
-            target, (prompt.text, response, prompt.label, self._metadata(prompt, target))
-        )
+            return self._server(target).submit(Question(prompt.text, text, prompt.label))
+        return self._pool.submit(target, (prompt.text, text, prompt.label, self._metadata(prompt, target)))
 
     def _server(self, target: str) -> RewardServer:
         if target not in self._servers:
@@ -306,7 +309,7 @@ def answer_extractor(rm_type: str) -> Callable[[str], str | None] | None:
     return getattr(load_module("--rm-type", _function(rm_type)), "extract_answer", None)
 
 
-def extracted_answer(prompt: Prompt, response: str, data: DataConfig) -> str | None:
+def extracted_answer(prompt: Prompt, response: str | Response, data: DataConfig) -> str | None:
     """Return a response's final answer as found by the module of the prompt's verifier (of its main part):
     `extract_answer(response)` or `extract_answer(response, metadata)`. None without an answer or such a
     function."""
@@ -314,8 +317,20 @@ def extracted_answer(prompt: Prompt, response: str, data: DataConfig) -> str | N
     extract: Callable[..., str | None] | None = answer_extractor(name)
     if extract is None:
         return None
-    arguments = (response, prompt.metadata)[: len(inspect.signature(extract).parameters)]
+    text = _text_for(_function(name), _as_response(prompt, response))
+    arguments = (text, prompt.metadata)[: len(inspect.signature(extract).parameters)]
     return extract(*arguments)
+
+
+def _as_response(prompt: Prompt, response: str | Response) -> Response:
+    """Return a response of which the text alone may be known."""
+    if isinstance(response, Response):
+        return response
+    return Response(response, open_at_end(prompt.text) + response)
+
+
+def _text_for(target: str, response: Response) -> str:
+    return response.marked if target in _OWN else response.text
 
 
 def _function(name: str) -> str:
