@@ -1,6 +1,7 @@
 """Thinking in a response: the marks that open and close it, and the text that follows it."""
 
 import re
+from collections import deque
 from dataclasses import dataclass
 
 _OPENING = (
@@ -56,7 +57,4 @@ def after_thinking(response: str) -> str:
 
 
 def _last_mark(text: str) -> re.Match[str] | None:
-    last = None
-    for last in _MARK.finditer(text):
-        pass
-    return last
+    return next(iter(deque(_MARK.finditer(text), maxlen=1)), None)

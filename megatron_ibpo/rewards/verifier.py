@@ -356,28 +356,31 @@ def named_rm_types(prompts: Iterable[Prompt], data: DataConfig) -> list[str]:
 def check_labels(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> None:
     """Ask the verifiers of these prompts whether they can grade the labels.
 
-    A verifier's module may define `label_problem(label, metadata) -> str | None` for that.
-
     Raises:
         LabelError: some labels cannot be graded; names the first with their reasons.
+    """
+    if problems := label_problems(pool, prompts, data):
+        raise LabelError(
+            f"{counted(len(problems), 'label')} of the first {len(prompts)} cannot be graded:\n  "
+            + "\n  ".join(problems[:_MOST_SHOWN])
+        )
+
+
+def label_problems(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> list[str]:
+    """Return a line for each of these labels that its verifier cannot grade: the prompt, the label and why.
+
+    A verifier's module may define `label_problem(label, metadata) -> str | None` for that.
     """
     asked = [
         (prompt, pool.submit(f"{__name__}:problem", (target, prompt.label, prompt.metadata)))
         for prompt in prompts
         for target in functions_of(prompt, data)
     ]
-    problems = [(prompt, error) for prompt, call in asked if (error := call.result().error) is not None]
-    if not problems:
-        return
-    lines = [
+    return [
         f"{prompt.task}, prompt {prompt.index}, label {shown(prompt.label)}: {error}"
-        for prompt, error in problems[:_MOST_SHOWN]
+        for prompt, call in asked
+        if (error := call.result().error) is not None
     ]
-    raise LabelError(
-        "\n  ".join(
-            [f"{counted(len(problems), 'label')} of the first {len(prompts)} cannot be graded:", *lines]
-        )
-    )
 
 
 def problem(target: str, label: str, metadata: dict[str, Any]) -> float:
