@@ -117,7 +117,7 @@ def inspect_source(
         found.lengths.append(len(prompt.token_ids))
         found.tasks[prompt.task] = found.tasks.get(prompt.task, 0) + 1
         if len(found.to_check) < CHECKED_AT_START:
-            found.to_check.append(prompt)
+            found.to_check.append(replace(prompt, index=found.rows - 1))
         if len(found.first) < show:
             found.first.append(prompt)
     found.is_whole = not source.location.startswith(SCHEME) and next(entries, None) is None

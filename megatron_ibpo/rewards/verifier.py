@@ -346,6 +346,7 @@ def _function(name: str) -> str:
 CHECKED_AT_START = 64
 """Prompts per source whose labels are checked before the run starts."""
 _MOST_SHOWN = 5
+_LONGEST_QUESTION = 60
 
 
 def named_rm_types(prompts: Iterable[Prompt], data: DataConfig) -> list[str]:
@@ -377,7 +378,8 @@ def label_problems(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> l
         for target in functions_of(prompt, data)
     ]
     return [
-        f"{prompt.task}, prompt {prompt.index}, label {shown(prompt.label)}: {error}"
+        f"{prompt.task}, prompt {prompt.index}, label {shown(prompt.label)}: {error} (the question: "
+        f"{shown(prompt.text[:_LONGEST_QUESTION])})"
         for prompt, call in asked
         if (error := call.result().error) is not None
     ]
