@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_ibpo.basics.faults import REWARD_FAULTS, append_trace, fault_text
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.reward_value import LabelError
 from megatron_ibpo.basics.text import counted, shown
@@ -90,10 +92,11 @@ class Verifier:
     each argument is a list over all waiting responses, and it returns a value for each.
     """
 
-    def __init__(self, pool: Pool, data: DataConfig):
+    def __init__(self, pool: Pool, data: DataConfig, logs: Path | None = None):
         """
         Args:
             pool: runs the functions.
+            logs: folder for the tracebacks of functions that raise; None: they are not kept.
 
         Raises:
             ConfigError: see `reward_functions`.
@@ -101,6 +104,7 @@ class Verifier:
         reward_functions(data)
         self._data = data
         self._pool = pool
+        self._logs = logs
         self._servers: dict[str, RewardServer] = {}
         """Servers that were asked so far, by the function that reads their answers."""
         self._errors = 0
@@ -115,7 +119,7 @@ class Verifier:
         asked = [self._ask(prompt, response) for prompt, response in pairs]
         scores = [self._judged(one, [outcome.result() for outcome in one.outcomes]) for one in asked]
         errors = [
-            f"{one.name}: {score.error}"
+            one.described(score.error)
             for one, score in zip(asked, scores, strict=True)
             if score.error is not None
         ]
@@ -139,7 +143,7 @@ class Verifier:
             self._errors += 1
             if self._errors.bit_count() == 1:
                 _log.warning(
-                    "verifiers have failed on %d responses: %s: %s", self._errors, asked.name, score.error
+                    "verifiers have failed on %d responses: %s", self._errors, asked.described(score.error)
                 )
         return score
 
@@ -165,8 +169,8 @@ class Verifier:
             parts, targets = parts_of(name, self._data), functions_of(prompt, self._data)
             outcomes = [self._submit(target, prompt, response) for target in targets]
         except ConfigError as error:  # found at the start where the first prompts name it
-            return _Asked(name, refused=f"{RM_TYPE} of the prompt: {error}")
-        return _Asked(name, parts, outcomes)
+            return _Asked(name, _place_of(prompt), refused=f"{RM_TYPE} of the prompt: {error}")
+        return _Asked(name, _place_of(prompt), parts, outcomes)
 
     def _submit(self, target: str, prompt: Prompt, response: Response) -> Future[Outcome]:
         text = _text_for(target, response)
@@ -198,7 +202,11 @@ class Verifier:
             return Score(None, False, asked.refused)
         outcome = combined(asked.parts, outcomes) if asked.name == COMPOSITE else outcomes[0]
         if outcome.error is not None:
-            return Score(None, False, outcome.error, outcome.details)
+            if outcome.trace is None:
+                return Score(None, False, outcome.error, outcome.details)
+            if self._logs is not None:
+                append_trace(self._logs / REWARD_FAULTS, asked.described(outcome.error), outcome.trace)
+            return Score(None, False, f"{outcome.error} on {asked.prompt}", outcome.details)
         assert outcome.value is not None
         return Score(outcome.value, outcome.value >= self._data.reward_threshold, details=outcome.details)
 
@@ -209,11 +217,18 @@ class _Asked:
 
     name: str
     """Name of the verifier."""
+    prompt: str
+    """Task and index of the prompt."""
     parts: Sequence[Part] = ()
     outcomes: Sequence[Future[Outcome]] = ()
     """Outcomes of the parts."""
     refused: str | None = None
     """Reason why no verifier can be called."""
+
+    def described(self, error: str) -> str:
+        """Return an error with the verifier and the prompt."""
+        place = f" on {self.prompt}"
+        return f"{self.name}: {error.removesuffix(place)}{place}"
 
 
 def open_verifier(data: DataConfig) -> Verifier:
@@ -319,7 +334,16 @@ def extracted_answer(prompt: Prompt, response: str | Response, data: DataConfig)
         return None
     text = _text_for(_function(name), _as_response(prompt, response))
     arguments = (text, prompt.metadata)[: len(inspect.signature(extract).parameters)]
-    return extract(*arguments)
+    try:
+        return extract(*arguments)
+    except Exception as error:
+        place = f"{_place_of(prompt)}: {fault_text(error, __file__)}"
+        raise ConfigError(f"--rm-type {name}: its extract_answer failed on {place}") from error
+
+
+def _place_of(prompt: Prompt) -> str:
+    """Return the prompt's place in its data, for messages."""
+    return f"{prompt.task}, prompt {prompt.index}"
 
 
 def _as_response(prompt: Prompt, response: str | Response) -> Response:
@@ -378,7 +402,7 @@ def label_problems(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> l
         for target in functions_of(prompt, data)
     ]
     return [
-        f"{prompt.task}, prompt {prompt.index}, label {shown(prompt.label)}: {error} (the question: "
+        f"{_place_of(prompt)}, label {shown(prompt.label)}: {error} (the question: "
         f"{shown(prompt.text[:_LONGEST_QUESTION])})"
         for prompt, call in asked
         if (error := call.result().error) is not None
