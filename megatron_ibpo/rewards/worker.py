@@ -2,8 +2,9 @@
 
 Started as `python -m megatron_ibpo.rewards.worker FD OWNER MODULE:FUNCTION…` by `supervisor`, the OWNER. It
 answers ("ready", (its process id, the batched functions)) or ("failed", why) once. Then it answers every
-message, (function, a list of tuples of arguments), with ("outcomes", an `Answer` for each), or ("error", (why,
-the traceback or None)) if there are none. A function that was not named at the start is loaded at its first call.
+message, (function, a list of tuples of arguments), with ("outcomes", an `Answer` for each), or ("error",
+(why, the traceback or None)) if there are none. A function that was not named at the start is loaded at its
+first call.
 
 A function is batched if its attribute `batched` is true. It gets the arguments of many calls at once, as one
 list per argument, and returns a value for each call; other functions get the arguments of one call. A value
