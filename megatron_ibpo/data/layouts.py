@@ -128,8 +128,10 @@ def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
     question = checked(row[input_key], input_key, "text or a list of messages")
     label = _without_arrays(row[label_key])
     is_structure = isinstance(label, list | dict)
-    if not is_structure or not label:
+    if not is_structure:
         checked(label, label_key, "text or a number")
+    elif not label:
+        raise DataError(f"field {label_key!r} is empty")
     metadata = _plain_value(_optional(row, "metadata", "an object") or {})
     for name in ("rm_type", "id"):
         kind = "text" if name == "rm_type" else "text or a number"
