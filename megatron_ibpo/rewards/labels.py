@@ -88,7 +88,7 @@ def _answers_of_list(values: list[Any], layers: int) -> list[str]:
         raise LabelError(f"it is or holds an empty list, so no answer is right; {_HINT}")
     if len(values) > MOST_ANSWERS:
         raise LabelError(f"it is a list of {len(values):,} answers; at most {MOST_ANSWERS:,} are compared")
-    answers = []
+    answers: list[str] = []
     for value in values:
         if not isinstance(value, str):
             raise LabelError(f"it is a list with {_named(value)} in it; {_HINT}")
@@ -165,4 +165,6 @@ def _is_mathematics(values: list[Any]) -> bool:
 def _named(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    return {list: "a list", dict: "an object"}.get(type(value), f"a {type(value).__name__}")
+    if isinstance(value, dict):
+        return "an object"
+    return "a list" if isinstance(value, list) else f"a {type(value).__name__}"
