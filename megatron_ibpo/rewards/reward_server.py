@@ -104,7 +104,8 @@ class RewardServer:
         self._concurrency, self._timeout = concurrency, timeout
         self._waiting: deque[_Call] = deque()
         self._alone: deque[_Call] = deque()
-        """Calls whose batch has failed; each has half of the time left."""
+        """Calls whose batch has failed, each with half of the time left, and those to be asked again, with as
+        much time as before."""
         self._asking: set[asyncio.Task[None]] = set()
         self._open: set[_Call] = set()
         self._doubtful: list[tuple[_Call, Any]] = []
@@ -165,7 +166,8 @@ class RewardServer:
         """Make one request after another until no call waits."""
         while self._alone or self._waiting:
             if self._alone:
-                await self._ask([self._alone.popleft()], self._timeout / 2)
+                call = self._alone.popleft()
+                await self._ask([call], self._timeout if call.again else self._timeout / 2)
             else:
                 count = min(len(self._waiting), self._wire.batch_size)
                 calls = [self._waiting.popleft() for _ in range(count)]

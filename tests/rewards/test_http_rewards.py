@@ -150,7 +150,7 @@ def test_a_response_that_keeps_a_judge_from_scoring_is_wrong_and_counted(pool, t
             return said({"1e12": "Score: 1e12"}.get(response, "DONE"))
         return (500, "down") if response == "gone" else said("Score: 1")
 
-    settings = {"rm_type": "http_judge", "rm_template": template, "rm_timeout": 1.0}
+    settings = {"rm_type": "http_judge", "rm_template": template, "rm_timeout": 3.0}
     with serving(judge) as (url, server):
         scores = score(pool, "DONE", "fine", "late", "gone", "1e12", rm_url=url, **settings)
     assert [score.reward for score in scores] == [0.0, 1.0, 1.0, None, 0.0]
