@@ -15,6 +15,8 @@ _LONGEST_TRACE = 20_000
 """Characters of a traceback that are kept: the last ones, which name the cause."""
 _MOST_BYTES = 1 << 20
 """Size to which a log of tracebacks may grow."""
+user_files: set[str] = set()
+"""Files of the user's code that this process has loaded by import paths."""
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 
 
@@ -37,6 +39,14 @@ def fault_place(error: BaseException, *ours: str) -> str:
     ]
     own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen "))]
     last = (own or frames)[-1:]
+    return "".join(f" ({frame.filename}:{frame.lineno} in {frame.name})" for frame in last)
+
+
+def place_in_users_code(error: BaseException) -> str:
+    """Return " (file:line in function)" of the last line of a file in `user_files` before the error; "" if
+    none is involved."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = [frame for frame in frames if frame.filename in user_files][-1:]
     return "".join(f" ({frame.filename}:{frame.lineno} in {frame.name})" for frame in last)
 
 
