@@ -31,8 +31,8 @@ _LONGEST_WAIT = 10.0
 _TRIAL_S = 20.0
 """Seconds for the one request before the run."""
 _LARGEST_ANSWER = 64 << 20
-_MOST_UNREAD = 64
-"""Responses in a row that may be without a readable score through their own doing."""
+_MOST_UNREAD = 16
+"""Responses in a row without a readable score that show that the server or the template is at fault."""
 _SHOWN = 150
 """Characters of a judge's answer that a message shows."""
 _START_TIMEOUT = _CLOSE_TIMEOUT = 5.0
@@ -110,8 +110,10 @@ class RewardServer:
         self._open: set[_Call] = set()
         self._doubtful: list[tuple[_Call, Any]] = []
         """Calls without a readable score after the second request, with that answer."""
-        self._unread_in_a_row = _MOST_UNREAD
-        """Such calls since the last readable score; at first no score has shown that there are any."""
+        self._has_scored = False
+        """True once a readable score has shown that there are any."""
+        self._unread_in_a_row = self._refusals = 0
+        """Such calls since the last readable score, and those that got a reward of 0."""
         self._failures = 0
         """Requests that failed so far."""
         self._jitter = random.Random()  # never the run's generators
@@ -217,7 +219,7 @@ class RewardServer:
             details = read.details | {RETRIES: float(call.retries)}
             if UNREADABLE in read.details:
                 details |= {UNREADABLE: float(call.again), REFUSED: 0.0}
-                self._unread_in_a_row = 0
+                self._has_scored, self._unread_in_a_row = True, 0
             call.settle(Outcome(read.value, read.error, details))
         self._settle_doubtful()
 
@@ -230,21 +232,29 @@ class RewardServer:
         self._start_asking()
 
     def _settle_doubtful(self) -> None:
-        """Settle the calls that the server has refused twice to score, with a reward of 0 if the response is
-        the cause: the server gives readable scores to others. A server that gives them to none of many is
-        broken, and the calls have no reward. Until that is known, they wait for the others under way."""
-        while self._doubtful and self._unread_in_a_row < _MOST_UNREAD:
-            call, _ = self._doubtful.pop()
-            self._unread_in_a_row += 1
-            details = {UNREADABLE: 1.0, REFUSED: 1.0, RETRIES: float(call.retries)}
-            call.settle(Outcome(0.0, None, details))
-        if len(self._doubtful) < _MOST_UNREAD and {call for call, _ in self._doubtful} != self._open:
+        """Settle the calls that the server has refused twice to score. The response is the cause, and the
+        reward 0, if the server gives readable scores to others. A server that gives none to so many in a row
+        is broken, and these calls have no reward. Until the first score is read, they wait for the others
+        under way."""
+        is_broken = self._unread_in_a_row + len(self._doubtful) >= _MOST_UNREAD
+        others_under_way = {call for call, _ in self._doubtful} != self._open
+        if others_under_way and not (self._has_scored or is_broken):
             return
-        while self._doubtful:
-            call, answer = self._doubtful.pop()
-            why = f"no score in the judge's answer, which ends {shown(str(answer)[-_SHOWN:])}; it was asked "
-            why += "twice, and gives readable scores to no other response either: see the template"
-            call.settle(Outcome(None, why, {UNREADABLE: 1.0, RETRIES: float(call.retries)}))
+        self._unread_in_a_row += len(self._doubtful)
+        for call, answer in self._doubtful:
+            details = {UNREADABLE: 1.0, RETRIES: float(call.retries)}
+            ending = f"no score in the judge's answer, which ends {shown(str(answer)[-_SHOWN:])}"
+            if is_broken:
+                why = f"{ending}; it was asked twice, and has given a readable score to none of the last "
+                why += f"{counted(self._unread_in_a_row, 'response')}: see the template"
+                call.settle(Outcome(None, why, details))
+            else:
+                self._refusals += 1
+                if self._refusals.bit_count() == 1:
+                    count = counted(self._refusals, "response")
+                    _log.warning("%s: reward 0 for %s, asked about twice: %s", self._wire.url, count, ending)
+                call.settle(Outcome(0.0, None, details | {REFUSED: 1.0}))
+        self._doubtful.clear()
 
     # ------------------------------------------------------------------------------------------ the request
 

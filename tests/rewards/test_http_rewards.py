@@ -123,10 +123,12 @@ def test_a_judge_sees_the_template_filled_in_and_no_thinking(pool, template):
     assert server.bodies == [{"messages": messages, "temperature": 0, "model": "big"}]
 
 
-def test_a_failure_of_the_judge_is_no_reward(pool, template, monkeypatch, caplog):
+def test_a_failure_of_the_judge_is_no_reward_and_what_it_does_not_score_is_wrong(
+    pool, template, monkeypatch, caplog
+):
     monkeypatch.setenv("IBPO_RM_API_KEY", "sk-secret")
     answers = {
-        "no score in the judge's answer": said("I cannot decide."), "''": said(None),
+        "undecided": said("I cannot decide."), "empty": said(None),
         "400": (400, {"error": "no such key: sk-secret"}), "IndexError": {"choices": []},
         "503": (503, "loading"), "1e12": said('{"score": 1e12}'),
     }  # fmt: skip
@@ -134,9 +136,11 @@ def test_a_failure_of_the_judge_is_no_reward(pool, template, monkeypatch, caplog
     settings = {"rm_type": "http_judge", "rm_template": template, "rm_timeout": 1.7}
     with serving(lambda body, times: answers[response_in(body)]) as (url, server):
         scores = score(pool, *answers, rm_url=url, **settings)
-    assert [score.reward for score in scores] == [None] * 6
-    assert [score.details.get("unreadable") for score in scores] == [1, 1, None, None, None, 1]
-    assert all(part in score.error for part, score in zip(answers, scores, strict=True))
+    assert [score.reward for score in scores] == [0.0, 0.0, None, None, None, 0.0]
+    assert [score.details.get("judge_refused") for score in scores] == [1, 1, None, None, None, 1]
+    failures = [(part, score) for part, score in zip(answers, scores, strict=True) if score.reward is None]
+    assert all(part in score.error for part, score in failures)
+    assert "no score in the judge's answer" in caplog.text
     assert scores[2].details["retries"] == 0
     assert scores[4].details["retries"] >= 1
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer sk-secret"}
@@ -170,10 +174,10 @@ def test_a_judge_that_scores_nobody_is_broken_whatever_it_did_before(pool, templ
         later = verifier.score([(QUESTION, "0")] * 20)
         verifier.close_servers()
     assert [score.reward for score in never] == [None] * 20
-    assert "gives readable scores to no other response" in never[0].error
+    assert "has given a readable score to none of the last 8 responses: see the template" in never[0].error
     assert first.reward == 1.0
-    assert [score.reward for score in later].count(0.0) == 8, "then it is taken to be broken"
-    assert [score.reward for score in later].count(None) == 12
+    assert [score.reward for score in later].count(0.0) == 7, "then it is taken to be broken"
+    assert [score.reward for score in later].count(None) == 13
 
 
 def test_a_judge_reads_the_beginning_and_the_end_of_long_texts_and_no_imitated_score(pool, template):
