@@ -144,7 +144,7 @@ def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
         json.dumps(_plain_value(label), ensure_ascii=False) if is_structure else str(label),
         _optional(row, "task", "text"),
         metadata,
-        has_list_of_numbers=isinstance(label, list) and len(label) > 1 and all(map(_is_number, label)),
+        has_list_of_numbers=_num_numbers(label) > 1,
     )
 
 
@@ -254,8 +254,14 @@ def _without_arrays(value: Any) -> Any:
     return [_without_arrays(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _num_numbers(label: Any) -> float:
+    """Return how many numbers there are in a list, or in lists in it; -inf with anything else in them."""
+    if not isinstance(label, list):
+        return -math.inf
+    return sum(
+        1 if isinstance(item, int | float) and not isinstance(item, bool) else _num_numbers(item)
+        for item in label
+    )
 
 
 def _plain_value(value: Any) -> Any:

@@ -18,7 +18,7 @@ from megatron_ibpo.data.tokenizer import TOKENIZER_FILES
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.environments.trial import try_environment
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.rewards import Pool, check_labels, named_rm_types, open_pool
+from megatron_ibpo.rewards import Pool, WorkerPool, check_labels, named_rm_types, reward_functions
 from megatron_ibpo.rewards.trial import try_rewards
 from megatron_ibpo.run.resume_point import with_context
 from megatron_ibpo.run.run_data import RunData, open_run_data
@@ -83,7 +83,9 @@ def check_user_code(config: Config) -> str | None:
     prompts = data.first_prompts
     verified = _verified(prompts)
     with ExitStack() as stack:
-        pool = stack.enter_context(open_pool(config.data, named_rm_types(verified, config.data)))
+        # no `open_pool`: a plan may be made where no sandbox for programs can be had
+        targets = reward_functions(config.data, named_rm_types(verified, config.data))
+        pool = stack.enter_context(WorkerPool(targets, size=1, timeout=config.data.reward_timeout))
         check_labels(pool, verified, config.data)
         environments = None
         if environments_of(prompts):

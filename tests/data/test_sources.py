@@ -236,6 +236,7 @@ def test_a_label_may_be_a_list_or_an_object_in_every_layout(tmp_path, any_size):
             {"prompt": question, "label": [2, 3]},
             r"row 0: the label '\[2, 3\]' is a list of numbers.*list of texts",
         ),
+        ({"prompt": question, "label": [[2], [3]]}, "is a list of numbers"),
         ({"prompt": question, "label": []}, "field 'label' is empty"),
         ({"prompt": question, "reward_model": {"ground_truth": True}}, "found bool"),
         ({"problem": question, "answer": "notfound"}, "NuminaMath's word for a problem without an answer"),
