@@ -44,7 +44,7 @@ async def _played(
 ) -> dict[str, float]:
     session = await pool.open(target, question, label, metadata, seed=0)
     try:
-        await session.step({"role": "assistant", "content": f"The answer is {label}."})
+        await session.step({"role": "assistant", "content": f"The answer is {label[:200]}."})
         return (await session.score()).details
     finally:
         await session.close()

@@ -11,10 +11,12 @@ from megatron_ibpo.config import ConfigError, DataConfig, load_module
 from megatron_ibpo.rewards.verifier import VERIFIERS, Pool, functions_of
 from megatron_ibpo.rewards.workers import Outcome
 
+_LONGEST_LABEL = 200
+
 
 def trial_response(prompt: Prompt) -> str:
     """Return a response as a policy could write it."""
-    return f"The answer is {prompt.label}."
+    return f"The answer is {prompt.label[:_LONGEST_LABEL]}."
 
 
 def try_rewards(
