@@ -4,6 +4,7 @@ import ast
 import functools
 import json
 import re
+import warnings
 from typing import Any
 
 from megatron_ibpo.basics.reward_value import LabelError
@@ -26,6 +27,10 @@ _MOST_WRAPPED = 3
 _QUOTED = re.compile(r"[\[{(\s]*+['\"]")
 """The start of a list or object of texts; mathematics has no quotation marks there."""
 _NO_COMMA = re.compile(r"['\"]\s+['\"]")
+_LETTERS = {"\b": r"\b", "\f": r"\f", "\t": r"\t", "\r": r"\r"}
+_ESCAPED = re.compile(r"[\b\f\t\r](?=[A-Za-z])")
+"""Characters that JSON makes of a single backslash in LaTeX: `["\\frac12"]` with one backslash has a form
+feed."""
 _HINT = "write the answer as text, or several accepted ones as a list of texts"
 
 
@@ -75,7 +80,7 @@ def _answers_in(value: Any, layers: int) -> list[str]:
     if isinstance(value, _Number):
         return [value]
     if isinstance(value, str):
-        return _accepted(value, layers - 1)
+        return _accepted(_with_backslashes(value), layers - 1)
     if isinstance(value, dict):
         return _answers_in(_content(value), layers - 1)
     if isinstance(value, list):
@@ -92,8 +97,13 @@ def _answers_of_list(values: list[Any], layers: int) -> list[str]:
     for value in values:
         if not isinstance(value, str):
             raise LabelError(f"it is a list with {_named(value)} in it; {_HINT}")
-        answers += [value] if isinstance(value, _Number) else _accepted(value, layers - 1)
+        is_text = not isinstance(value, _Number)
+        answers += _accepted(_with_backslashes(value), layers - 1) if is_text else [value]
     return answers
+
+
+def _with_backslashes(text: str) -> str:
+    return _ESCAPED.sub(lambda found: _LETTERS[found[0]], text)
 
 
 def _content(label: dict[Any, Any]) -> Any:
@@ -137,7 +147,8 @@ def _python_value(text: str) -> Any:
     try:
         if len(text) > _LONGEST_PYTHON or _NO_COMMA.search(text):  # without commas Python joins the texts
             raise ValueError(text)
-        value = ast.literal_eval(text)
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of a single backslash
+            value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, TypeError):
         if not _QUOTED.match(text):
             return None
