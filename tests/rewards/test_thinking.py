@@ -9,6 +9,7 @@ from megatron_ibpo.basics.records import Prompt, Sample, token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import CorrectionTemplate, ResponseText
 from megatron_ibpo.data.prompts import chat_prompt, plain_prompt
+from megatron_ibpo.environments.hermes import read_text
 from megatron_ibpo.rewards import extracted_answer, open_verifier
 from megatron_ibpo.rewards.code import extract_answer as program
 from megatron_ibpo.rewards.final_answer import final_part
@@ -116,6 +117,15 @@ def test_what_follows_the_last_mark_is_the_answer_and_nothing_if_that_opens_thin
         ("<|channel|>commentary to=x<|message|>7<|channel|>final<|message|>8", "8"),
     ):  # fmt: skip
         assert final_part(text) == final, text
+
+
+def test_content_of_an_episodes_turn_before_thinking_without_an_end_is_reasoning():
+    for text, content, reasoning in (
+        ("<think>a</think>7", "7", "a"), ("<think>a</think>7<think>b", "", "a\n7<think>b"),
+        ("7<think>b", "", "7<think>b"), ("7", "7", None),
+    ):  # fmt: skip
+        message = read_text(text)
+        assert (message["content"], message.get("reasoning_content")) == (content, reasoning), text
 
 
 def test_every_verifier_and_majority_vote_of_the_package_knows_and_a_users_function_gets_what_was_written(
