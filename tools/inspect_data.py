@@ -17,10 +17,13 @@ import tyro
 from rich.console import Console
 
 from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config, DataConfig, ModelConfig, RolloutConfig, as_specs
 from megatron_ibpo.data import load_tokenizer, open_pass_rates
 from megatron_ibpo.data.hub import local_model, local_source
 from megatron_ibpo.data.inspection import inspect_source, show_inspection
+from megatron_ibpo.rewards import label_problems, named_rm_types, open_pool
+from megatron_ibpo.rewards.verifier import rm_type_of
 
 
 @dataclass
@@ -63,10 +66,25 @@ def main(arguments: Arguments) -> None:
             show=arguments.show,
             rates=rates,
         )
+        found.label_problems = problems_of_labels(found.to_check, data)
         if arguments.json:
             print(json.dumps(found.as_json(tokenizer), ensure_ascii=False))
         else:
             show_inspection(found, tokenizer, Console())
+
+
+def problems_of_labels(prompts: list[Prompt], data: DataConfig) -> list[str]:
+    """Return the labels that a run would refuse. Prompts of files are not checked against the verifier of
+    generated tasks, which is only the default."""
+    graded = [
+        prompt
+        for prompt in prompts
+        if rm_type_of(prompt, data) != DataConfig.rm_type or "source_dataset" in prompt.metadata
+    ]
+    if not graded:
+        return []
+    with open_pool(data, named_rm_types(graded, data)) as pool:
+        return label_problems(pool, graded, data)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec
 
+from megatron_ibpo.basics.faults import place_in_users_code
+
 DONE, FAILED, BAD_INPUT, INTERRUPTED, STDOUT_CLOSED = 0, 1, 2, 130, 141
 """Exit statuses. After FAILED another try may help, after BAD_INPUT it does not."""
 OF_PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -159,6 +161,8 @@ def _judged(error: BaseException, logs: Path | None) -> tuple[str, int]:
         return f"{UNREADABLE}: {kind}: {error}", BAD_INPUT
     if kind in ("MemoryError", "OutOfMemoryError"):  # torch has one of its own
         return str(error) or "out of memory", FAILED
+    if place := place_in_users_code(error):
+        return f"{kind}: {str(error)[:LONGEST]}{place}", FAILED
     return f"{INTERNAL}: {kind}: {str(error)[:LONGEST]}", FAILED
 
 

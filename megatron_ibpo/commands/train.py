@@ -96,9 +96,14 @@ def _steps(run: "Run", stop: StopRequest) -> int:
 def _plan(config: Config) -> int:
     """Print the plan of a run."""
     from megatron_ibpo.plan.run_plan import plan_run
+    from megatron_ibpo.run.user_code import check_user_code
 
     check_run(config)
-    return plan_run(config)
+    note = check_user_code(config)
+    status = plan_run(config)
+    if note is not None:
+        print(note)
+    return status
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from megatron_ibpo.basics.faults import user_files
 from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.paths import path_in_recipe, searched, user_directory
 
@@ -95,7 +96,7 @@ def load_module(flag: str, path: str) -> ModuleType:
     if module in MOVED:
         raise ConfigError(f"{flag} {path}: moved out of the package; use {MOVED[module]}:{name}")
     if not module.endswith(".py"):
-        return _imported(flag, path, module, user_directory())
+        return _noted(_imported(flag, path, module, user_directory()))
     file = path_in_recipe(module)
     if not file.is_file():
         raise ConfigError(f"{flag} {path}: no file {file}{searched(file)}")
@@ -106,7 +107,14 @@ def load_module(flag: str, path: str) -> ModuleType:
             f"{flag} {path}: a module {file.stem!r} is imported already from {other or 'Python itself'}; "
             "rename the file"
         )
-    return found
+    return _noted(found)
+
+
+def _noted(module: ModuleType) -> ModuleType:
+    """Remember the file of a module of the user, so that an error in it is not taken for one of ours."""
+    if not module.__name__.startswith("megatron_ibpo.") and (file := getattr(module, "__file__", None)):
+        user_files.add(file)
+    return module
 
 
 def _imported(flag: str, path: str, module: str, directory: Path) -> ModuleType:

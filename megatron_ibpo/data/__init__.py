@@ -22,6 +22,7 @@ from megatron_ibpo.data.left_out import Tally
 from megatron_ibpo.data.order import mixed
 from megatron_ibpo.data.pass_rates import PassRates, open_pass_rates
 from megatron_ibpo.data.prompts import PromptSource
+from megatron_ibpo.data.response_text import ResponseText
 from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, Rows, own_rows, prompts_of_rows, read_prompts
 from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.templates import CorrectionTemplate, PromptSuffixes
@@ -33,6 +34,7 @@ __all__ = [
     "PassRates",
     "PromptSource",
     "PromptSuffixes",
+    "ResponseText",
     "Tokenizer",
     "load_tokenizer",
     "open_pass_rates",

@@ -26,8 +26,11 @@ from megatron_ibpo.data.pass_rates import PassRates
 from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, normalised, own_rows
 from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer
+from megatron_ibpo.rewards import CHECKED_AT_START
 
 BINS = 10
+_MOST_LABELS = 5
+"""Labels that cannot be graded to show."""
 _BAR = 40
 """Length of a histogram's longest bar, in characters."""
 
@@ -49,6 +52,10 @@ class Inspection:
     tasks: dict[str, int] = field(default_factory=dict)
     """Task → its number of prompts."""
     first: list[Prompt] = field(default_factory=list)
+    to_check: list[Prompt] = field(default_factory=list)
+    """The first prompts, as many as a run checks the labels of."""
+    label_problems: list[str] = field(default_factory=list)
+    """Labels of these that their verifier cannot grade."""
 
     def as_json(self, tokenizer: Tokenizer) -> dict[str, object]:
         """Return the findings as JSON, for programs."""
@@ -61,6 +68,7 @@ class Inspection:
             "prompts": len(self.lengths),
             "left_out": dict(self.tally.counts),
             "named": self.tally.named,
+            "label_problems": self.label_problems,
             "tasks": self.tasks,
             "tokens": {"counts": counts.tolist(), "edges": edges.tolist()},
             "first": [
@@ -108,6 +116,8 @@ def inspect_source(
         seen.add(question)
         found.lengths.append(len(prompt.token_ids))
         found.tasks[prompt.task] = found.tasks.get(prompt.task, 0) + 1
+        if len(found.to_check) < CHECKED_AT_START:
+            found.to_check.append(replace(prompt, index=found.rows - 1))
         if len(found.first) < show:
             found.first.append(prompt)
     found.is_whole = not source.location.startswith(SCHEME) and next(entries, None) is None
@@ -133,6 +143,8 @@ def show_inspection(found: Inspection, tokenizer: Tokenizer, console: Console) -
     )
     if found.tally.counts:
         console.print(_left_out(found.tally))
+    for problem in found.label_problems[:_MOST_LABELS]:
+        console.print(f"a run would refuse this label: {problem}", markup=False, style="red")
     if len(found.tasks) > 1:
         console.print(", ".join(f"{escape(task)} {count:,}" for task, count in found.tasks.items()))
     if found.lengths:

@@ -9,9 +9,13 @@ of others       see LAYOUTS; only with the default --input-key and --label-key, 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import listed
 from megatron_ibpo.data.tables import Row
 from megatron_ibpo.data.tokenizer import DataError, Message
@@ -64,9 +68,19 @@ def _whole(answer: Any) -> Any:
     return answer
 
 
+def _unless_missing(answer: Any) -> Any:
+    """Return an answer of NuminaMath, which has these words where there is none."""
+    if answer in ("notfound", "proof"):
+        raise DataError(
+            f"field 'answer' is {answer!r}, NuminaMath's word for a problem without an answer; "
+            "--skip-bad-rows leaves such rows out"
+        )
+    return answer
+
+
 LAYOUTS = (
     Layout("question", "answer", _after_hashes, "answer, of which the part after #### (GSM8K)"),
-    Layout("problem", "answer", _whole, "answer (OpenR1-Math, NuminaMath-1.5, MATH-500)"),
+    Layout("problem", "answer", _unless_missing, "answer (OpenR1-Math, NuminaMath-1.5, MATH-500)"),
     Layout("problem", "solution", _in_box, r"the last \boxed{} of solution (NuminaMath)"),
     Layout("messages", "label", _whole, "label"),
     Layout("messages", "answer", _whole, "answer"),
@@ -88,6 +102,8 @@ class PlainRow:
     task: str | None
     metadata: dict[str, Any]
     """Metadata, with `rm_type` and `id` if the row has them."""
+    has_list_of_numbers: bool = False
+    """True if the label is a list of several numbers, and no text."""
 
 
 def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
@@ -96,11 +112,12 @@ def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
     Raises:
         DataError: a field is missing, empty or of another type; says which.
     """
-    if is_rl_layout(row, label_key):
-        label: Any = row["reward_model"]["ground_truth"]
+    if (truth := _ground_truth(row, label_key)) is not None:
+        if truth["ground_truth"] is None:
+            raise DataError("field 'reward_model' has no ground_truth")
         row = {
             **row,
-            label_key: label if isinstance(label, str | int | float) else _as_json(label),
+            label_key: truth["ground_truth"],
             "task": row.get("task") or row.get("data_source"),
             "metadata": row.get("metadata") or row.get("extra_info"),
         }
@@ -109,7 +126,12 @@ def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
         row = {**row, label_key: layout.label(row[label_key])}
     _check_keys(row, {input_key: "--input-key", label_key: "--label-key"})
     question = checked(row[input_key], input_key, "text or a list of messages")
-    label = checked(row[label_key], label_key, "text or a number")
+    label = _without_arrays(row[label_key])
+    is_structure = isinstance(label, list | dict)
+    if not is_structure:
+        checked(label, label_key, "text or a number")
+    elif not label:
+        raise DataError(f"field {label_key!r} is empty")
     metadata = _plain_value(_optional(row, "metadata", "an object") or {})
     for name in ("rm_type", "id"):
         kind = "text" if name == "rm_type" else "text or a number"
@@ -119,16 +141,27 @@ def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
         input_key,
         as_messages(question, input_key),
         isinstance(question, list),
-        str(label),
+        json.dumps(_plain_value(label), ensure_ascii=False) if is_structure else str(label),
         _optional(row, "task", "text"),
         metadata,
+        has_list_of_numbers=_num_numbers(label) > 1,
     )
 
 
 def is_rl_layout(row: Row, label_key: str) -> bool:
     """Return whether the ground truth is in `reward_model`, as existing RL data sets have it."""
+    return _ground_truth(row, label_key) is not None
+
+
+def _ground_truth(row: Row, label_key: str) -> dict[str, Any] | None:
+    """Return the object `reward_model` of a row, which may be there as JSON text; None in other layouts."""
     truth = row.get("reward_model")
-    return label_key not in row and isinstance(truth, dict) and "ground_truth" in truth
+    if label_key in row or not isinstance(truth, dict | str):
+        return None
+    if isinstance(truth, str):
+        with suppress(ValueError):
+            truth = read_json(truth)
+    return truth if isinstance(truth, dict) and "ground_truth" in truth else None
 
 
 def known_layout(row: Row, input_key: str, label_key: str) -> Layout | None:
@@ -212,10 +245,23 @@ def as_messages(question: str | list[Any], input_key: str) -> list[Message]:
     return question
 
 
-def _as_json(label: Any) -> str:
-    if label is None:
-        raise DataError("field 'reward_model' has no ground_truth")
-    return json.dumps(_plain_value(label), ensure_ascii=False)
+def _without_arrays(value: Any) -> Any:
+    """Return a value with lists and Python's numbers in place of NumPy's, and lists in place of tuples."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _without_arrays(item) for key, item in value.items()}
+    return [_without_arrays(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _num_numbers(label: Any) -> float:
+    """Return how many numbers there are in a list, or in lists in it; -inf with anything else in them."""
+    if not isinstance(label, list):
+        return -math.inf
+    return sum(
+        1 if isinstance(item, int | float) and not isinstance(item, bool) else _num_numbers(item)
+        for item in label
+    )
 
 
 def _plain_value(value: Any) -> Any:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
-from megatron_ibpo.config import DataConfig, load_hook, searched
+from megatron_ibpo.config import DataConfig, load_hook, named_values, searched
 from megatron_ibpo.data.layouts import PlainRow, fields_read, has_value, layout_said, plain_row
 from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, HELD_OUT, NOT_CHOSEN, TOO_LONG, Division, Tally
 from megatron_ibpo.data.order import shuffled as in_random_order
@@ -134,6 +135,12 @@ class Reader:
         metadata = row.metadata
         if self.source.rm_type is not None:
             metadata = {"rm_type": self.source.rm_type, **metadata}
+        if row.has_list_of_numbers and "math" in _verifiers(metadata.get("rm_type", data.rm_type), data):
+            raise DataError(
+                f"the label {shown(row.label)} is a list of numbers, which may be several accepted answers "
+                "or one answer that is a list or an interval; write a list of texts for the former, and one "
+                "text for the latter"
+            )
         task = row.task or self.source.task or Path(self.source.location).stem
         return Prompt(0, token_ids, head_length, row.label, task, messages[-1]["content"], metadata)
 
@@ -143,6 +150,10 @@ class Reader:
         if self.source.suffix:
             made[-1] = {**made[-1], "content": made[-1]["content"] + self.source.suffix}
         return with_system_prompt(made, self.data)
+
+
+def _verifiers(rm_type: str, data: DataConfig) -> Iterable[str]:
+    return named_values(data.reward_part) if rm_type == "composite" else (rm_type,)
 
 
 def with_system_prompt(messages: list[Message], data: DataConfig) -> list[Message]:

@@ -88,6 +88,15 @@ def has_unknown(tokenizer: Tokenizer, ids: Sequence[int] | npt.NDArray[np.int32]
     return tokenizer.unk_id is not None and tokenizer.unk_id in ids
 
 
+def id_of(text: str, tokenizer: Tokenizer) -> int | None:
+    """Return the id that alone stands for `text`; None if there is none."""
+    try:
+        ids = tokenizer.encode(text)
+    except DataError:  # a small vocabulary, without an id for what it does not know
+        return None
+    return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_id else None
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load from local files: a Hugging Face directory, a SentencePiece `.model` file, or a directory with a
     `tokenizer.model` and no `tokenizer.json`.

@@ -11,10 +11,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.data.tokenizer import DataError, Tokenizer, read_eos_token_ids
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer, id_of, read_eos_token_ids
 from megatron_ibpo.environments.families import family_readers
 from megatron_ibpo.environments.hermes import as_text, policy_message, read_text, tools_text
 from megatron_ibpo.environments.protocol import Message, Tool
+from megatron_ibpo.rewards.thinking import open_at_end
 
 _MARKER = "MARKERc9f0f895fb98ab91"
 _USER: Message = {"role": "user", "content": "Hello."}
@@ -170,7 +171,7 @@ class TemplateChat:
         return following
 
     def _text_reader(self, prompt: str) -> Reader:
-        decode, thinks = _call_decoder(self._tokenizer), prompt.rstrip().endswith("<think>")
+        decode, thinks = _call_decoder(self._tokenizer), open_at_end(prompt) == "<think>"
         return lambda ids, tools: read_text(decode(ids), thinks=thinks)
 
     def _own_format(self, prompt: str) -> str | None:
@@ -227,21 +228,12 @@ def _without_calls(message: Message, text: str, tools: Sequence[Tool] | None) ->
 def _call_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
     """Return the decoder that shows the tags of calls: they may be special tokens, which others should not
     be shown with."""
-    tag = _id_of("<tool_call>", tokenizer)
+    tag = id_of("<tool_call>", tokenizer)
     return tokenizer.decode_all if tag is not None and not tokenizer.decode([tag]) else tokenizer.decode
 
 
 def _same_ends(tokenizer: Tokenizer) -> set[tuple[int | None, int | None]]:
-    return {(_id_of(sampled, tokenizer), _id_of(written, tokenizer)) for sampled, written in _SAME_ENDS}
-
-
-def _id_of(text: str, tokenizer: Tokenizer) -> int | None:
-    """Return the id that alone stands for `text`; None if there is none."""
-    try:
-        ids = tokenizer.encode(text)
-    except DataError:  # a small vocabulary, without an id for what it does not know
-        return None
-    return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_id else None
+    return {(id_of(sampled, tokenizer), id_of(written, tokenizer)) for sampled, written in _SAME_ENDS}
 
 
 def _beyond(text: str, prompt: str) -> str:

@@ -4,14 +4,13 @@ import json
 import os
 import random
 import socket
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from numpy import random as numpy_random  # loaded here, once; numpy itself would load it in each episode
 
+from megatron_ibpo.basics.faults import fault_text
 from megatron_ibpo.basics.reward_value import WRONG, ResponseError
-from megatron_ibpo.basics.text import error_text
 from megatron_ibpo.environments.protocol import Environment, EpisodeFaultError
 from megatron_ibpo.environments.wire import line, opening_value, score_value, turn_value
 
@@ -75,12 +74,4 @@ def _answer(method: Callable[..., Any], arguments: list[Any]) -> bytes:
     except EpisodeFaultError as fault:  # an adapter knows more about it
         return line("fault", fault.kind, str(fault))
     except BaseException as error:
-        return line("fault", "error", f"{error_text(error)}{_place(error)}")
-
-
-def _place(error: BaseException) -> str:
-    """Return the line of the environment that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = os.path.dirname(__file__)
-    theirs = [frame for frame in frames if os.path.dirname(frame.filename) != own]
-    return f" ({theirs[-1].filename}:{theirs[-1].lineno} in {theirs[-1].name})" if theirs else ""
+        return line("fault", "error", fault_text(error, os.path.dirname(__file__)))

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.environments.protocol import Message, Tool
+from megatron_ibpo.rewards.thinking import left_open
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
@@ -117,7 +118,10 @@ def tool_call(name: object, arguments: object, number: int) -> dict[str, Any] | 
 def policy_message(
     content: str, reasoning: str | None, calls: list[dict[str, Any]], malformed: list[str]
 ) -> Message:
-    """Return the policy's message; what it lacks has no key."""
+    """Return the policy's message; what it lacks has no key. Content before thinking without an end is no
+    answer, and belongs to the reasoning."""
+    if not (calls or malformed) and left_open(content):
+        reasoning, content = "\n".join(filter(None, [reasoning, content.strip()])), ""
     message: Message = {"role": "assistant", "content": content.strip()}
     if reasoning:
         message["reasoning_content"] = reasoning

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
+from megatron_ibpo.rewards import Response
 
 Kind = Literal["sampled", "greedy", "correction"]
 Key = tuple[Kind, int, int]
@@ -98,8 +99,8 @@ def eval_sample(
     name: str,
     asked: Asked,
     sample: Sample,
-    text: str,
-    answer: Callable[[Prompt, str], str | None] | None,
+    response: str | Response,
+    answer: Callable[[Prompt, str | Response], str | None] | None,
     *,
     keep_tokens: bool,
 ) -> EvalSample:
@@ -107,7 +108,6 @@ def eval_sample(
 
     Args:
         name: the set.
-        text: the response.
         answer: extracts the answer of a response to a prompt; None if no verifier of the set defines that.
     """
     prompt, (kind, index, number) = asked.prompt, asked.key
@@ -121,8 +121,8 @@ def eval_sample(
         number=number,
         prompt=prompt.text,
         label=_short(prompt.label),
-        text=text,
-        answer=(answer(prompt, text) or None) if answer is not None else None,
+        text=response.text if isinstance(response, Response) else response,
+        answer=(answer(prompt, response) or None) if answer is not None else None,
         reward=sample.reward,
         correct=sample.correct,
         error=sample.reward_error,

@@ -38,7 +38,7 @@ from megatron_ibpo.evaluate.stored_samples import (
     read_results,
     write_results,
 )
-from megatron_ibpo.rewards import answer_extractor, extracted_answer, main_rm_type
+from megatron_ibpo.rewards import Response, answer_extractor, extracted_answer, main_rm_type
 from megatron_ibpo.rewards.verifier import rm_type_of
 
 _OTHER_SCHEMES = ("reasoning_gym", "import")
@@ -55,7 +55,7 @@ class EvalSet:
     """True if metrics include the name: unless it is the only set, and the user gave it none."""
     prompts: list[Prompt]
     sampling: EvalSampling
-    answer: Callable[[Prompt, str], str | None] | None
+    answer: Callable[[Prompt, str | Response], str | None] | None
     """Extracts the answer of a response to a prompt; None if no verifier of the set defines that."""
     notes: tuple[str, ...] = ()
     """Notes on the source for the user."""
@@ -233,7 +233,9 @@ def _room(config: Config, sampling: EvalSampling) -> int:
     return context - sampling.max_tokens
 
 
-def _answers(prompts: list[Prompt], data: DataConfig) -> Callable[[Prompt, str], str | None] | None:
+def _answers(
+    prompts: list[Prompt], data: DataConfig
+) -> Callable[[Prompt, str | Response], str | None] | None:
     kinds = {rm_type_of(prompt, data) for prompt in prompts}
     verifiers = {main_rm_type(replace(data, rm_type=kind)) for kind in kinds}
     if not any(map(answer_extractor, verifiers)):

@@ -2,6 +2,7 @@
 
 from megatron_ibpo.basics.reward_value import RESPONSE_ERROR, LabelError, ResponseError
 from megatron_ibpo.rewards.final_answer import answer_place
+from megatron_ibpo.rewards.thinking import Response
 from megatron_ibpo.rewards.verifier import (
     CHECKED_AT_START,
     Pool,
@@ -11,6 +12,7 @@ from megatron_ibpo.rewards.verifier import (
     check_labels,
     check_servers,
     extracted_answer,
+    label_problems,
     main_rm_type,
     named_rm_types,
     open_pool,
@@ -26,6 +28,7 @@ __all__ = [
     "LabelError",
     "Outcome",
     "Pool",
+    "Response",
     "ResponseError",
     "Score",
     "Verifier",
@@ -36,6 +39,7 @@ __all__ = [
     "check_labels",
     "check_servers",
     "extracted_answer",
+    "label_problems",
     "main_rm_type",
     "named_rm_types",
     "open_pool",

@@ -33,6 +33,7 @@ from megatron_ibpo.rewards.executors import Executor, open_executor
 from megatron_ibpo.rewards.rebinding import with_rebinding
 from megatron_ibpo.rewards.sandbox import Limits, SandboxError
 from megatron_ibpo.rewards.sandbox.inside import needed_names
+from megatron_ibpo.rewards.thinking import after_thinking
 
 SETTINGS = "code_execution"
 """Key of the metadata under which `score` is told how programs are run."""
@@ -148,7 +149,7 @@ def extract_answer(response: str) -> str | None:
     The search starts after any thinking. Without a fence, the whole response is the program if it is Python.
     A block that is not closed does not count as an answer.
     """
-    answer = response.rpartition("</think>")[2]
+    answer = after_thinking(response)
     has_fence, program = False, None
     for language, block in _blocks(answer):
         has_fence = True

@@ -72,7 +72,7 @@ def combined(parts: Sequence[Part], outcomes: Sequence[Outcome]) -> Outcome:
     details: dict[str, float] = {}
     for part, outcome in zip(parts, outcomes, strict=True):
         if outcome.value is None:
-            return Outcome(None, f"{part.name}: {outcome.error}", outcome.details)
+            return Outcome(None, f"{part.name}: {outcome.error}", outcome.details, outcome.trace)
         details = {part.name: outcome.value} | outcome.details | details
     total = _summed([part.weight * details[part.name] for part in parts])
     return Outcome(min(1.0, max(0.0, total)), details=details)

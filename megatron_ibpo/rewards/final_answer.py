@@ -2,6 +2,8 @@ r"""The answer of a response: after its thinking, in the last `\boxed{}`, or whe
 
 import re
 
+from megatron_ibpo.rewards.thinking import after_thinking
+
 _BRACE = re.compile(r"(\\f?boxed\s*+\{)|(?<!\\)[{}]")
 """A brace that counts, or the start of a box."""
 _BETWEEN_BOXES = re.compile(
@@ -25,9 +27,7 @@ _SHORTEST_QUOTE = 20
 def final_part(response: str, prompt: str = "") -> str:
     """Return the text after the thinking, without quotations of the prompt: those answer nothing. Unfinished
     thinking has no final part."""
-    _, closed, rest = response.rpartition("</think>")
-    if not closed and "<think>" in response:
-        return ""
+    rest = after_thinking(response)
     quoted = prompt.strip()
     return rest.replace(quoted, "\n") if len(quoted) >= _SHORTEST_QUOTE else rest
 

@@ -29,7 +29,7 @@ class ScoreWire:
             if value is not None:
                 raise ConfigError(f"{flag}: only http_judge uses it, and --rm-url is for http_score")
 
-    def body(self, questions: Sequence[Question]) -> Any:
+    def body(self, questions: Sequence[Question], *, again: bool = False) -> Any:
         """Return the texts."""
         texts = [asdict(question) for question in questions]
         return texts if self.batch_size > 1 else texts[0]

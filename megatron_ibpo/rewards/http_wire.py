@@ -12,7 +12,9 @@ API_KEY = "IBPO_RM_API_KEY"
 """Environment variable with the key that servers of rewards get as a bearer token. There is no flag for it,
 since flags are written into a run's directory."""
 UNREADABLE = "unreadable"
-"""Detail of a response: 1 if the server's answer for it has no score that can be read, else 0."""
+"""Detail of a response: 1 if the server's first answer for it has no score that can be read, else 0."""
+REFUSED = "judge_refused"
+"""Detail of a judged response: 1 if the second answer has none either, which makes the reward 0, else 0."""
 _TRANSIENT = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 
@@ -33,8 +35,12 @@ class Wire(Protocol):
     batch_size: int
     """Most responses of one request."""
 
-    def body(self, questions: Sequence[Question]) -> Any:
-        """Return the body of a request as JSON: at most `batch_size` responses to score."""
+    def body(self, questions: Sequence[Question], *, again: bool = False) -> Any:
+        """Return the body of a request as JSON: at most `batch_size` responses to score.
+
+        Args:
+            again: the first answer had no score that can be read; the body demands one.
+        """
         ...
 
     def answers(self, content: Any, count: int) -> list[Any]:

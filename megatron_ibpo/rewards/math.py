@@ -9,6 +9,8 @@ import cmath
 import functools
 import logging
 import re
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,6 +22,7 @@ from sympy import Expr
 from megatron_ibpo.basics.reward_value import RESPONSE_ERROR, LabelError, ResponseError
 from megatron_ibpo.rewards.exact import compare, decimal_comma, normal
 from megatron_ibpo.rewards.final_answer import final_boxes, final_part, stated_answer
+from megatron_ibpo.rewards.labels import accepted_answers
 from megatron_ibpo.rewards.limits import cpu_limit, in_batches
 
 # math-verify asks for a time-out of the caller's own when its alarm signal is off; `cpu_limit` is that
@@ -75,17 +78,18 @@ def is_right(response: str, label: str, prompt: str = "") -> bool:
         LabelError: the label cannot be graded.
         ResponseError: the answer asks for more than can be computed, or math-verify fails on it.
     """
-    if (problem := _unreadable(label)) is not None:
-        raise LabelError(problem)
+    accepted = _accepted(label)
     answer = _answer(final_part(response, prompt))
     if answer is None or len(answer.text) > _LONGEST:
         return False
+    if normal(answer.text) == normal(label):  # a structure, written as it is
+        return True
     choices = [part for part in _OR.split(answer.text) if part]
     if len(choices) > 1:  # right only if all of them are, or if the label has the same ones
-        return _equal(_boxed(",".join(map(_unassigned, choices))), label) or all(
-            _equal(_boxed(choice), label) for choice in choices
+        return _equals_one(_boxed(",".join(map(_unassigned, choices))), accepted) or all(
+            _equals_one(_boxed(choice), accepted) for choice in choices
         )
-    return _equal(answer, label)
+    return _equals_one(answer, accepted)
 
 
 def extract_answer(response: str) -> str | None:
@@ -101,19 +105,26 @@ def extract_answer(response: str) -> str | None:
 def label_problem(label: str, metadata: dict[str, Any] | None = None) -> str | None:
     """Return why a label cannot be graded; None if it can. Text that is not mathematics is compared as
     text."""
-    problem = _unreadable(label)
-    if problem is None:
-        try:
-            _gold(label)
-        except LabelError as error:
-            problem = str(error)
-    return problem
+    try:
+        for answer in _accepted(label):
+            _gold(answer)
+    except LabelError as error:
+        return str(error)
+    return None
 
 
-def _unreadable(label: str) -> str | None:
+def _accepted(label: str) -> tuple[str, ...]:
+    """Return the answers that a label accepts.
+
+    Raises:
+        LabelError: the label is too long, a structure that is not understood, or one of them is no answer.
+    """
     if len(label) > _LONGEST:
-        return f"it has more than {_LONGEST:,} characters"
-    return None if normal(label) else "it holds layout only, and no mathematical answer"
+        raise LabelError(f"it has more than {_LONGEST:,} characters")
+    accepted = accepted_answers(label)
+    if not all(map(normal, accepted)):
+        raise LabelError("it holds layout only, and no mathematical answer")
+    return accepted
 
 
 @dataclass(frozen=True)
@@ -185,6 +196,30 @@ def _equal(answer: _Answer, label: str) -> bool:
             if decided is not None:
                 return decided
     return bool(_gold(label)) and _same_mathematics(label, answer.context)
+
+
+def _equals_one(answer: _Answer, accepted: Sequence[str]) -> bool:
+    """Return whether the answer equals one of several. All together have the time of one comparison, and
+    that of the last.
+
+    Raises:
+        ResponseError: it equals none, and one comparison failed.
+    """
+    if len(accepted) == 1:
+        return _equal(answer, accepted[0])
+    deadline, failure = time.process_time() + CHECK_S, None
+    for label in accepted:
+        try:
+            if _equal(answer, label):
+                return True
+        except ResponseError as error:
+            failure = error
+        if time.process_time() > deadline:
+            failure = ResponseError(f"not compared with {len(accepted)} answers within {CHECK_S:g} s")
+            break
+    if failure is not None:
+        raise failure
+    return False
 
 
 @functools.lru_cache(maxsize=4096)  # responses of a group make the same mistakes

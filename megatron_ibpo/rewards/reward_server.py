@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
@@ -19,7 +20,7 @@ import aiohttp
 
 from megatron_ibpo.basics.text import counted, shown
 from megatron_ibpo.config import ConfigError
-from megatron_ibpo.rewards.http_wire import API_KEY, UNREADABLE, Question, Wire, is_transient
+from megatron_ibpo.rewards.http_wire import API_KEY, REFUSED, UNREADABLE, Question, Wire, is_transient
 from megatron_ibpo.rewards.workers import Outcome
 
 RETRIES = "retries"
@@ -30,6 +31,8 @@ _LONGEST_WAIT = 10.0
 _TRIAL_S = 20.0
 """Seconds for the one request before the run."""
 _LARGEST_ANSWER = 64 << 20
+_MOST_UNREAD = 16
+"""Responses in a row without a readable score that show that the server or the template is at fault."""
 _SHOWN = 150
 """Characters of a judge's answer that a message shows."""
 _START_TIMEOUT = _CLOSE_TIMEOUT = 5.0
@@ -63,6 +66,8 @@ class _Call:
         self.outcome: Future[Outcome] = Future()
         self.retries = 0
         """Requests for it that were made again so far."""
+        self.again = False
+        """True once its first answer had no score that can be read: the next request demands one."""
 
     def settle(self, outcome: Outcome) -> None:
         if self.outcome.set_running_or_notify_cancel():
@@ -99,9 +104,16 @@ class RewardServer:
         self._concurrency, self._timeout = concurrency, timeout
         self._waiting: deque[_Call] = deque()
         self._alone: deque[_Call] = deque()
-        """Calls whose batch has failed; each has half of the time left."""
+        """Calls whose batch has failed, each with half of the time left, and those to be asked again, with as
+        much time as before."""
         self._asking: set[asyncio.Task[None]] = set()
         self._open: set[_Call] = set()
+        self._doubtful: list[tuple[_Call, Any]] = []
+        """Calls without a readable score after the second request, with that answer."""
+        self._has_scored = False
+        """True once a readable score has shown that there are any."""
+        self._unread_in_a_row = self._refusals = 0
+        """Such calls since the last readable score, and those that got a reward of 0."""
         self._failures = 0
         """Requests that failed so far."""
         self._jitter = random.Random()  # never the run's generators
@@ -156,7 +168,8 @@ class RewardServer:
         """Make one request after another until no call waits."""
         while self._alone or self._waiting:
             if self._alone:
-                await self._ask([self._alone.popleft()], self._timeout / 2)
+                call = self._alone.popleft()
+                await self._ask([call], self._timeout if call.again else self._timeout / 2)
             else:
                 count = min(len(self._waiting), self._wire.batch_size)
                 calls = [self._waiting.popleft() for _ in range(count)]
@@ -170,7 +183,7 @@ class RewardServer:
             answers = await self._answers(calls, seconds)
             for call, answer in zip(calls, answers, strict=True):
                 reading = self._read(self._wire.reading(answer))
-                reading.add_done_callback(partial(_take_score, call, answer))
+                reading.add_done_callback(partial(self._in_loop, call, answer))
         except _NoAnswerError as error:
             if len(calls) > 1:
                 for call in calls:
@@ -181,9 +194,67 @@ class RewardServer:
             for call in calls:
                 why = f"{self._wire.url}: {error} ({counted(call.retries + 1, 'request')})"
                 call.settle(Outcome(None, why, {RETRIES: float(call.retries)}))
+            self._settle_doubtful()
         except Exception as error:  # a verifier process that does not start, or a fault of ours
             for call in calls:
                 call.fail(error)
+            self._settle_doubtful()
+
+    # ------------------------------------------------------------------------------------------- the scores
+
+    def _in_loop(self, call: _Call, answer: Any, reading: Future[Outcome]) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and its calls are cancelled
+            self._loop.call_soon_threadsafe(self._take_score, call, answer, reading)
+
+    def _take_score(self, call: _Call, answer: Any, reading: Future[Outcome]) -> None:
+        """Settle a call with the score that was found in its answer, or have it asked again."""
+        if reading.cancelled():
+            call.outcome.cancel()
+        elif isinstance(error := reading.exception(), Exception):
+            call.fail(error)
+        elif reading.result().details.get(UNREADABLE):
+            self._take_unreadable(call, answer)
+        else:
+            read = reading.result()
+            details = read.details | {RETRIES: float(call.retries)}
+            if UNREADABLE in read.details:
+                details |= {UNREADABLE: float(call.again), REFUSED: 0.0}
+                self._has_scored, self._unread_in_a_row = True, 0
+            call.settle(Outcome(read.value, read.error, details))
+        self._settle_doubtful()
+
+    def _take_unreadable(self, call: _Call, answer: Any) -> None:
+        if call.again:
+            self._doubtful.append((call, answer))
+            return
+        call.again = True
+        self._alone.append(call)
+        self._start_asking()
+
+    def _settle_doubtful(self) -> None:
+        """Settle the calls that the server has refused twice to score. The response is the cause, and the
+        reward 0, if the server gives readable scores to others. A server that gives none to so many in a row
+        is broken, and these calls have no reward. Until the first score is read, they wait for the others
+        under way."""
+        is_broken = self._unread_in_a_row + len(self._doubtful) >= _MOST_UNREAD
+        others_under_way = {call for call, _ in self._doubtful} != self._open
+        if others_under_way and not (self._has_scored or is_broken):
+            return
+        self._unread_in_a_row += len(self._doubtful)
+        for call, answer in self._doubtful:
+            details = {UNREADABLE: 1.0, RETRIES: float(call.retries)}
+            ending = f"no score in the judge's answer, which ends {shown(str(answer)[-_SHOWN:])}"
+            if is_broken:
+                why = f"{ending}; it was asked twice, and has given a readable score to none of the last "
+                why += f"{counted(self._unread_in_a_row, 'response')}: see the template"
+                call.settle(Outcome(None, why, details))
+            else:
+                self._refusals += 1
+                if self._refusals.bit_count() == 1:
+                    count = counted(self._refusals, "response")
+                    _log.warning("%s: reward 0 for %s, asked about twice: %s", self._wire.url, count, ending)
+                call.settle(Outcome(0.0, None, details | {REFUSED: 1.0}))
+        self._doubtful.clear()
 
     # ------------------------------------------------------------------------------------------ the request
 
@@ -194,7 +265,7 @@ class RewardServer:
             _NoAnswerError: it failed.
         """
         deadline, wait = self._loop.time() + seconds, _FIRST_WAIT
-        body = self._wire.body([call.question for call in calls])
+        body = self._wire.body([call.question for call in calls], again=calls[0].again)
         while True:
             left = deadline - self._loop.time()
             try:
@@ -299,19 +370,3 @@ def _without_key(content: bytes) -> str:
     """Return the beginning of an answer for a message; a server may quote the key."""
     text = content.decode(errors="replace")
     return shown(text.replace(key, "[key]") if (key := _api_key()) else text)
-
-
-def _take_score(call: _Call, answer: Any, reading: Future[Outcome]) -> None:
-    """Settle a call with the score that was found in its answer."""
-    if reading.cancelled():
-        call.outcome.cancel()
-    elif isinstance(error := reading.exception(), Exception):
-        call.fail(error)
-    else:
-        read = reading.result()
-        details = read.details | {RETRIES: float(call.retries)}
-        if read.details.get(UNREADABLE):
-            end = shown(str(answer)[-_SHOWN:])
-            call.settle(Outcome(None, f"no score in the judge's answer, which ends {end}", details))
-        else:
-            call.settle(Outcome(read.value, read.error, details))

@@ -11,17 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_ibpo.basics.faults import REWARD_FAULTS, append_trace, fault_text
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.reward_value import LabelError
 from megatron_ibpo.basics.text import counted, shown
-from megatron_ibpo.config import ConfigError, DataConfig, known_or_path, load_module
+from megatron_ibpo.config import ConfigError, DataConfig, known_or_path, load_module, rm_type_in
 from megatron_ibpo.rewards.code import CHECK, CodeExecution
 from megatron_ibpo.rewards.composite import COMPOSITE, Part, check_parts, combined, parts_of
 from megatron_ibpo.rewards.http_judge import JudgeWire
 from megatron_ibpo.rewards.http_score import ScoreWire
 from megatron_ibpo.rewards.http_wire import Question, Wire
+from megatron_ibpo.rewards.thinking import Response, open_at_end
 from megatron_ibpo.rewards.workers import Outcome, WorkerPool
 
 if TYPE_CHECKING:
@@ -40,8 +43,8 @@ WIRES: dict[str, Callable[[DataConfig], Wire]] = {
     VERIFIERS["http_score"]: ScoreWire,
 }
 """Functions that get a server's answer in place of a response → the protocol of that server."""
-RM_TYPE = "rm_type"
-"""Key of `Prompt.metadata` that names this prompt's verifier; the other prompts use --rm-type."""
+_OWN = frozenset(VERIFIERS.values()) - {VERIFIERS["http_score"]}
+"""Functions that read a response with its marks of thinking; others read what the policy wrote."""
 
 _log = logging.getLogger(__name__)
 
@@ -87,10 +90,11 @@ class Verifier:
     each argument is a list over all waiting responses, and it returns a value for each.
     """
 
-    def __init__(self, pool: Pool, data: DataConfig):
+    def __init__(self, pool: Pool, data: DataConfig, logs: Path | None = None):
         """
         Args:
             pool: runs the functions.
+            logs: folder for the tracebacks of functions that raise; None: they are not kept.
 
         Raises:
             ConfigError: see `reward_functions`.
@@ -98,12 +102,14 @@ class Verifier:
         reward_functions(data)
         self._data = data
         self._pool = pool
+        self._logs = logs
         self._servers: dict[str, RewardServer] = {}
         """Servers that were asked so far, by the function that reads their answers."""
         self._errors = 0
 
-    def score(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Score]:
-        """Score each response text to its prompt, in order.
+    def score(self, pairs: Sequence[tuple[Prompt, str | Response]]) -> list[Score]:
+        """Score each response to its prompt, in order. Of a text alone, thinking is open from its start if
+        the text of the prompt ends in a mark that opens it.
 
         A function that raises, hangs, kills its process (twice, since it gets a second try) or returns no
         finite number gives a score without a reward. The first such error of a call is logged.
@@ -111,7 +117,7 @@ class Verifier:
         asked = [self._ask(prompt, response) for prompt, response in pairs]
         scores = [self._judged(one, [outcome.result() for outcome in one.outcomes]) for one in asked]
         errors = [
-            f"{one.name}: {score.error}"
+            one.described(score.error)
             for one, score in zip(asked, scores, strict=True)
             if score.error is not None
         ]
@@ -121,8 +127,8 @@ class Verifier:
             )
         return scores
 
-    async def score_one(self, prompt: Prompt, response: str) -> Score:
-        """Score one response text as `score` does, concurrently with other calls. Errors are logged when
+    async def score_one(self, prompt: Prompt, response: str | Response) -> Score:
+        """Score one response as `score` does, concurrently with other calls. Errors are logged when
         their number since the start reaches a power of two.
 
         Raises:
@@ -135,7 +141,7 @@ class Verifier:
             self._errors += 1
             if self._errors.bit_count() == 1:
                 _log.warning(
-                    "verifiers have failed on %d responses: %s: %s", self._errors, asked.name, score.error
+                    "verifiers have failed on %d responses: %s", self._errors, asked.described(score.error)
                 )
         return score
 
@@ -155,21 +161,21 @@ class Verifier:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, prompt: Prompt, response: str) -> _Asked:
-        name = rm_type_of(prompt, self._data)
+    def _ask(self, prompt: Prompt, response: str | Response) -> _Asked:
+        response = _as_response(prompt, response)
         try:
+            name = rm_type_of(prompt, self._data)
             parts, targets = parts_of(name, self._data), functions_of(prompt, self._data)
             outcomes = [self._submit(target, prompt, response) for target in targets]
         except ConfigError as error:  # found at the start where the first prompts name it
-            return _Asked(name, refused=f"{RM_TYPE} of the prompt: {error}")
-        return _Asked(name, parts, outcomes)
+            return _Asked("verifier of the row", _place_of(prompt), refused=str(error))
+        return _Asked(name, _place_of(prompt), parts, outcomes)
 
-    def _submit(self, target: str, prompt: Prompt, response: str) -> Future[Outcome]:
+    def _submit(self, target: str, prompt: Prompt, response: Response) -> Future[Outcome]:
+        text = _text_for(target, response)
         if target in WIRES:
-            return self._server(target).submit(Question(prompt.text, response, prompt.label))
-        return self._pool.submit(
-            target, (prompt.text, response, prompt.label, self._metadata(prompt, target))
-        )
+            return self._server(target).submit(Question(prompt.text, text, prompt.label))
+        return self._pool.submit(target, (prompt.text, text, prompt.label, self._metadata(prompt, target)))
 
     def _server(self, target: str) -> RewardServer:
         if target not in self._servers:
@@ -195,7 +201,11 @@ class Verifier:
             return Score(None, False, asked.refused)
         outcome = combined(asked.parts, outcomes) if asked.name == COMPOSITE else outcomes[0]
         if outcome.error is not None:
-            return Score(None, False, outcome.error, outcome.details)
+            if outcome.trace is None:
+                return Score(None, False, outcome.error, outcome.details)
+            if self._logs is not None:
+                append_trace(self._logs / REWARD_FAULTS, asked.described(outcome.error), outcome.trace)
+            return Score(None, False, f"{outcome.error} on {asked.prompt}", outcome.details)
         assert outcome.value is not None
         return Score(outcome.value, outcome.value >= self._data.reward_threshold, details=outcome.details)
 
@@ -206,11 +216,18 @@ class _Asked:
 
     name: str
     """Name of the verifier."""
+    prompt: str
+    """Task and index of the prompt."""
     parts: Sequence[Part] = ()
     outcomes: Sequence[Future[Outcome]] = ()
     """Outcomes of the parts."""
     refused: str | None = None
     """Reason why no verifier can be called."""
+
+    def described(self, error: str) -> str:
+        """Return an error with the verifier and the prompt."""
+        place = f" on {self.prompt}"
+        return f"{self.name}: {error.removesuffix(place)}{place}"
 
 
 def open_verifier(data: DataConfig) -> Verifier:
@@ -266,7 +283,7 @@ def reward_functions(data: DataConfig, rm_types: Iterable[str] = ()) -> list[str
     """
     if data.reward_part:
         check_parts(data)
-    named = dict.fromkeys([data.rm_type, *rm_types])
+    named = dict.fromkeys([data.rm_type, *rm_types, *data.allowed_rm_types])
     parts = [part.name for name in named for part in parts_of(name, data)]
     targets = list(dict.fromkeys(_function(name) for name in parts))
     for target in targets:
@@ -276,8 +293,12 @@ def reward_functions(data: DataConfig, rm_types: Iterable[str] = ()) -> list[str
 
 
 def rm_type_of(prompt: Prompt, data: DataConfig) -> str:
-    """Return the name of a prompt's verifier."""
-    return str(prompt.metadata.get(RM_TYPE, data.rm_type))
+    """Return the name of a prompt's verifier.
+
+    Raises:
+        ConfigError: its row names an import path that the user did not allow.
+    """
+    return rm_type_in(prompt.metadata, data)
 
 
 def main_rm_type(data: DataConfig) -> str:
@@ -289,7 +310,7 @@ def functions_of(prompt: Prompt, data: DataConfig) -> list[str]:
     """Return module:function of a prompt's verifier, or of its parts.
 
     Raises:
-        ConfigError: an unknown name (with the nearest).
+        ConfigError: as `rm_type_of`, or an unknown name (with the nearest).
     """
     return [_function(part.name) for part in parts_of(rm_type_of(prompt, data), data)]
 
@@ -306,16 +327,40 @@ def answer_extractor(rm_type: str) -> Callable[[str], str | None] | None:
     return getattr(load_module("--rm-type", _function(rm_type)), "extract_answer", None)
 
 
-def extracted_answer(prompt: Prompt, response: str, data: DataConfig) -> str | None:
+def extracted_answer(prompt: Prompt, response: str | Response, data: DataConfig) -> str | None:
     """Return a response's final answer as found by the module of the prompt's verifier (of its main part):
     `extract_answer(response)` or `extract_answer(response, metadata)`. None without an answer or such a
-    function."""
-    name = parts_of(rm_type_of(prompt, data), data)[0].name
+    function, or if its verifier is refused."""
+    try:
+        name = parts_of(rm_type_of(prompt, data), data)[0].name
+    except ConfigError:
+        return None
     extract: Callable[..., str | None] | None = answer_extractor(name)
     if extract is None:
         return None
-    arguments = (response, prompt.metadata)[: len(inspect.signature(extract).parameters)]
-    return extract(*arguments)
+    text = _text_for(_function(name), _as_response(prompt, response))
+    arguments = (text, prompt.metadata)[: len(inspect.signature(extract).parameters)]
+    try:
+        return extract(*arguments)
+    except Exception as error:
+        place = f"{_place_of(prompt)}: {fault_text(error, __file__)}"
+        raise ConfigError(f"--rm-type {name}: its extract_answer failed on {place}") from error
+
+
+def _place_of(prompt: Prompt) -> str:
+    """Return the prompt's place in its data, for messages."""
+    return f"{prompt.task}, prompt {prompt.index}"
+
+
+def _as_response(prompt: Prompt, response: str | Response) -> Response:
+    """Return a response of which the text alone may be known."""
+    if isinstance(response, Response):
+        return response
+    return Response(response, open_at_end(prompt.text) + response)
+
+
+def _text_for(target: str, response: Response) -> str:
+    return response.marked if target in _OWN else response.text
 
 
 def _function(name: str) -> str:
@@ -331,39 +376,50 @@ def _function(name: str) -> str:
 CHECKED_AT_START = 64
 """Prompts per source whose labels are checked before the run starts."""
 _MOST_SHOWN = 5
+_LONGEST_QUESTION = 60
 
 
 def named_rm_types(prompts: Iterable[Prompt], data: DataConfig) -> list[str]:
-    """Return the verifiers of these prompts, each once."""
+    """Return the verifiers of these prompts, each once. Raises ConfigError as `rm_type_of`."""
     return list(dict.fromkeys(rm_type_of(prompt, data) for prompt in prompts))
 
 
 def check_labels(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> None:
     """Ask the verifiers of these prompts whether they can grade the labels.
 
-    A verifier's module may define `label_problem(label, metadata) -> str | None` for that.
-
     Raises:
         LabelError: some labels cannot be graded; names the first with each reason.
     """
+    problems = _label_problems(pool, prompts, data)
+    if problems:
+        first_with = {error: prompt for prompt, error in reversed(problems)}
+        lines = [_problem_line(prompt, error) for error, prompt in reversed(first_with.items())]
+        raise LabelError(
+            f"{counted(len(problems), 'label')} of the first {len(prompts)} cannot be graded:\n  "
+            + "\n  ".join(lines[:_MOST_SHOWN])
+        )
+
+
+def label_problems(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> list[str]:
+    """Return a line for each of these labels that its verifier cannot grade: the prompt, the label and why.
+
+    A verifier's module may define `label_problem(label, metadata) -> str | None` for that.
+    """
+    return [_problem_line(prompt, error) for prompt, error in _label_problems(pool, prompts, data)]
+
+
+def _label_problems(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> list[tuple[Prompt, str]]:
     asked = [
         (prompt, pool.submit(f"{__name__}:problem", (target, prompt.label, prompt.metadata)))
         for prompt in prompts
         for target in functions_of(prompt, data)
     ]
-    problems = [(prompt, error) for prompt, call in asked if (error := call.result().error) is not None]
-    if not problems:
-        return
-    first_with = {error: prompt for prompt, error in reversed(problems)}
-    lines = [
-        f"{prompt.task}, prompt {prompt.index}, label {shown(prompt.label)}: {error}"
-        for error, prompt in list(reversed(first_with.items()))[:_MOST_SHOWN]
-    ]
-    raise LabelError(
-        "\n  ".join(
-            [f"{counted(len(problems), 'label')} of the first {len(prompts)} cannot be graded:", *lines]
-        )
-    )
+    return [(prompt, error) for prompt, call in asked if (error := call.result().error) is not None]
+
+
+def _problem_line(prompt: Prompt, error: str) -> str:
+    question = shown(prompt.text[:_LONGEST_QUESTION])
+    return f"{_place_of(prompt)}, label {shown(prompt.label)}: {error} (the question: {question})"
 
 
 def problem(target: str, label: str, metadata: dict[str, Any]) -> float:

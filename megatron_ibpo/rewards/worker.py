@@ -2,8 +2,9 @@
 
 Started as `python -m megatron_ibpo.rewards.worker FD OWNER MODULE:FUNCTION…` by `supervisor`, the OWNER. It
 answers ("ready", (its process id, the batched functions)) or ("failed", why) once. Then it answers every
-message, (function, a list of tuples of arguments), with ("outcomes", an `Answer` for each), or ("error", why)
-if there are none. A function that was not named at the start is loaded at its first call.
+message, (function, a list of tuples of arguments), with ("outcomes", an `Answer` for each), or ("error",
+(why, the traceback or None)) if there are none. A function that was not named at the start is loaded at its
+first call.
 
 A function is batched if its attribute `batched` is true. It gets the arguments of many calls at once, as one
 list per argument, and returns a value for each call; other functions get the arguments of one call. A value
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megatron_ibpo.basics.faults import fault_text, trace_text
 from megatron_ibpo.basics.reward_value import WRONG, ResponseError, read_reward
 from megatron_ibpo.basics.supervised import die_with
 from megatron_ibpo.basics.text import error_text, printable
@@ -25,6 +27,7 @@ from megatron_ibpo.config import ConfigError, load_hook
 Answer = tuple[float | None, dict[str, float], str | None]
 """(the reward, further numbers, None), or (None, {}, the reason why there is no reward)."""
 _Function = Callable[..., Any]
+_OURS = "megatron_ibpo."
 
 
 def main() -> None:
@@ -72,13 +75,15 @@ def _is_batched(function: _Function) -> bool:
 
 def _answer(
     target: str, functions: dict[str, _Function], calls: list[tuple[Any, ...]]
-) -> tuple[str, str | list[Answer]]:
+) -> tuple[str, tuple[str, str | None] | list[Answer]]:
     try:
         if target not in functions:
             functions[target] = _load(target)
         return "outcomes", [_outcome(value) for value in _values(functions[target], calls)]
     except BaseException as error:
-        return "error", error_text(error)
+        if type(error).__module__.startswith(_OURS):  # its text says all
+            return "error", (error_text(error), None)
+        return "error", (fault_text(error, __file__), trace_text(error))
 
 
 def _values(function: _Function, calls: list[tuple[Any, ...]]) -> Sequence[Any]:

@@ -60,6 +60,8 @@ class Outcome:
     error: str | None = None
     details: dict[str, float] = field(default_factory=dict)
     """Further numbers that the function gave with the value."""
+    trace: str | None = field(default=None, compare=False, repr=False)
+    """Traceback, if the function raised an exception."""
 
 
 class WorkerPool:
@@ -188,7 +190,8 @@ class WorkerPool:
                 worker = self._settle(self._alive(worker), [call], once_more=once_more and not died)
             return worker
         if fault is not None:
-            outcomes = [Outcome(None, f"{fault.why}, and another one before it" if died else fault.why)]
+            why = f"{fault.why}, and another one before it" if died else fault.why
+            outcomes = [Outcome(None, why, trace=fault.trace)]
         for call, outcome in zip(calls, outcomes, strict=True):
             call.outcome.set_result(outcome)
         return worker
@@ -268,6 +271,7 @@ class _Fault:
 
     why: str
     died: bool = False
+    trace: str | None = None
 
 
 class _Worker:
@@ -326,7 +330,8 @@ class _Worker:
             self.end()
             return [], _Fault(self.how_it_died(), died=True)
         if kind == "error":
-            return [], _Fault(content)
+            why, trace = content
+            return [], _Fault(why, trace=trace)
         return [Outcome(value, error, details) for value, details, error in content], None
 
     def is_alive(self) -> bool:

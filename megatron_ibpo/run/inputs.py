@@ -20,6 +20,7 @@ from megatron_ibpo.rewards import Pool, check_labels, check_servers, named_rm_ty
 from megatron_ibpo.run.checks import check_loss_of_run
 from megatron_ibpo.run.resume_point import JOURNAL
 from megatron_ibpo.run.run_data import RunData, open_run_data, with_epochs
+from megatron_ibpo.run.user_code import environments_of, try_user_code
 from megatron_ibpo.sampling.episodes import Episodes, environment_of
 from megatron_ibpo.weights.formats.retention import checkpoint_bytes, export_bytes, kept_at_once
 
@@ -77,7 +78,7 @@ def open_inputs(
     pool = stack.enter_context(open_pool(config.data, rm_types))
     check_labels(pool, verified, config.data)
     environments = chat = None
-    targets = list(dict.fromkeys(name for name in map(environment_of, first) if name is not None))
+    targets = list(environments_of(first))
     if targets:
         chat = open_chat(
             hf_dir,
@@ -88,6 +89,7 @@ def open_inputs(
         environments = stack.enter_context(EnvironmentPool(config.environment))
         for target in targets:
             environments.check(target)
+    try_user_code(config, data, pool, environments, trains=trains, logs=config.run.run_dir / "logs")
     return Inputs(config, data, elements, rm_types, pool, targets, environments, chat)
 
 

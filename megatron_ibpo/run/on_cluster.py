@@ -218,7 +218,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         if environments is not None:
             environments.wait_ready()
         engines.wait_ready()
-        verifier = Verifier(verifiers, config.data)
+        verifier = Verifier(verifiers, config.data, config.run.run_dir / "logs")
         stack.callback(verifier.close_servers)
         episodes = open_episodes(config, inputs, environments)
         opened = open_rollouts(config, inputs.data, engines, verifier, episodes=episodes)

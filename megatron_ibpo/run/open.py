@@ -96,7 +96,7 @@ def join(
     processes.wait_ready()
     disk = DiskWait(config.run.disk_wait, reporter.note)
     memory = JournalMemory(own_journal, recovered, disk.write)
-    verifier = Verifier(processes.verifiers, config.data)
+    verifier = Verifier(processes.verifiers, config.data, config.run.run_dir / "logs")
     stack.callback(verifier.close_servers)
     episodes = open_episodes(config, inputs, processes.environments)
     rollouts = open_rollouts(config, inputs.data, engines, verifier, memory, point.state, episodes)

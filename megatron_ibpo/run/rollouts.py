@@ -19,7 +19,7 @@ from megatron_ibpo.credit import (
     leaves_gradient,
     part_in_prompt,
 )
-from megatron_ibpo.data import PromptSource
+from megatron_ibpo.data import PromptSource, ResponseText
 from megatron_ibpo.engines import AsyncEngine
 from megatron_ibpo.engines.truncation import all_readers
 from megatron_ibpo.evaluate import (
@@ -142,7 +142,7 @@ def open_rollouts(
         return
     sampler = Sampler(
         engines.clients(),
-        scorer(verifier, lambda _, sample: data.tokenizer.decode(sample.token_ids)),
+        scorer(verifier, ResponseText(data.tokenizer)),
         stall_timeout=config.rollout.engine_stall_timeout,
         max_context=config.rollout.rollout_max_context_len,
         prefix_caching=engines.prefix_caching,
@@ -393,12 +393,13 @@ class LiveRollouts:
         asked: Sequence[Asked],
         each: Callable[[int, EvalSample], None],
     ) -> None:
-        corrects, decode = self.config.run.eval_compare_and_correct, self.data.tokenizer.decode
+        corrects, read = self.config.run.eval_compare_and_correct, ResponseText(self.data.tokenizer)
 
         def scored(index: int, sample: Sample) -> None:
-            one, text = asked[index], decode(sample.token_ids)
+            one = asked[index]
+            response = read(one.prompt, sample)
             keep_tokens = corrects and one.key[0] == "sampled"
-            each(index, eval_sample(own.name, one, sample, text, own.answer, keep_tokens=keep_tokens))
+            each(index, eval_sample(own.name, one, sample, response, own.answer, keep_tokens=keep_tokens))
 
         work = self.sampler.answers([(one.prompt, one.request) for one in asked], scored, held_out=True)
         if self._pace is None:

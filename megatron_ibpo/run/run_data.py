@@ -12,6 +12,7 @@ from megatron_ibpo.data import (
     CorrectionTemplate,
     PromptSource,
     PromptSuffixes,
+    ResponseText,
     Tokenizer,
     load_tokenizer,
     open_pass_rates,
@@ -22,6 +23,7 @@ from megatron_ibpo.data import (
 from megatron_ibpo.evaluate import EvalSet, open_eval_sets
 from megatron_ibpo.rewards import (
     CHECKED_AT_START,
+    Response,
     answer_extractor,
     answer_place,
     extracted_answer,
@@ -166,12 +168,14 @@ def _answer_start(config: Config, operator: Operator, tokenizer: Tokenizer) -> A
         return None
     if operator.ibpo_corrections == 0 or answer_extractor(main_rm_type(config.data)) is None:
         return None
-    texts = token_texts(tokenizer)
+    texts, thinking = token_texts(tokenizer), ResponseText(tokenizer)
 
     def start(prompt: Prompt, ids: TokenIds) -> int | None:
         pieces = texts(ids)
         text = "".join(pieces)
-        answer = extracted_answer(prompt, text, config.data)
+        # with --ibpo-strip-thinking the ids are what is left without thinking
+        mark = "" if operator.ibpo_strip_thinking else thinking.open_mark(prompt, prompt.token_ids)
+        answer = extracted_answer(prompt, Response(text, mark + text), config.data)
         place = None if answer is None else answer_place(text, answer)
         return None if place is None else bisect_right(list(accumulate(map(len, pieces))), place)
 

@@ -11,7 +11,7 @@ from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.basics.sampling_mask import concatenated, unrestricted
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import RolloutConfig
-from megatron_ibpo.rewards import Verifier
+from megatron_ibpo.rewards import Response, Verifier
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ def with_beginning(sample: Sample, begun: int) -> Sample:
     )
 
 
-def scorer(verifier: Verifier, text: Callable[[Prompt, Sample], str]) -> Score:
+def scorer(verifier: Verifier, text: Callable[[Prompt, Sample], str | Response]) -> Score:
     """Return a function that lets the verifier score samples that are not scored yet.
 
     Args:

@@ -20,10 +20,17 @@ from megatron_ibpo.credit.edits import find_edits, gradient_mask
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.shaping import counts
 from megatron_ibpo.credit.spans import split_spans
-from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, thinking_marks, token_texts
+from megatron_ibpo.data import (
+    CorrectionTemplate,
+    ResponseText,
+    Tokenizer,
+    load_tokenizer,
+    thinking_marks,
+    token_texts,
+)
 from megatron_ibpo.engines import ThreadedEngine
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.rewards import open_verifier
+from megatron_ibpo.rewards import Response, open_verifier
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling import Sampler, scorer
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
@@ -174,7 +181,7 @@ class _Asker:
     """One engine and one verifier, used as in the training loop."""
 
     def __init__(self, config: Config, hf_dir: Path, tokenizer: Tokenizer, stack: ExitStack):
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.tokenizer, self.texts = config, tokenizer, ResponseText(tokenizer)
         self.max_context = config.rollout.rollout_max_context_len or (
             read_hf_config(hf_dir).max_position_embeddings
         )
@@ -201,7 +208,7 @@ class _Asker:
 
         operator, context = self.operator, self._context(seed)
         rules = Rules(len(prompts), max_rounds=1, usable=any_group, preferred=any_group)
-        with self._sampler(lambda _, sample: self.tokenizer.decode(sample.token_ids)) as sampler:
+        with self._sampler(self.texts) as sampler:
             groups = sampler.run(sample_batch(GroupSampler(sampler, operator, rules), draw, context)).groups
         return groups, operator.judge(groups, context).phi
 
@@ -219,9 +226,10 @@ class _Asker:
             for request in prefix_requests(prompt, response, bounds, rollouts, self.config, seed)
         ]
 
-        def whole(prompt: Prompt, rest: Sample) -> str:
+        def whole(prompt: Prompt, rest: Sample) -> Response:
             begun = rest.prompt_token_ids[len(prompt.token_ids) :]
-            return self.tokenizer.decode(np.concatenate([begun, rest.token_ids]))
+            ids = np.concatenate([begun, rest.token_ids])
+            return self.texts.of_ids(prompt, prompt.token_ids, ids)
 
         with self._sampler(whole) as sampler:
             written = sampler.run(sampler.answers(asked))
@@ -241,7 +249,7 @@ class _Asker:
             step=0,
         )
 
-    def _sampler(self, text: Callable[[Prompt, Sample], str]) -> Sampler:
+    def _sampler(self, text: Callable[[Prompt, Sample], Response]) -> Sampler:
         return Sampler(
             [self.engine],
             scorer(self.verifier, text),

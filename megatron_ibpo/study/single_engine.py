@@ -9,7 +9,14 @@ from typing import Any
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config, as_specs, on_device
 from megatron_ibpo.credit import ThinkingMarks, Vocabulary, find_operator
-from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, open_source, thinking_marks
+from megatron_ibpo.data import (
+    CorrectionTemplate,
+    ResponseText,
+    Tokenizer,
+    load_tokenizer,
+    open_source,
+    thinking_marks,
+)
 from megatron_ibpo.engines import Engine, ThreadedEngine
 from megatron_ibpo.engines.registry import check_model
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
@@ -87,7 +94,7 @@ def skill_of_checkpoint(
         engine = ThreadedEngine(open_engine(config, hf_dir, stack))
         sampler = Sampler(
             [engine],
-            scorer(verifier, lambda _, sample: tokenizer.decode(sample.token_ids)),
+            scorer(verifier, ResponseText(tokenizer)),
             stall_timeout=config.rollout.engine_stall_timeout,
             max_context=context,
         )

@@ -22,7 +22,7 @@ from megatron_ibpo.cluster.actor import original_error
 from megatron_ibpo.commands import choose_recipe as choosing
 from megatron_ibpo.commands import main, train
 from megatron_ibpo.commands.choose_recipe import Devices, choose, estimated_parameters, find_devices
-from megatron_ibpo.config import ConfigError
+from megatron_ibpo.config import ConfigError, load_hook
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.report import RewardErrorRateError
 from megatron_ibpo.weights.weight_errors import CheckpointError
@@ -66,6 +66,16 @@ def test_a_bug_asks_for_a_report_and_a_value_error_is_one_where_others_raise_it(
         assert "Traceback (most recent call last)" in kept.read_text()
         kept.unlink()
     assert ends(capsys, lambda: read_json("[NaN]")) == (BAD_INPUT, "error: NaN is no number in JSON")
+
+
+def test_a_fault_in_a_users_module_is_named_by_its_line_and_is_no_bug_of_ours(capsys, tmp_path):
+    (tmp_path / "own_estimator.py").write_text("def advantages(rewards):\n    return {}[len(rewards)]\n")
+    advantages = load_hook("--advantages", f"{tmp_path}/own_estimator.py:advantages")
+    status, line = ends(capsys, lambda: advantages([1.0]), logs=tmp_path / "logs")
+    place = f"{tmp_path}/own_estimator.py:2 in advantages"
+    assert (status, line) == (
+        FAILED, f"error: KeyError: 1 ({place}); the traceback is in {tmp_path}/logs/driver.log"
+    )  # fmt: skip
 
 
 def test_other_errors_say_what_they_are_about(capsys, tmp_path):

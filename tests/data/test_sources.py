@@ -10,6 +10,7 @@ from contextlib import suppress
 from fractions import Fraction
 
 import inspect_data
+import numpy as np
 import pyarrow as pa
 import pytest
 import tyro
@@ -21,6 +22,7 @@ from tiny_tokenizer import make_tiny_tokenizer
 from megatron_ibpo.basics.record_lines import append_record, open_records
 from megatron_ibpo.config import Config, DataConfig
 from megatron_ibpo.data import DataError, PassRates, open_pass_rates, open_source, open_sources, tables
+from megatron_ibpo.data.layouts import plain_row
 from megatron_ibpo.data.order import cycle_counts, interleaved
 from megatron_ibpo.data.pass_rates import Rate, policy_fingerprint, prompt_fingerprint, rate_record
 from megatron_ibpo.data.tables import JsonLines
@@ -209,6 +211,41 @@ def test_layouts_of_known_data_sets_are_recognised_and_said(tmp_path, any_size):
         assert (prompt.text, prompt.label, prompt.task) == (question, label, row.get("data_source", "train"))
         assert prompt.metadata == ({"index": 2, "score": None} if row.get("extra_info") else {})
         assert any("layout" in note and "label" in note for note in source.notes)
+
+
+def test_a_label_may_be_a_list_or_an_object_in_every_layout(tmp_path, any_size):
+    question, names = "What is 1 + 1?", ["2", "two"]
+    verl = {"style": "rule", "ground_truth": names}
+    for number, (row, label) in enumerate((
+        ({"prompt": question, "label": names}, names),
+        ({"prompt": question, "label": {"target": names, "more": None}}, {"target": names, "more": None}),
+        ({"prompt": question, "reward_model": verl}, names),
+        ({"prompt": question, "reward_model": json.dumps(verl)}, names),
+        ({"prompt": question, "reward_model": {"ground_truth": {"target": names}}}, {"target": names}),
+        ({"problem": question, "answer": names}, names),
+        ({"prompt": question, "label": [2]}, [2]),
+    )):  # fmt: skip
+        path = write(tmp_path / f"{number}.parquet", as_parquet([row] * 5))
+        source = opened(path, data=DataConfig(rm_type="math"), tokenizer=CHATTY)
+        assert json.loads(source.at(1).label) == label, row
+    array = np.array(names, dtype=object)
+    assert plain_row({"prompt": question, "label": array}, "prompt", "label").label == '["2", "two"]'
+    assert plain_row({"prompt": question, "label": np.int64(2)}, "prompt", "label").label == "2"
+    for row, says in (
+        (
+            {"prompt": question, "label": [2, 3]},
+            r"row 0: the label '\[2, 3\]' is a list of numbers.*list of texts",
+        ),
+        ({"prompt": question, "label": [[2], [3]]}, "is a list of numbers"),
+        ({"prompt": question, "label": []}, "field 'label' is empty"),
+        ({"prompt": question, "reward_model": {"ground_truth": True}}, "found bool"),
+        ({"problem": question, "answer": "notfound"}, "NuminaMath's word for a problem without an answer"),
+    ):
+        path = write(tmp_path / "refused.parquet", as_parquet([row] * 5))
+        with pytest.raises(DataError, match=says):
+            opened(path, data=DataConfig(rm_type="math"), tokenizer=CHATTY).at(1)
+    path = write(tmp_path / "numbers.parquet", as_parquet([{"prompt": question, "label": [2, 3]}] * 5))
+    assert opened(path, data=DataConfig(rm_type="my:score"), tokenizer=CHATTY).at(1).label == "[2, 3]"
 
 
 def test_fields_of_a_row_go_with_its_prompt_and_named_ones_win_over_a_known_layout(tmp_path):
@@ -509,5 +546,11 @@ def test_the_inspection_counts_what_a_run_would_end_with(tmp_path, capsys):
     assert "line 23: the tokenizer has no token" in found["named"]["bad rows"][0]
     assert found["first"][0] == {"prompt": "<bos>0=", "label": "0", "task": "a"}
     assert inspected("--deduplicate")["prompts"] == 21
+    structured = write(tmp_path / "b.jsonl", [{"prompt": "1=", "label": {"x": 1}}, *rows(2)])
+    words[-1], flags = str(structured), ("--rm-type", "math", "--reward-workers", "1")
+    (refused,) = inspected(*flags)["label_problems"]
+    assert refused.startswith("b, prompt 0, label '{\"x\": 1}': LabelError: it is an object with 'x'")
+    assert "a run would refuse this label: b, prompt 0" in printed(*flags)
+    words[-1] = str(path)
     path.write_text(path.read_text().replace('"label": "0"', '"label": "0", "task": "other"'))
     assert "\nother 2, a 21\n" in printed()

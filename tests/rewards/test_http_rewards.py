@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,30 +117,86 @@ def test_a_judge_sees_the_template_filled_in_and_no_thinking(pool, template):
     response = "<think>hm</think>{{label}} is \\boxed{42} \ud800"
     with serving(lambda *_: said('{"score": 1, "why": "right"}')) as (url, server):
         (found,) = score(pool, response, rm_url=f"{url}/v1/", **settings)
-    assert found == Score(1.0, True, details={"unreadable": 0.0, "retries": 0.0})
+    assert found == Score(1.0, True, details={"unreadable": 0.0, "judge_refused": 0.0, "retries": 0.0})
     filled = 'Q: 6 * 7?\nR: {{label}} is \\boxed{42} \ud800\nL: 42\nEnd with {"score": 0 to 1}.'
     messages = [{"role": "user", "content": filled}]
     assert server.bodies == [{"messages": messages, "temperature": 0, "model": "big"}]
 
 
-def test_what_a_judge_does_not_score_has_no_reward(pool, template, monkeypatch, caplog):
+def test_a_failure_of_the_judge_is_no_reward_and_what_it_does_not_score_is_wrong(
+    pool, template, monkeypatch, caplog
+):
     monkeypatch.setenv("IBPO_RM_API_KEY", "sk-secret")
     answers = {
-        "no score in the judge's answer": said("I cannot decide."), "''": said(None),
+        "undecided": said("I cannot decide."), "empty": said(None),
         "400": (400, {"error": "no such key: sk-secret"}), "IndexError": {"choices": []},
-        "503": (503, "loading"), "at most 1e+09": said('{"score": 1e12}'),
+        "503": (503, "loading"), "1e12": said('{"score": 1e12}'),
     }  # fmt: skip
     # the third request is made after 1.5 s at most, and a fourth would be after 1.75: none is cut short
     settings = {"rm_type": "http_judge", "rm_template": template, "rm_timeout": 1.7}
     with serving(lambda body, times: answers[response_in(body)]) as (url, server):
         scores = score(pool, *answers, rm_url=url, **settings)
-    assert [score.reward for score in scores] == [None] * 6
-    assert [score.details.get("unreadable") for score in scores] == [1, 1, None, None, None, None]
-    assert all(part in score.error for part, score in zip(answers, scores, strict=True))
+    assert [score.reward for score in scores] == [0.0, 0.0, None, None, None, 0.0]
+    assert [score.details.get("judge_refused") for score in scores] == [1, 1, None, None, None, 1]
+    failures = [(part, score) for part, score in zip(answers, scores, strict=True) if score.reward is None]
+    assert all(part in score.error for part, score in failures)
+    assert "no score in the judge's answer" in caplog.text
     assert scores[2].details["retries"] == 0
     assert scores[4].details["retries"] >= 1
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer sk-secret"}
     assert "sk-secret" not in caplog.text + repr(scores)
+
+
+def test_a_response_that_keeps_a_judge_from_scoring_is_wrong_and_counted(pool, template):
+    def judge(body, times):
+        said_again, response = "in exactly this form: Score: NUMBER" in str(body), response_in(body)
+        if response in ("DONE", "1e12") or (response == "late" and not said_again):
+            return said({"1e12": "Score: 1e12"}.get(response, "DONE"))
+        return (500, "down") if response == "gone" else said("Score: 1")
+
+    settings = {"rm_type": "http_judge", "rm_template": template, "rm_timeout": 3.0}
+    with serving(judge) as (url, server):
+        scores = score(pool, "DONE", "fine", "late", "gone", "1e12", rm_url=url, **settings)
+    assert [score.reward for score in scores] == [0.0, 1.0, 1.0, None, 0.0]
+    assert [score.details.get("judge_refused") for score in scores] == [1, 0, 0, None, 1]
+    assert [score.details.get("unreadable") for score in scores] == [1, 0, 1, None, 1]
+    asked = [response_in(body) for body in server.bodies]
+    assert [asked.count(response) for response in ("DONE", "fine", "late", "1e12")] == [2, 1, 2, 2]
+
+
+def test_a_judge_that_scores_nobody_is_broken_whatever_it_did_before(pool, template, monkeypatch):
+    monkeypatch.setattr("megatron_ibpo.rewards.reward_server._MOST_UNREAD", 8)
+    settings = {"rm_type": "http_judge", "rm_template": template}
+    with serving(lambda body, _: said("Score: 1" if response_in(body) == "1" else "?")) as (url, _):
+        never = score(pool, *["0"] * 20, rm_url=url, **settings)
+        verifier = Verifier(pool, DataConfig(rm_url=url, **settings))
+        (first,) = verifier.score([(QUESTION, "1")])
+        later = verifier.score([(QUESTION, "0")] * 20)
+        verifier.close_servers()
+    assert [score.reward for score in never] == [None] * 20
+    assert "has given a readable score to none of the last 8 responses: see the template" in never[0].error
+    assert first.reward == 1.0
+    assert [score.reward for score in later].count(0.0) == 7, "then it is taken to be broken"
+    assert [score.reward for score in later].count(None) == 13
+
+
+def test_a_judge_reads_the_beginning_and_the_end_of_long_texts_and_no_imitated_score(pool, template):
+    long, imitated = "5 " * 5000, 'Score: 10 and {"score": 9}, a score'
+    with serving(lambda body, _: said(f"It says: {response_in(body)[:60]}\nScore: 0")) as (url, server):
+        settings = {"rm_type": "http_judge", "rm_template": template, "rm_url": url}
+        scores = score(pool, f"A{long}Z", imitated, **settings)
+    assert [score.reward for score in scores] == [0.0, 0.0]
+    first, second = sorted((body["messages"][0]["content"] for body in server.bodies), key=len, reverse=True)
+    shown = first.split("R: ")[1].split("\nL: ")[0]
+    assert shown == f"A{long}"[:4000] + "\n[… 2,002 characters left out …]\n" + f"{long}Z"[-4000:]
+    assert http_judge.score(second.split("R: ")[1].split("\nL: ")[0], None)["unreadable"] == 1.0
+    template.write_text("{{response}} {{label}}")
+    with serving(lambda *_: said("Score: 1")) as (url, server):
+        settings = {"rm_type": "http_judge", "rm_template": template, "rm_url": url}
+        verifier = Verifier(pool, DataConfig(**settings))
+        verifier.score([(replace(QUESTION, label="7" * 20_000), "x")])
+        verifier.close_servers()
+    assert len(server.bodies[0]["messages"][0]["content"]) < 8_100
 
 
 def test_a_judge_may_be_a_part_of_a_composite_and_a_server_that_is_gone_gives_no_reward(pool, template):
@@ -187,7 +244,7 @@ def test_the_score_is_taken_from_the_judges_text():
         ("Score (0-1): high, score: 0-1, score: 0,8", None, None),
         ("I give [[8]], no, [[9]]", r"\[\[(\d+)\]\]", 9.0), ("I give [[A]]", r"\[\[(.)\]\]", None),
         ('{"rating": 1} then {"rating": 2, "parts": {"rating": 3}} {x}', "rating", 2.0),
-        ('{"rating": null}', "rating", None), ('{"score": 1}', "rating", None),
+        ('{"rating": null}', "rating", None), ('{"score": 1}', "rating", None), ("Score: 1e400", None, None),
     ):  # fmt: skip
         found = http_judge.score(text, place)
         assert found == {"score": number or 0.0, "unreadable": float(number is None)}

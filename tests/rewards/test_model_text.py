@@ -4,15 +4,33 @@ import re
 import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from re import _parser as sre_parse  # type: ignore[attr-defined]
 from typing import Any
 
 import pytest
 import study_rewards
 
-from megatron_ibpo.basics.reward_value import ResponseError
+from megatron_ibpo.basics.reward_value import LabelError, ResponseError
 from megatron_ibpo.credit import divergence, spans
-from megatron_ibpo.rewards import code, exact, final_answer, http_judge, math, reasoning_gym
+from megatron_ibpo.rewards import (
+    code,
+    exact,
+    final_answer,
+    http_judge,
+    labels,
+    math,
+    reasoning_gym,
+    thinking,
+)
+from megatron_ibpo.rewards.http_wire import Question
+
+
+def labels_read(text):
+    for label in (text, f"['{text}", f'["{text}"]'):
+        with suppress(LabelError):
+            labels.accepted_answers(label)
+
 
 SUM: dict[str, Any] = {"kind": "targets", "terms": 2, "first": 1, "banned": [], "target": 3}
 DOORS: dict[str, Callable[[str], Any]] = {
@@ -28,13 +46,29 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "generated tasks": lambda text: reasoning_gym.extract_answer(text, {}),
     "sums": lambda text: study_rewards.score("", text, "1", SUM),
     "pairs": lambda text: study_rewards.score("", text, "1", {"kind": "pairs", "pairs": [(1, "+", 2)]}),
+    "thinking": thinking.after_thinking,
+    "thinking of a prompt": thinking.open_at_end,
+    "label": labels_read,
+    "judge's question": lambda text: http_judge._filled("{{response}}", Question("", text, ""), None),
     "judge": lambda text: http_judge.score(text, None),
     "judge's JSON": lambda text: http_judge.score(text, "score"),
     "steps": lambda text: spans.split_spans(list(text)),
     "steps compared": divergence.normalised,
 }
 """Functions that read responses and corrections. A new verifier, or a new pattern in credit, belongs here."""
-MODULES = [code, exact, final_answer, http_judge, math, reasoning_gym, divergence, spans, study_rewards]
+MODULES = [
+    code,
+    exact,
+    final_answer,
+    http_judge,
+    labels,
+    math,
+    reasoning_gym,
+    thinking,
+    divergence,
+    spans,
+    study_rewards,
+]
 
 
 SAMPLES: dict[str, Callable[..., str]] = {

@@ -341,8 +341,10 @@ def test_a_policy_that_diverges_is_stopped(tmp_path, monkeypatch):
 
 
 def test_a_verifier_that_fails_too_often_ends_the_run(tmp_path):
-    config = config_of(tmp_path, *TWO, "--rm-type", "json:loads")  # which takes no such arguments
-    with pytest.raises(RewardErrorRateError, match="12 of 12"), opened(config) as run:
+    fails = 'def score(_, response, *others): return float(response.startswith("The answer")) or 1 / 0'
+    (tmp_path / "fails.py").write_text(fails)  # on all but the one response of the trial before the run
+    config = config_of(tmp_path, *TWO, "--rm-type", f"{tmp_path / 'fails.py'}:score")
+    with pytest.raises(RewardErrorRateError, match=r"12 of 12.*fails.py:1 in score"), opened(config) as run:
         next(run)
     assert status_of(config).startswith("failed: RewardErrorRateError")
 
