@@ -40,7 +40,10 @@ def prompts_of_table(table: Table, reader: Reader, *, shuffled: bool) -> PromptS
         table = _without_duplicates(table, reader)
     order = TableOrder(table, reader.data.data_seed)
     notes = _checked(table, order, reader)
-    at = _shuffled(table, order, reader) if shuffled else _in_order(table, order.counted, reader)
+    if shuffled:
+        at = _shuffled(table, order, replace(reader, checks_names=False))
+    else:
+        at = _in_order(table, order.counted, reader)
     return PromptSource(
         at, count=lambda: order.counted.total, notes=notes, tallies=(reader.tally,), grows=True
     )

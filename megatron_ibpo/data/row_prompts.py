@@ -3,15 +3,23 @@
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
-from megatron_ibpo.config import DataConfig, load_hook, searched
+from megatron_ibpo.config import (
+    ConfigError,
+    DataConfig,
+    EnvironmentConfig,
+    environment_in,
+    load_hook,
+    rm_type_in,
+    searched,
+)
 from megatron_ibpo.data.layouts import PlainRow, fields_read, has_value, layout_said, plain_row
 from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, HELD_OUT, NOT_CHOSEN, TOO_LONG, Division, Tally
 from megatron_ibpo.data.order import shuffled as in_random_order
@@ -49,6 +57,11 @@ class Reader:
     rates: PassRates | None = None
     division: Division | None = None
     """Leaves out what is held out for evaluation; None: nothing is, or was before."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """Names the environments that rows may name."""
+    checks_names: bool = True
+    """Refuse a row that names a verifier or an environment that is not allowed. False for rows that are drawn
+    during a run: their responses then have no reward, and the run goes on."""
 
     @property
     def input_key(self) -> str:
@@ -132,10 +145,19 @@ class Reader:
         else:
             token_ids, head_length = plain_prompt(messages[-1]["content"], self.tokenizer)
         metadata = row.metadata
+        if self.checks_names:
+            self._check_names(metadata)
         if self.source.rm_type is not None:
             metadata = {"rm_type": self.source.rm_type, **metadata}
         task = row.task or self.source.task or Path(self.source.location).stem
         return Prompt(0, token_ids, head_length, row.label, task, messages[-1]["content"], metadata)
+
+    def _check_names(self, metadata: Mapping[str, Any]) -> None:
+        try:
+            rm_type_in(metadata, self.data)
+            environment_in(metadata, self.environment)
+        except ConfigError as error:
+            raise DataError(str(error)) from None
 
     def asked(self, messages: Iterable[Message]) -> list[Message]:
         """Return the messages with the source's suffix, and with the system prompt if they have none."""

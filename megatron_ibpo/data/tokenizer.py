@@ -109,7 +109,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     _check_files(path)
     try:
-        tokenizer = _tokenizer_class(path).from_pretrained(str(path), local_files_only=True)
+        tokenizer = _tokenizer_class(path).from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         if isinstance(error, DataError):
             raise

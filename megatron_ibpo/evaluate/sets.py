@@ -149,7 +149,13 @@ def _open(spec: EvalSpec, config: Config, tokenizer: Tokenizer, *, is_named: boo
         notes = [*source.notes, *rows.notes(), *checksums(rest)]
     else:
         source = open_source(
-            spec.spec, tokenizer, config.data, split="eval", max_prompt_len=room, holds_out=config.holds_out
+            spec.spec,
+            tokenizer,
+            config.data,
+            split="eval",
+            max_prompt_len=room,
+            holds_out=config.holds_out,
+            environment=config.environment,
         )
         notes = [*source.notes, *_unused_fields(spec.spec, config.data)]
     count, found = config.run.eval_num_prompts, source.num_prompts()

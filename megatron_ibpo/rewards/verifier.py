@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.reward_value import LabelError
 from megatron_ibpo.basics.text import counted, shown
-from megatron_ibpo.config import ConfigError, DataConfig, known_or_path, load_module
+from megatron_ibpo.config import ConfigError, DataConfig, known_or_path, load_module, rm_type_in
 from megatron_ibpo.rewards.code import CHECK, CodeExecution
 from megatron_ibpo.rewards.composite import COMPOSITE, Part, check_parts, combined, parts_of
 from megatron_ibpo.rewards.http_judge import JudgeWire
@@ -40,9 +40,6 @@ WIRES: dict[str, Callable[[DataConfig], Wire]] = {
     VERIFIERS["http_score"]: ScoreWire,
 }
 """Functions that get a server's answer in place of a response → the protocol of that server."""
-RM_TYPE = "rm_type"
-"""Key of `Prompt.metadata` that names this prompt's verifier; the other prompts use --rm-type."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -156,12 +153,12 @@ class Verifier:
         self.close()
 
     def _ask(self, prompt: Prompt, response: str) -> _Asked:
-        name = rm_type_of(prompt, self._data)
         try:
+            name = rm_type_of(prompt, self._data)
             parts, targets = parts_of(name, self._data), functions_of(prompt, self._data)
             outcomes = [self._submit(target, prompt, response) for target in targets]
         except ConfigError as error:  # found at the start where the first prompts name it
-            return _Asked(name, refused=f"{RM_TYPE} of the prompt: {error}")
+            return _Asked("verifier of the row", refused=str(error))
         return _Asked(name, parts, outcomes)
 
     def _submit(self, target: str, prompt: Prompt, response: str) -> Future[Outcome]:
@@ -266,7 +263,7 @@ def reward_functions(data: DataConfig, rm_types: Iterable[str] = ()) -> list[str
     """
     if data.reward_part:
         check_parts(data)
-    named = dict.fromkeys([data.rm_type, *rm_types])
+    named = dict.fromkeys([data.rm_type, *rm_types, *data.allowed_rm_types])
     parts = [part.name for name in named for part in parts_of(name, data)]
     targets = list(dict.fromkeys(_function(name) for name in parts))
     for target in targets:
@@ -276,8 +273,12 @@ def reward_functions(data: DataConfig, rm_types: Iterable[str] = ()) -> list[str
 
 
 def rm_type_of(prompt: Prompt, data: DataConfig) -> str:
-    """Return the name of a prompt's verifier."""
-    return str(prompt.metadata.get(RM_TYPE, data.rm_type))
+    """Return the name of a prompt's verifier.
+
+    Raises:
+        ConfigError: its row names an import path that the user did not allow.
+    """
+    return rm_type_in(prompt.metadata, data)
 
 
 def main_rm_type(data: DataConfig) -> str:
@@ -289,7 +290,7 @@ def functions_of(prompt: Prompt, data: DataConfig) -> list[str]:
     """Return module:function of a prompt's verifier, or of its parts.
 
     Raises:
-        ConfigError: an unknown name (with the nearest).
+        ConfigError: as `rm_type_of`, or an unknown name (with the nearest).
     """
     return [_function(part.name) for part in parts_of(rm_type_of(prompt, data), data)]
 
@@ -309,8 +310,11 @@ def answer_extractor(rm_type: str) -> Callable[[str], str | None] | None:
 def extracted_answer(prompt: Prompt, response: str, data: DataConfig) -> str | None:
     """Return a response's final answer as found by the module of the prompt's verifier (of its main part):
     `extract_answer(response)` or `extract_answer(response, metadata)`. None without an answer or such a
-    function."""
-    name = parts_of(rm_type_of(prompt, data), data)[0].name
+    function, or if its verifier is refused."""
+    try:
+        name = parts_of(rm_type_of(prompt, data), data)[0].name
+    except ConfigError:
+        return None
     extract: Callable[..., str | None] | None = answer_extractor(name)
     if extract is None:
         return None
@@ -334,7 +338,7 @@ _MOST_SHOWN = 5
 
 
 def named_rm_types(prompts: Iterable[Prompt], data: DataConfig) -> list[str]:
-    """Return the verifiers of these prompts, each once."""
+    """Return the verifiers of these prompts, each once. Raises ConfigError as `rm_type_of`."""
     return list(dict.fromkeys(rm_type_of(prompt, data) for prompt in prompts))
 
 

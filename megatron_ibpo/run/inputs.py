@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, environment_in
 from megatron_ibpo.data.row_prompts import template_settings, with_system_prompt
 from megatron_ibpo.environments import Sessions
 from megatron_ibpo.environments.chat import PlainChat, TemplateChat, open_chat
@@ -38,7 +38,7 @@ class Inputs:
     pool: Pool
     """Verifier processes of this machine."""
     targets: list[str]
-    """Environments that a prompt names."""
+    """Environments that a prompt names or may name."""
     environments: EnvironmentPool | None
     """Processes for episodes on this machine; None if no prompt names an environment."""
     chat: TemplateChat | PlainChat | None
@@ -77,7 +77,9 @@ def open_inputs(
     pool = stack.enter_context(open_pool(config.data, rm_types))
     check_labels(pool, verified, config.data)
     environments = chat = None
-    targets = list(dict.fromkeys(name for name in map(environment_of, first) if name is not None))
+    named = [environment_in(prompt.metadata, config.environment) for prompt in first]
+    allowed = config.environment.allowed_environments if first else ()
+    targets = list(dict.fromkeys(name for name in (*named, *allowed) if name is not None))
     if targets:
         chat = open_chat(
             hf_dir,

@@ -23,11 +23,9 @@ from megatron_ibpo.basics.records import (
     token_ids,
 )
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.config import EnvironmentConfig
+from megatron_ibpo.config import ENVIRONMENT, ConfigError, EnvironmentConfig, environment_in
 from megatron_ibpo.environments import Chat, EpisodeFaultError, EpisodeScore, Message, Session, Sessions
 
-ENVIRONMENT = "environment"
-"""Key of `Prompt.metadata` that names a prompt's environment."""
 PLAYS = 2
 """Times that an episode is played before its reward is absent: a fault may be of the machine."""
 
@@ -93,7 +91,10 @@ class Episodes:
         return {name: float(number) for name, number in taken.items()}
 
     async def _played(self, prompt: Prompt, script: Transcript, ask: AskTurn, held_out: bool) -> Sample:
-        target = environment_of(prompt)
+        try:
+            target = environment_in(prompt.metadata, self.settings)
+        except ConfigError as error:
+            raise EpisodeFaultError("error", str(error)) from None
         assert target is not None  # others are not episodes
         stream = ("held out",) if held_out else ()
         session = await self.sessions.open(
@@ -149,6 +150,17 @@ class Episodes:
         sample.reward, sample.correct = score.reward, score.reward >= self.reward_threshold
         sample.reward_details = score.details | {name: float(n) for name, n in script.counts.items()}
         return sample
+
+
+def unplayed(prompt: Prompt, request: SampleRequest) -> Sample:
+    """Return the sample without turns and without a reward of a prompt whose row names an environment while
+    the run has none: the row was not among those checked at the start."""
+    sample = Transcript(request).sample
+    try:
+        environment_in(prompt.metadata, EnvironmentConfig())
+    except ConfigError as error:
+        sample.reward_error = str(error)
+    return sample
 
 
 class Transcript:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -91,7 +92,7 @@ def written(request):
 class Table:
     def __init__(self, write=written, *, sessions=None, chat=None, max_context=None, dies_at=None, **limits):
         self.sessions, self.write, self.dies_at = sessions or Countdowns(), write, dies_at
-        limits = EnvironmentConfig(**limits)
+        limits = EnvironmentConfig(**{"allowed_environments": ("tiny:Countdown",)} | limits)
         self.episodes = Episodes(self.sessions, chat or TinyChat(), limits, 3, 1.0, max_context)
 
     def sampler(self):
@@ -225,6 +226,22 @@ def test_a_prompt_whose_row_has_no_environment_beside_others_that_have_is_one_tu
     (sample,) = in_virtual_time(sampler.answer(plain, [SampleRequest(plain.token_ids, 1, 200)]))[0]
     assert (sample.reward, len(turns_of(sample))) == (1.0, 1)
     assert as_opened(plain, [sample]) is plain
+
+
+def test_a_row_that_names_an_environment_that_no_flag_allows_has_no_reward_and_nothing_is_loaded():
+    hostile = replace(prompt_of(), metadata={"environment": "os:system"})
+    request = [SampleRequest(hostile.token_ids, 1, 200)]
+    table = Table()
+
+    async def scored(prompt, sample):
+        assert sample.is_scored, "it is an episode"
+
+    without = Sampler([SimulatedEngine(STEP, written)], scored, stall_timeout=1e6)
+    for sampler in (table.sampler(), without):
+        (sample,) = in_virtual_time(sampler.answer(hostile, request))[0]
+        assert (sample.reward, len(sample.token_ids)) == (None, 0)
+        assert re.search("environment 'os:system': .*--allowed-environments$", sample.reward_error)
+    assert table.sessions.seeds == [], "no session was opened"
 
 
 def test_an_episode_outlives_the_death_of_its_engine():
