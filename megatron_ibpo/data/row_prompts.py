@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.records import Prompt
-from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
+from megatron_ibpo.basics.user_files import RECORD_BYTES, Lines, check_user_file
 from megatron_ibpo.config import (
     ConfigError,
     DataConfig,
@@ -38,8 +38,10 @@ from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer
 
 OWN_SCHEME = "import://"
 """URL scheme of rows from a user's function: `import://package.module:function`."""
-LARGEST_COMPRESSED = 1024**3
-"""Limit on the decompressed bytes of a file, which are held in memory."""
+LARGEST_COMPRESSED = 256 * 1024**2
+"""Limit on the decompressed bytes of a source that is read whole."""
+MOST_LINES = 2**18
+"""Limit on its lines, blank ones included."""
 
 Rows = Iterable[tuple[str, "Row | DataError"]]
 """Rows, each with its place for messages; an error stands in for a row that cannot be read."""
@@ -271,39 +273,70 @@ def _reading(found: Row | DataError, where: str, ids: dict[str, str]) -> Callabl
     return read
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, "Row | DataError"]]:
+@dataclass
+class Budget:
+    """What may be read of the files of one source that is read whole: an honest start takes a minute for it,
+    and a small compressed file cannot make it hours, or fill the memory."""
+
+    lines: int = MOST_LINES
+    content_bytes: int = LARGEST_COMPRESSED
+
+    def spend(self, path: Path, size: int, lines: int = 0) -> None:
+        """Count what was read. Raises DataError if it is too much."""
+        self.lines -= lines
+        self.content_bytes -= size
+        if self.lines < 0:
+            too_many = f"more than {MOST_LINES:,} lines, blank ones included"
+        elif self.content_bytes < 0:
+            too_many = f"more than {LARGEST_COMPRESSED // 1024**2} MiB of content"
+        else:
+            return
+        unpack = "; `gunzip` it, since large files are then read in parts" if path.suffix == ".gz" else ""
+        raise DataError(f"{path}: {too_many}, in files that are read whole{unpack}")
+
+
+def read_jsonl(path: Path, budget: Budget | None = None) -> Iterator[tuple[str, "Row | DataError"]]:
     """Yield (file and line, row) of every line that is not blank; an error stands in for a row that is not
-    a JSON object. A name that ends in .gz is a compressed file's.
+    a JSON object. A name that ends in .gz is a compressed file's. The file is read line by line.
+
+    Args:
+        budget: shared by the files of a source; None: the file's own.
 
     Raises:
-        DataError: file missing or in another encoding, or compressed and damaged or too large.
+        DataError: file missing or in another encoding, damaged, or over the budget.
     """
     if not path.is_file():
         raise DataError(f"prompt file {path}: no such file{searched(path)}")
-    content = _decompressed(path) if path.suffix == ".gz" else read_user_file(path, RECORD_BYTES)
-    check_encoding(path, content)
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line.strip():
-            continue
-        found: Row | DataError
-        try:
-            if len(line) > LONGEST_LINE:
-                raise DataError(f"the line is longer than {LONGEST_LINE // 1024**2} MiB")
-            found = parsed_row(line)
-        except DataError as error:
-            found = error
-        yield f"{path}, line {number}", found
-
-
-def _decompressed(path: Path) -> bytes:
+    check_user_file(path, RECORD_BYTES)
+    budget = budget or Budget()
     try:
-        with gzip.open(path) as file:
-            content = file.read(LARGEST_COMPRESSED + 1)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(_bounded_lines(file, path, budget), start=1):
+                if number == 1:
+                    check_encoding(path, line)
+                if line.strip():
+                    yield f"{path}, line {number}", _row_or_error(line)
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path}: damaged or cut off: {error}") from error
-    if len(content) > LARGEST_COMPRESSED:
-        raise DataError(f"{path}: more than 1 GiB when decompressed, which is held in memory; `gunzip` it")
-    return content
+
+
+def _bounded_lines(file: Lines, path: Path, budget: Budget) -> Iterator[bytes]:
+    """Yield the lines; of one that is too long, only the beginning."""
+    while line := file.readline(LONGEST_LINE + 1):
+        budget.spend(path, len(line), lines=1)
+        yield line
+        while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+            line = file.readline(LONGEST_LINE + 1)
+            budget.spend(path, len(line))
+
+
+def _row_or_error(line: bytes) -> "Row | DataError":
+    try:
+        if len(line) > LONGEST_LINE:
+            raise DataError(f"the line is longer than {LONGEST_LINE // 1024**2} MiB")
+        return parsed_row(line)
+    except DataError as error:
+        return error
 
 
 def own_rows(spec: str, split: str) -> Iterator[tuple[str, "Row | DataError"]]:
