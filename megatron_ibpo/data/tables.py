@@ -277,7 +277,7 @@ class ArrowFile:
         self.path = path
         try:
             self._batches = _record_batches(path)
-        except (pyarrow.ArrowException, OSError, EOFError, ValueError, MemoryError) as error:
+        except (pyarrow.ArrowException, OSError, EOFError, IndexError, ValueError, MemoryError) as error:
             raise DataError(f"{path}: not an Arrow file, or cut off ({_first_line(error)})") from error
         self._columns = columns
         self._first = np.concatenate(

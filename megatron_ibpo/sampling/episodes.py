@@ -6,6 +6,7 @@ environment's answers between them as context; no text is ever turned into ids a
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +25,11 @@ from megatron_ibpo.basics.records import (
 )
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import ENVIRONMENT, ConfigError, EnvironmentConfig, environment_in
-from megatron_ibpo.environments import Chat, EpisodeFaultError, EpisodeScore, Message, Session, Sessions
+from megatron_ibpo.data.prompts import TooLongError, check_size
+from megatron_ibpo.environments import Chat, EpisodeFaultError, EpisodeScore, Message, Session, Sessions, Tool
 
+LONG_TURN = 2**14
+"""Ids of a turn that is read in a thread: more take longer than a tenth of a second."""
 PLAYS = 2
 """Times that an episode is played before its reward is absent: a fault may be of the machine."""
 
@@ -108,6 +112,8 @@ class Episodes:
             if np.array_equal(script.request.prompt_token_ids, prompt.token_ids):
                 opening = session.opening
                 messages = self.framed(list(opening.messages))
+                if self._is_far_too_long(messages):
+                    raise EpisodeFaultError("error", "its opening is far longer than the context")
                 script.sample.prompt_token_ids = _ids(self.chat.open, messages, opening.tools)
             done = await self._take_turns(script, session, ask)
             return self._scored(script, done, await session.score())
@@ -127,16 +133,33 @@ class Episodes:
             script.say(said)
             if said.finish_reason == "length":
                 break
-            message = self.chat.read(said.token_ids.tolist(), session.opening.tools)
+            message = await self._read(said.token_ids.tolist(), session.opening.tools)
             script.count(message)
             answer = await session.step(message)
             if answer.done:
                 return True
             if turn + 1 < self.settings.max_turns:
+                if self._is_far_too_long(answer.messages):
+                    break
                 answer_ids = _ids(self.chat.extend, script.all_ids.tolist(), answer.messages)
                 if len(answer_ids) >= self._room(script):
                     break
                 script.answer(answer_ids)
+        return False
+
+    async def _read(self, ids: list[int], tools: Sequence[Tool]) -> Message:
+        """Return the message of a turn. A long one is read in a thread, so that other episodes go on."""
+        if len(ids) <= LONG_TURN:
+            return self.chat.read(ids, tools)
+        return await asyncio.to_thread(self.chat.read, ids, tools)
+
+    def _is_far_too_long(self, messages: Sequence[Message]) -> bool:
+        """Return whether messages exceed the context whatever their tokens are, which a tokenizer could take
+        minutes to find out."""
+        try:
+            check_size(sum(len(message.get("content") or "") for message in messages), self.max_context)
+        except TooLongError:
+            return True
         return False
 
     def _room(self, script: Transcript) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -242,6 +243,53 @@ def test_a_row_that_names_an_environment_that_no_flag_allows_has_no_reward_and_n
         assert (sample.reward, len(sample.token_ids)) == (None, 0)
         assert re.search("environment 'os:system': .*--allowed-environments$", sample.reward_error)
     assert table.sessions.seeds == [], "no session was opened"
+
+
+def test_messages_far_longer_than_the_context_are_never_encoded():
+    class Endless(Countdowns):
+        opening, answer = "q", "a" * 128 * 41
+
+        async def open(self, *arguments):
+            session = await super().open(*arguments)
+            session.opening = Opening([{"role": "user", "content": self.opening}])
+            return session
+
+    class Chat(TinyChat):
+        def open(self, messages, tools):
+            return [OPENS, len(messages[-1]["content"]), BEGINS]
+
+        def extend(self, ids, messages):
+            raise AssertionError("no tokenizer is given this")
+
+    async def step(session, message):
+        return Turn([{"role": "user", "content": Endless.answer}])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Countdown, "step", step)
+        patch.setattr(Countdown, "last", 1, raising=False)
+        (cut,) = Table(sessions=Endless(), chat=Chat(), max_context=40).play(prompt_of())
+        patch.setattr(Endless, "opening", Endless.answer)
+        (lost,) = Table(sessions=Endless(), chat=Chat(), max_context=40).play(prompt_of())
+    assert (len(turns_of(cut)), cut.finish_reason) == (1, "length")
+    assert (lost.reward, lost.reward_error) == (
+        None,
+        "tiny:Countdown: its opening is far longer than the context",
+    )
+
+
+def test_a_long_turn_is_read_in_a_thread(monkeypatch):
+    monkeypatch.setattr("megatron_ibpo.sampling.episodes.LONG_TURN", 3)
+    threads = set()
+
+    class Chat(TinyChat):
+        def read(self, ids, tools=None):
+            threads.add((len(ids) > 3, threading.current_thread() is threading.main_thread()))
+            return super().read(ids, tools)
+
+    episodes = Table(chat=Chat()).episodes
+    for ids in ([5, 0], [5] * 9 + [0]):
+        assert asyncio.run(episodes._read(ids, []))["content"] == ids[:-1]
+    assert threads == {(False, True), (True, False)}
 
 
 def test_an_episode_outlives_the_death_of_its_engine():
