@@ -33,7 +33,7 @@ from megatron_ibpo.data.prompts import (
     plain_prompt,
 )
 from megatron_ibpo.data.sources import SourceSpec
-from megatron_ibpo.data.tables import LONGEST_LINE, Row, check_encoding, parsed_row
+from megatron_ibpo.data.tables import LONGEST_LINE, Row, check_encoding, num_brackets, parsed_row
 from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer
 
 OWN_SCHEME = "import://"
@@ -42,6 +42,8 @@ LARGEST_COMPRESSED = 256 * 1024**2
 """Limit on the decompressed bytes of a source that is read whole."""
 MOST_LINES = 2**18
 """Limit on its lines, blank ones included."""
+MOST_BRACKETS = 2**23
+"""Limit on its opening brackets: each may become a list of 64 bytes, and a million take a second."""
 
 Rows = Iterable[tuple[str, "Row | DataError"]]
 """Rows, each with its place for messages; an error stands in for a row that cannot be read."""
@@ -280,15 +282,19 @@ class Budget:
 
     lines: int = MOST_LINES
     content_bytes: int = LARGEST_COMPRESSED
+    brackets: int = MOST_BRACKETS
 
-    def spend(self, path: Path, size: int, lines: int = 0) -> None:
+    def spend(self, path: Path, content: bytes, lines: int = 0) -> None:
         """Count what was read. Raises DataError if it is too much."""
         self.lines -= lines
-        self.content_bytes -= size
+        self.content_bytes -= len(content)
+        self.brackets -= num_brackets(content)
         if self.lines < 0:
             too_many = f"more than {MOST_LINES:,} lines, blank ones included"
         elif self.content_bytes < 0:
             too_many = f"more than {LARGEST_COMPRESSED // 1024**2} MiB of content"
+        elif self.brackets < 0:
+            too_many = f"more than {MOST_BRACKETS:,} brackets"
         else:
             return
         unpack = "; `gunzip` it, since large files are then read in parts" if path.suffix == ".gz" else ""
@@ -323,11 +329,11 @@ def read_jsonl(path: Path, budget: Budget | None = None) -> Iterator[tuple[str, 
 def _bounded_lines(file: Lines, path: Path, budget: Budget) -> Iterator[bytes]:
     """Yield the lines; of one that is too long, only the beginning."""
     while line := file.readline(LONGEST_LINE + 1):
-        budget.spend(path, len(line), lines=1)
+        budget.spend(path, line, lines=1)
         yield line
         while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
             line = file.readline(LONGEST_LINE + 1)
-            budget.spend(path, len(line))
+            budget.spend(path, line)
 
 
 def _row_or_error(line: bytes) -> "Row | DataError":

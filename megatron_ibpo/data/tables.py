@@ -26,6 +26,8 @@ Row = dict[str, Any]
 
 LONGEST_LINE = 64 * 1024**2
 """Longest row in bytes; a file with a longer one is not JSONL."""
+_MOST_BRACKETS = 2**22
+"""Most opening brackets of a row. Text has one in a hundred characters, and a million take a second."""
 WINDOW_ROWS = 16_384
 """Approximate rows shuffled together: many batches' worth, and little memory."""
 WINDOW_BYTES = 4 * 1024**3
@@ -68,8 +70,10 @@ def parsed_row(line: bytes) -> Row:
     """Return the object on a line of JSONL.
 
     Raises:
-        DataError: the line is not a JSON object.
+        DataError: the line is not a JSON object, or has too many brackets.
     """
+    if num_brackets(line) > _MOST_BRACKETS:
+        raise DataError(f"the row has more than {_MOST_BRACKETS:,} brackets")
     try:
         row = read_json(line)
     except UnicodeDecodeError as error:
@@ -81,6 +85,11 @@ def parsed_row(line: bytes) -> Row:
     if not isinstance(row, dict):
         raise DataError(f"expected a JSON object, found {type(row).__name__}")
     return row
+
+
+def num_brackets(line: bytes) -> int:
+    """Return the number of opening brackets."""
+    return line.count(b"[") + line.count(b"{")
 
 
 def check_encoding(path: Path, start: bytes) -> None:

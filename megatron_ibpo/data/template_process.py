@@ -131,8 +131,9 @@ def _serve(fd: int, render: Callable[..., str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a Ctrl-C that ends the owner
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
-    os.closerange(3, fd)
-    os.closerange(fd + 1, os.sysconf("SC_OPEN_MAX"))
+    for other in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, fd}:
+        with suppress(OSError):  # that of the listing itself
+            os.close(other)
     with open("/proc/self/statm", encoding="utf-8") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MOST_BYTES, size + MOST_BYTES))

@@ -46,6 +46,10 @@ LINES = {
         "more than 262,144 lines, blank ones included",
     ),
     "a line of spaces": (repeated(b" " * MIB, 300), "more than 256 MiB of content.*`gunzip` it"),
+    "brackets": (
+        repeated(ROW[:-2] + b', "x": "' + b"[" * 2**21 + b'"}\n', 9),
+        "more than 8,388,608 brackets",
+    ),
     "a row without an end": (repeated(b'{"prompt": "' + b"a" * MIB, 300), "more than 256 MiB of content"),
 }
 
@@ -282,3 +286,8 @@ def test_the_process_of_a_template_ends_with_its_tokenizer():
     del tokenizer
     gc.collect()
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_row_of_millions_of_lists_is_a_bad_row():
+    with quickly(1), pytest.raises(DataError, match="the row has more than 4,194,304 brackets"):
+        tables.parsed_row(b'{"x": [' + b"[]," * 2**22 + b"[]]}")
