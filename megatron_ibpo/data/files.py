@@ -8,8 +8,9 @@ from typing import TypeVar
 
 from megatron_ibpo.basics.user_files import check_user_file
 from megatron_ibpo.config import nearest, searched
+from megatron_ibpo.data.arrow_tables import ArrowFile, Parquet
 from megatron_ibpo.data.row_prompts import LARGEST_COMPRESSED, Budget, Rows, read_jsonl
-from megatron_ibpo.data.tables import ArrowFile, Files, JsonLines, Parquet, Row, Table
+from megatron_ibpo.data.tables import Files, JsonLines, Row, Table
 from megatron_ibpo.data.tokenizer import DataError, read_object
 
 SMALL_ROWS = 8192

@@ -12,8 +12,8 @@ from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.user_files import GIB, RECORD_BYTES, check_user_file, read_user_file, user_lines
 from megatron_ibpo.config import path_in_recipe, searched
 from megatron_ibpo.data import DataError
+from megatron_ibpo.data.arrow_tables import Parquet
 from megatron_ibpo.data.row_prompts import LARGEST_COMPRESSED, MOST_LINES
-from megatron_ibpo.data.tables import Parquet
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 

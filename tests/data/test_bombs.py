@@ -15,7 +15,7 @@ from pyarrow import parquet
 from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.data import DataError, open_source, tables
+from megatron_ibpo.data import DataError, arrow_tables, open_source, tables
 from megatron_ibpo.data.arrow_sizes import is_compressed
 from megatron_ibpo.data.row_prompts import MOST_LINES
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
@@ -140,13 +140,13 @@ def test_a_value_that_is_repeated_is_one_in_memory(tmp_path):
     before = pa.total_allocated_bytes()
     with quickly(), pytest.raises(DataError, match="row 0: the prompt has 1,048,576 characters"):
         open_source(str(path), TINY, DataConfig(), split="train", max_prompt_len=100)
-    table = tables.Parquet(path, ["prompt", "label"])
+    table = arrow_tables.Parquet(path, ["prompt", "label"])
     assert table.row(0, 19_999)["prompt"] == "1" * MIB
     assert pa.total_allocated_bytes() - before < 20 * MIB
     lists = pa.ListArray.from_arrays(pa.array([0, 20_000]), of_one(long, 20_000))
     parquet.write_table(columns(tools=lists, task=pa.array(["t"])), path, store_schema=False)
     with quickly(), pytest.raises(DataError, match="the row is larger than 64 MiB"):
-        tables.Parquet(path).row(0, 0)
+        arrow_tables.Parquet(path).row(0, 0)
 
 
 def test_lists_of_nothing_are_measured_before_they_are_made(tmp_path):
@@ -175,13 +175,13 @@ def test_row_groups_that_take_too_much_are_refused_at_the_start(tmp_path, monkey
 
     refused("has the encoding DELTA_BYTE_ARRAY", use_dictionary=False, column_encoding="DELTA_BYTE_ARRAY")
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "_MOST_GROUP_ROWS", 4999)
+        patch.setattr(arrow_tables, "_MOST_GROUP_ROWS", 4999)
         refused("row group 0 has 5,000 rows; write it with smaller ones, such as row_group_size=1000")
-    monkeypatch.setattr(tables, "WINDOW_BYTES", MIB)
+    monkeypatch.setattr(arrow_tables, "WINDOW_BYTES", MIB)
     many = pa.table({"prompt": ["1" * 500] * 5000, "label": ["2"] * 5000})
     refused("row group 0 has 2 MiB and 5,000 values", use_dictionary=False)
     parquet.write_table(many, path, use_dictionary=False, row_group_size=100)
-    assert tables.Parquet(path, ["prompt"]).window < 20, "no more is held than the window may take"
+    assert arrow_tables.Parquet(path, ["prompt"]).window < 20, "no more is held than the window may take"
 
 
 @pytest.mark.parametrize("kind", ["stream", "file"])
