@@ -62,18 +62,28 @@ class TemplateProcess:
             if self._condemned is not None:
                 raise TemplateError(self._condemned)
             for _ in range(2):  # it may have been killed, as for want of memory
-                if self._child is None or self._child.owner != os.getpid():
-                    self._child = _Child(self._render)
                 try:
+                    if self._child is None or self._child.owner != os.getpid():
+                        self._child = _Child(self._render)
                     return self._child.ask(request)
+                except TemplateError:
+                    raise
                 except TimeoutError:
+                    self._end()
                     self._condemned = f"it takes more than {RENDER_S:g} s"
-                    self._child.end()
                     raise TemplateError(self._condemned) from None
-                except (EOFError, OSError):
-                    self._child.end()
-                    self._child = None
-            raise TemplateError("its process was killed twice")
+                except (EOFError, OSError) as error:
+                    self._end()
+                    died = error
+                except BaseException:  # an interrupt: the answer would be taken for that of the next request
+                    self._end()
+                    raise
+            raise TemplateError(f"its process cannot be started, or dies: {error_text(died)}")
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.end()
+        self._child = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_render": self._render}

@@ -265,6 +265,14 @@ def test_no_chat_template_takes_more_time_memory_or_text_than_it_may(case, monke
         assert time.monotonic() - start < 0.4, "a template that took too long is not asked again"
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def no_process():
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
 def test_a_template_is_rendered_as_the_library_renders_it_and_after_its_process_was_killed():
     tokenizer, tools = family_tokenizer("qwen3"), [{"name": "calc", "description": "", "parameters": {}}]
     settings = {"enable_thinking": False}
@@ -272,6 +280,15 @@ def test_a_template_is_rendered_as_the_library_renders_it_and_after_its_process_
     assert tokenizer.render_chat(QUESTION, settings, tools=tools) == expected
     os.kill(tokenizer._template._child._pid, signal.SIGKILL)
     assert tokenizer.render_chat(QUESTION, settings, tools=tools) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("multiprocessing.connection.Connection.poll", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tokenizer.render_chat([{"role": "user", "content": "another"}])
+    assert tokenizer.render_chat(QUESTION, settings, tools=tools) == expected, "no answer is left over"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fork", no_process)
+        with pytest.raises(DataError, match="its process cannot be started, or dies: BlockingIOError"):
+            family_tokenizer("qwen3").render_chat(QUESTION)
     half = [{"role": "user", "content": "\ud800"}]
     assert "\ud800" in tokenizer.render_chat(half)
     with pytest.raises(DataError, match=r"the messages have .* and 16,777,216 are the limit"):
