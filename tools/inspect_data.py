@@ -18,7 +18,7 @@ from rich.console import Console
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Prompt
-from megatron_ibpo.config import Config, DataConfig, ModelConfig, RolloutConfig, as_specs
+from megatron_ibpo.config import Config, DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, as_specs
 from megatron_ibpo.data import load_tokenizer, open_pass_rates
 from megatron_ibpo.data.hub import local_model, local_source
 from megatron_ibpo.data.inspection import inspect_source, show_inspection
@@ -34,6 +34,8 @@ class Arguments:
     rollout: tyro.conf.OmitArgPrefixes[RolloutConfig] = field(default_factory=RolloutConfig)
     """--rollout-max-context-len less --rollout-max-response-len is the longest prompt; without it, any
     length. The pass rates of --pass-rates are those of these settings."""
+    environment: tyro.conf.OmitArgPrefixes[EnvironmentConfig] = field(default_factory=EnvironmentConfig)
+    """--environment and --allowed-environments are those that rows may name."""
     split: Literal["train", "eval"] = "train"
     """Part of directories and generated tasks."""
     most_rows: int = 20_000
@@ -65,6 +67,7 @@ def main(arguments: Arguments) -> None:
             most_rows=arguments.most_rows,
             show=arguments.show,
             rates=rates,
+            environment=arguments.environment,
         )
         found.label_problems = problems_of_labels(found.to_check, data)
         if arguments.json:

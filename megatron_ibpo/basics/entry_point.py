@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, ParamSpec
 
 from megatron_ibpo.basics.faults import place_in_users_code
+from megatron_ibpo.basics.redaction import keep_keys_from_logs, without_keys
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, STDOUT_CLOSED = 0, 1, 2, 130, 141
 """Exit statuses. After FAILED another try may help, after BAD_INPUT it does not."""
@@ -93,6 +94,7 @@ def guarded(work: Callable[[], int | None], *, logs: Path | None = None, stopped
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, and the next file would get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    keep_keys_from_logs()
     before, threading.excepthook = threading.excepthook, partial(_answer_thread, logs)
     try:
         status = work() or DONE
@@ -176,7 +178,7 @@ def _is_raised_here(error: BaseException) -> bool:
 
 def _kept(error: BaseException, logs: Path | None) -> Path | None:
     """Append the traceback to a file and return its path; None if no disk accepts it."""
-    trace = "".join(traceback.format_exception(error))
+    trace = without_keys("".join(traceback.format_exception(error)))
     text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n{trace}\n".encode(errors="replace")
     if logs is not None and logs.parent.is_dir():
         with suppress(OSError):
@@ -194,4 +196,4 @@ def _kept(error: BaseException, logs: Path | None) -> Path | None:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # the terminal may be gone
-        print(text, file=sys.stderr, flush=True)
+        print(without_keys(text), file=sys.stderr, flush=True)

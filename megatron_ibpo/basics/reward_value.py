@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+from megatron_ibpo.basics.text import shown
+
 RESPONSE_ERROR = "response_error"
 """Detail of a response that could not be judged through its own fault: 1."""
 WRONG = {"score": 0.0, RESPONSE_ERROR: 1.0}
@@ -29,6 +31,12 @@ LARGEST_REWARD = 1e9
 """Largest absolute value of a reward, and of each further number of a verifier: their squares and sums stay
 finite."""
 
+MOST_DETAILS = 1024
+"""Most further numbers of one reward. Each is a metric of every step: an episode's rewards of single turns
+fit, a server that makes up names does not."""
+LONGEST_NAME = 128
+"""Most characters of the name of a further number."""
+
 
 def read_reward(value: Any) -> tuple[float, dict[str, float]]:
     """Return the reward and the further numbers in the value of a reward function or of an environment.
@@ -37,17 +45,24 @@ def read_reward(value: Any) -> tuple[float, dict[str, float]]:
         value: a number, or a mapping with the number as `score` and further numbers.
 
     Raises:
-        TypeError, ValueError: it is neither, or a number is not finite or larger than LARGEST_REWARD.
+        TypeError, ValueError: it is neither, a number is not finite or larger than LARGEST_REWARD, there are
+            more than MOST_DETAILS, or a name cannot be printed or is longer than LONGEST_NAME.
     """
     parts = {"score": value} if not isinstance(value, Mapping) else dict(value)
     if "score" not in parts:
-        raise ValueError(f"expected a number, or a mapping with a score; got {value!r}")
+        raise ValueError(f"expected a number, or a mapping with a score; got {shown(value)}")
+    if len(parts) > 1 + MOST_DETAILS:
+        raise ValueError(
+            f"at most {MOST_DETAILS:,} numbers may stand beside the score, got {len(parts) - 1:,}"
+        )
     for name, number in parts.items():
         what = "number" if value is number else f"number as {name!r}"
         if not isinstance(name, str):
-            raise TypeError(f"names must be text, got {name!r}")
+            raise TypeError(f"names must be text, got {shown(name)}")
+        if not name.isprintable() or len(name) > LONGEST_NAME:
+            raise ValueError(f"names have at most {LONGEST_NAME} printable characters, got {shown(name)}")
         if not isinstance(number, Real):
-            raise TypeError(f"expected a {what}, got {type(number).__name__} {number!r}")
+            raise TypeError(f"expected a {what}, got {type(number).__name__} {shown(number)}")
         if not _fits(number):
             raise ValueError(f"expected a {_too_large(what, number)}")
     return float(parts.pop("score")), {name: float(number) for name, number in parts.items()}

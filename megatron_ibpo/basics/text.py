@@ -3,6 +3,8 @@
 import reprlib
 from collections.abc import Sequence
 
+from megatron_ibpo.basics.redaction import without_keys
+
 
 def counted(count: int, noun: str) -> str:
     """Return the count with its noun, singular for one: "1 rank", "2,048 prompts". The plural is a plain
@@ -31,12 +33,14 @@ _LONGEST_ERROR = 500
 
 
 def error_text(error: BaseException) -> str:
-    """Return the type and message of any exception, of 500 characters at most, as a log can write them."""
+    """Return the type and message of any exception, of 500 characters at most, as a log can write them, and
+    without keys."""
     try:
         said = str(error)
     except Exception as in_turn:  # a user's exception may fail at that too
         said = f"it cannot be shown, which fails with {type(in_turn).__name__}"
-    return printable(f"{type(error).__name__}: {said}"[:_LONGEST_ERROR])
+    said = said[: 2 * _LONGEST_ERROR]  # a key at the end of this is not cut in pieces that are shown
+    return printable(without_keys(f"{type(error).__name__}: {said}")[:_LONGEST_ERROR])
 
 
 def printable(text: str) -> str:

@@ -24,7 +24,9 @@ _KINDS = (
 )
 
 
-class _Lines(Protocol):
+class Lines(Protocol):
+    """An open file that is read by lines."""
+
     def readline(self, size: int, /) -> bytes: ...
 
 
@@ -59,7 +61,7 @@ def read_user_file(path: Path, most_bytes: int) -> bytes:
     return path.read_bytes()
 
 
-def user_lines(file: _Lines, name: Path) -> Iterator[bytes]:
+def user_lines(file: Lines, name: Path) -> Iterator[bytes]:
     """Yield the lines of an open file.
 
     Raises:

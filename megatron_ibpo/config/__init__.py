@@ -33,15 +33,18 @@ from megatron_ibpo.config.ranges import (
 )
 from megatron_ibpo.config.recipes import config_yaml, read_yaml, write_config
 from megatron_ibpo.config.rollout import EnvironmentConfig, RolloutConfig
+from megatron_ibpo.config.row_names import ENVIRONMENT, RM_TYPE, environment_in, rm_type_in
 from megatron_ibpo.config.run import EVAL_PRESETS
 from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelConfig
 
 __all__ = [
     "COMMON_FLAGS",
     "COUNT",
+    "ENVIRONMENT",
     "EVAL_PRESETS",
     "NOT_NEGATIVE",
     "PRESETS",
+    "RM_TYPE",
     "UNIT",
     "AlgorithmConfig",
     "Config",
@@ -65,6 +68,7 @@ __all__ = [
     "check_config",
     "config_yaml",
     "display_name",
+    "environment_in",
     "eval_sampling",
     "hub_id",
     "known_or_path",
@@ -79,6 +83,7 @@ __all__ = [
     "path_in_recipe",
     "path_of_user",
     "read_yaml",
+    "rm_type_in",
     "searched",
     "user_directory",
     "within",

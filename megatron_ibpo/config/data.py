@@ -9,6 +9,7 @@ from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.config.paths import Kind, searched
 from megatron_ibpo.config.ranges import (
     EVAL_SETS,
+    IMPORT_PATHS,
     JSON_OBJECT,
     NAMED_VALUES,
     SECONDS,
@@ -71,6 +72,10 @@ class DataConfig:
     rm_type: str = "reasoning_gym"
     """Verifier: reasoning_gym, math, code, http_judge, http_score, composite, or an import path
     package.module:function. A prompt whose metadata has an rm_type is scored by that verifier instead."""
+    allowed_rm_types: Annotated[tuple[str, ...], IMPORT_PATHS] = ()
+    """Import paths that an rm_type in a row may name, besides those of --rm-type, --reward-part and ?rm_type=
+    of a source. They are loaded at the start. None: rows may choose among the built-in verifiers only, since
+    a data set that names any function would run code of its author's choice."""
     reward_part: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
     """One verifier of --rm-type composite and its weight, such as math=0.9; in a recipe also a mapping. The
     reward is the weighted sum, within 0 and 1. The first verifier is the main one: the others together must

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.config.hooks import IMPORT_PATH, is_import_path
 from megatron_ibpo.config.paths import are_distinct, as_specs
 
 
@@ -80,6 +81,8 @@ EVAL_SETS = Range(
 SOURCES = Range(lambda specs: all(specs), "no empty text among the sources")
 """Range of fields with sources of prompts; a recipe may give a source as text or as a mapping
 (`recipes._source_spec`)."""
+IMPORT_PATHS = Range(lambda names: all(map(is_import_path, names)), f"{IMPORT_PATH} each")
+"""Range of names that rows may use; openenv://HOST:PORT has this form too."""
 TARGETS = Range(lambda names: bool(names) and all(names), "one name or more, none of them empty")
 """Range of --lora-targets."""
 SHARES = Range(

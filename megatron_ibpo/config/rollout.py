@@ -8,6 +8,7 @@ from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.config.ranges import (
     BYTES,
     COUNT,
+    IMPORT_PATHS,
     NAMED_VALUES,
     POSITIVE,
     RANKS,
@@ -207,7 +208,11 @@ class EnvironmentConfig:
     environment: str | None = None
     """Environment of the prompts: the import path package.module:Class of a class of your own or of another
     framework (docs/environments.md), or openenv://HOST:PORT, a server. A prompt may name its own under
-    `environment` in its metadata. It gives the reward, in place of --rm-type. None: responses of one turn."""
+    `environment` in its metadata, if --allowed-environments has it. It gives the reward, in place of
+    --rm-type. None: responses of one turn."""
+    allowed_environments: Annotated[tuple[str, ...], IMPORT_PATHS] = ()
+    """Environments that rows may name besides --environment, in the same forms. They are loaded at the start.
+    None: a row may name no other, since a data set would run code, or ask servers, of its author's choice."""
     max_turns: Annotated[int, COUNT] = 8
     """Turns of the policy after which an episode is over and scored. 8: enough for the bundled tasks; raise
     it for agents that search or write programs."""
@@ -231,7 +236,7 @@ class EnvironmentConfig:
     def of_samples(self) -> dict[str, Any]:
         """Return the settings that samples depend on, where they are not the defaults: records made before
         there were environments then still have equal settings."""
-        without_effect = ("step_timeout", "episode_timeout", "environment_processes")
+        without_effect = ("step_timeout", "episode_timeout", "environment_processes", "allowed_environments")
         own = [one for one in fields(self) if one.name not in without_effect]
         return {one.name: value for one in own if (value := getattr(self, one.name)) != one.default}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.config import DataConfig
+from megatron_ibpo.config import DataConfig, EnvironmentConfig
 from megatron_ibpo.data.files import as_lazy_row, chosen_files, each_row, open_table, small_rows
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
 from megatron_ibpo.data.held_out import (
@@ -56,12 +56,14 @@ def open_sources(
     rates: PassRates | None = None,
     reader_type: type[Reader] = Reader,
     holds_out: bool = False,
+    environment: EnvironmentConfig | None = None,
 ) -> PromptSource:
     """Open all sources as one, mixed in proportion to their weights. In a mixture, a generated task whose
     settings name no verifier is graded by reasoning_gym.
 
     Args:
         reader_type: what rows of files and functions hold: prompts, or demonstrations.
+        environment: names the environments that rows may name; None: none.
 
     Raises:
         DataError: see `open_source`.
@@ -75,7 +77,15 @@ def open_sources(
             for source in sources
         ]
     readers = [
-        reader_type(tokenizer, data, source, Tally(source.location), max_prompt_len, rates)
+        reader_type(
+            tokenizer,
+            data,
+            source,
+            Tally(source.location),
+            max_prompt_len,
+            rates,
+            environment=environment or EnvironmentConfig(),
+        )
         for source in sources
     ]
     opened = [_opened(reader, split, holds_out=holds_out) for reader in readers]
@@ -91,6 +101,7 @@ def open_source(
     max_prompt_len: int | None = None,
     rates: PassRates | None = None,
     holds_out: bool = False,
+    environment: EnvironmentConfig | None = None,
 ) -> PromptSource:
     """Open a file or directory, `reasoning_gym://TASK?parameter=value…` or
     `import://package.module:function`.
@@ -102,12 +113,20 @@ def open_source(
         rates: pass rates for --filter-pass-rate.
         holds_out: both splits are opened from this source, so rows of a file that names no part for
             evaluation are divided between them.
+        environment: as in `open_sources`.
 
     Raises:
         DataError: the source or one of its prompts cannot be used.
     """
     return open_sources(
-        (spec,), tokenizer, data, split=split, max_prompt_len=max_prompt_len, rates=rates, holds_out=holds_out
+        (spec,),
+        tokenizer,
+        data,
+        split=split,
+        max_prompt_len=max_prompt_len,
+        rates=rates,
+        holds_out=holds_out,
+        environment=environment,
     )
 
 

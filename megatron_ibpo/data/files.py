@@ -8,8 +8,9 @@ from typing import TypeVar
 
 from megatron_ibpo.basics.user_files import check_user_file
 from megatron_ibpo.config import nearest, searched
-from megatron_ibpo.data.row_prompts import LARGEST_COMPRESSED, Rows, read_jsonl
-from megatron_ibpo.data.tables import ArrowFile, Files, JsonLines, Parquet, Row, Table
+from megatron_ibpo.data.arrow_tables import ArrowFile, Parquet
+from megatron_ibpo.data.row_prompts import LARGEST_COMPRESSED, Budget, Rows, read_jsonl
+from megatron_ibpo.data.tables import Files, JsonLines, Row, Table
 from megatron_ibpo.data.tokenizer import DataError, read_object
 
 SMALL_ROWS = 8192
@@ -72,7 +73,8 @@ def small_rows(files: Sequence[Path], columns: Sequence[str]) -> Rows | None:
     if any(file.name.endswith(".gz") for file in files):
         if size > LARGEST_COMPRESSED:
             raise DataError(
-                f"{files[0].parent}: more than 1 GiB, with compressed files, which are read whole; `gunzip`"
+                f"{files[0].parent}: more than {LARGEST_COMPRESSED // 1024**2} MiB, with compressed files, "
+                "which are read whole; `gunzip`"
             )
         return _all_rows(files, columns)
     if size > SMALL_BYTES:
@@ -104,9 +106,10 @@ def _table(file: Path, columns: Sequence[str]) -> Table:
 
 
 def _all_rows(files: Sequence[Path], columns: Sequence[str]) -> Iterator[tuple[str, Row | DataError]]:
+    budget = Budget()
     for file in files:
         if file.name.endswith((".jsonl", ".jsonl.gz")):
-            yield from read_jsonl(file)
+            yield from read_jsonl(file, budget)
         else:
             yield from _rows_of(_table(file, columns))
 

@@ -20,6 +20,8 @@ SHARE_OF_SMALL, SHARE_OF_LARGE = 0.05, 0.01
 training."""
 MOST_HELD_OUT = 2048
 """Most held-out prompts that are evaluated: finding one in a large file means reading a hundred rows."""
+MOST_ROWS_READ, MOST_CHARACTERS = 2**20, 2**31
+"""Rows and characters of questions that are read to find them; fewer are held out if that is not enough."""
 _HASHES = 2**63
 
 Question = Callable[[Row], str]
@@ -82,10 +84,13 @@ def held_out_rows(
 
     def found() -> Iterator[tuple[str, Row | DataError]]:
         seen: set[str] = set()
-        for where, read in rows:
+        characters = 0
+        for where, read in islice(rows, MOST_ROWS_READ):
             with suppress(DataError):  # a row that cannot be read is training's
                 row = read()
                 text = question(row)
+                if (characters := characters + len(text)) > MOST_CHARACTERS:
+                    return
                 if text not in seen and division.holds_out(text):
                     seen.add(text)
                     yield where(), row

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.config import DataConfig
+from megatron_ibpo.config import DataConfig, EnvironmentConfig
 from megatron_ibpo.data.files import LazyRow, as_lazy_row, chosen_files, each_row
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
 from megatron_ibpo.data.left_out import DUPLICATE, Tally
@@ -88,19 +88,22 @@ def inspect_source(
     most_rows: int,
     show: int,
     rates: PassRates | None = None,
+    environment: EnvironmentConfig | None = None,
 ) -> Inspection:
     """Inspect the first `most_rows` rows of a source. Errors that would end a run are counted instead.
 
     Args:
         split: part of a directory or generated task.
         show: number of prompts to keep for printing.
+        environment: names the environments that rows may name; None: none.
 
     Raises:
         DataError: the source as a whole cannot be read.
     """
     source = read_spec(spec)
     data = replace(data, skip_bad_rows=True, drop_long_prompts=True)
-    reader = Reader(tokenizer, data, source, Tally(source.location), max_prompt_len, rates)
+    tally, settings = Tally(source.location), environment or EnvironmentConfig()
+    reader = Reader(tokenizer, data, source, tally, max_prompt_len, rates, environment=settings)
     found = Inspection(source.location, tally=reader.tally)
     entries = _generated(reader, split) if source.location.startswith(SCHEME) else _read(reader, split, found)
     seen: set[str] = set()

@@ -26,6 +26,9 @@ FIRST_CHECKED, SAMPLE_CHECKED = 64, 192
 MOST_ATTEMPTS = 1000
 """Rows that are tried for one position; if so many in a row are left out, almost none can be used."""
 
+MOST_PASSED_OVER = 2**20
+"""Rows in the order of the file that may be left out in a row; after that, its first prompts are repeated."""
+
 
 def prompts_of_table(table: Table, reader: Reader, *, shuffled: bool) -> PromptSource:
     """Return the rows of a table as an endless stream.
@@ -40,7 +43,10 @@ def prompts_of_table(table: Table, reader: Reader, *, shuffled: bool) -> PromptS
         table = _without_duplicates(table, reader)
     order = TableOrder(table, reader.data.data_seed)
     notes = _checked(table, order, reader)
-    at = _shuffled(table, order, reader) if shuffled else _in_order(table, order.counted, reader)
+    if shuffled:
+        at = _shuffled(table, order, replace(reader, checks_names=False))
+    else:
+        at = _in_order(table, order.counted, reader)
     return PromptSource(
         at, count=lambda: order.counted.total, notes=notes, tallies=(reader.tally,), grows=True
     )
@@ -67,12 +73,16 @@ def _in_order(table: Table, counted: RowCounts, reader: Reader) -> Callable[[int
     rest = _places(table, counted)
 
     def prompt_at(position: int) -> Prompt:
-        while len(kept) <= position:
+        passed_over = 0
+        while len(kept) <= position and passed_over < MOST_PASSED_OVER:
             place = next(rest, None)
             if place is None:
                 break
             if _prompt(table, reader, place) is not None:
                 kept.append(place)
+                passed_over = 0
+            else:
+                passed_over += 1
         if not kept:
             raise _nothing_left(reader)
         prompt = _prompt(table, reader, kept[position % len(kept)])

@@ -3,16 +3,25 @@
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
-from megatron_ibpo.config import DataConfig, load_hook, named_values, searched
+from megatron_ibpo.basics.user_files import RECORD_BYTES, Lines, check_user_file
+from megatron_ibpo.config import (
+    ConfigError,
+    DataConfig,
+    EnvironmentConfig,
+    environment_in,
+    load_hook,
+    named_values,
+    rm_type_in,
+    searched,
+)
 from megatron_ibpo.data.layouts import PlainRow, fields_read, has_value, layout_said, plain_row
 from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, HELD_OUT, NOT_CHOSEN, TOO_LONG, Division, Tally
 from megatron_ibpo.data.order import shuffled as in_random_order
@@ -26,13 +35,17 @@ from megatron_ibpo.data.prompts import (
     plain_prompt,
 )
 from megatron_ibpo.data.sources import SourceSpec
-from megatron_ibpo.data.tables import LONGEST_LINE, Row, check_encoding, parsed_row
+from megatron_ibpo.data.tables import LONGEST_LINE, Row, check_encoding, num_brackets, parsed_row
 from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer
 
 OWN_SCHEME = "import://"
 """URL scheme of rows from a user's function: `import://package.module:function`."""
-LARGEST_COMPRESSED = 1024**3
-"""Limit on the decompressed bytes of a file, which are held in memory."""
+LARGEST_COMPRESSED = 256 * 1024**2
+"""Limit on the decompressed bytes of a source that is read whole."""
+MOST_LINES = 2**18
+"""Limit on its lines, blank ones included."""
+MOST_BRACKETS = 2**23
+"""Limit on its opening brackets: each may become a list of 64 bytes, and a million take a second."""
 
 Rows = Iterable[tuple[str, "Row | DataError"]]
 """Rows, each with its place for messages; an error stands in for a row that cannot be read."""
@@ -50,6 +63,11 @@ class Reader:
     rates: PassRates | None = None
     division: Division | None = None
     """Leaves out what is held out for evaluation; None: nothing is, or was before."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """Names the environments that rows may name."""
+    checks_names: bool = True
+    """Refuse a row that names a verifier or an environment that is not allowed. False for rows that are drawn
+    during a run: their responses then have no reward, and the run goes on."""
 
     @property
     def input_key(self) -> str:
@@ -133,6 +151,8 @@ class Reader:
         else:
             token_ids, head_length = plain_prompt(messages[-1]["content"], self.tokenizer)
         metadata = row.metadata
+        if self.checks_names:
+            self._check_names(metadata)
         if self.source.rm_type is not None:
             metadata = {"rm_type": self.source.rm_type, **metadata}
         if row.has_list_of_numbers and "math" in _verifiers(metadata.get("rm_type", data.rm_type), data):
@@ -143,6 +163,13 @@ class Reader:
             )
         task = row.task or self.source.task or Path(self.source.location).stem
         return Prompt(0, token_ids, head_length, row.label, task, messages[-1]["content"], metadata)
+
+    def _check_names(self, metadata: Mapping[str, Any]) -> None:
+        try:
+            rm_type_in(metadata, self.data)
+            environment_in(metadata, self.environment)
+        except ConfigError as error:
+            raise DataError(str(error)) from None
 
     def asked(self, messages: Iterable[Message]) -> list[Message]:
         """Return the messages with the source's suffix, and with the system prompt if they have none."""
@@ -260,39 +287,74 @@ def _reading(found: Row | DataError, where: str, ids: dict[str, str]) -> Callabl
     return read
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, "Row | DataError"]]:
+@dataclass
+class Budget:
+    """What may be read of the files of one source that is read whole: an honest start takes a minute for it,
+    and a small compressed file cannot make it hours, or fill the memory."""
+
+    lines: int = MOST_LINES
+    content_bytes: int = LARGEST_COMPRESSED
+    brackets: int = MOST_BRACKETS
+
+    def spend(self, path: Path, content: bytes, lines: int = 0) -> None:
+        """Count what was read. Raises DataError if it is too much."""
+        self.lines -= lines
+        self.content_bytes -= len(content)
+        self.brackets -= num_brackets(content)
+        if self.lines < 0:
+            too_many = f"more than {MOST_LINES:,} lines, blank ones included"
+        elif self.content_bytes < 0:
+            too_many = f"more than {LARGEST_COMPRESSED // 1024**2} MiB of content"
+        elif self.brackets < 0:
+            too_many = f"more than {MOST_BRACKETS:,} brackets"
+        else:
+            return
+        unpack = "; `gunzip` it, since large files are then read in parts" if path.suffix == ".gz" else ""
+        raise DataError(f"{path}: {too_many}, in files that are read whole{unpack}")
+
+
+def read_jsonl(path: Path, budget: Budget | None = None) -> Iterator[tuple[str, "Row | DataError"]]:
     """Yield (file and line, row) of every line that is not blank; an error stands in for a row that is not
-    a JSON object. A name that ends in .gz is a compressed file's.
+    a JSON object. A name that ends in .gz is a compressed file's. The file is read line by line.
+
+    Args:
+        budget: shared by the files of a source; None: the file's own.
 
     Raises:
-        DataError: file missing or in another encoding, or compressed and damaged or too large.
+        DataError: file missing or in another encoding, damaged, or over the budget.
     """
     if not path.is_file():
         raise DataError(f"prompt file {path}: no such file{searched(path)}")
-    content = _decompressed(path) if path.suffix == ".gz" else read_user_file(path, RECORD_BYTES)
-    check_encoding(path, content)
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line.strip():
-            continue
-        found: Row | DataError
-        try:
-            if len(line) > LONGEST_LINE:
-                raise DataError(f"the line is longer than {LONGEST_LINE // 1024**2} MiB")
-            found = parsed_row(line)
-        except DataError as error:
-            found = error
-        yield f"{path}, line {number}", found
-
-
-def _decompressed(path: Path) -> bytes:
+    check_user_file(path, RECORD_BYTES)
+    budget = budget or Budget()
     try:
-        with gzip.open(path) as file:
-            content = file.read(LARGEST_COMPRESSED + 1)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(_bounded_lines(file, path, budget), start=1):
+                if number == 1:
+                    check_encoding(path, line)
+                if line.strip():
+                    yield f"{path}, line {number}", _row_or_error(line)
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path}: damaged or cut off: {error}") from error
-    if len(content) > LARGEST_COMPRESSED:
-        raise DataError(f"{path}: more than 1 GiB when decompressed, which is held in memory; `gunzip` it")
-    return content
+
+
+def _bounded_lines(file: Lines, path: Path, budget: Budget) -> Iterator[bytes]:
+    """Yield the lines; of one that is too long, only the beginning."""
+    while line := file.readline(LONGEST_LINE + 1):
+        budget.spend(path, line, lines=1)
+        yield line
+        while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+            line = file.readline(LONGEST_LINE + 1)
+            budget.spend(path, line)
+
+
+def _row_or_error(line: bytes) -> "Row | DataError":
+    try:
+        if len(line) > LONGEST_LINE:
+            raise DataError(f"the line is longer than {LONGEST_LINE // 1024**2} MiB")
+        return parsed_row(line)
+    except DataError as error:
+        return error
 
 
 def own_rows(spec: str, split: str) -> Iterator[tuple[str, "Row | DataError"]]:

@@ -24,8 +24,8 @@ Row = dict[str, Any]
 
 LONGEST_LINE = 64 * 1024**2
 """Longest row in bytes; a file with a longer one is not JSONL."""
-WINDOW_ROWS = 16_384
-"""Approximate rows shuffled together: many batches' worth, and little memory."""
+_MOST_BRACKETS = 2**22
+"""Most opening brackets of a row. Text has one in a hundred characters, and a million take a second."""
 _BLOCK_BYTES = 256 * 1024
 _MOST_BLOCKS = 2**16
 _WINDOW_BLOCKS = 64
@@ -60,8 +60,10 @@ def parsed_row(line: bytes) -> Row:
     """Return the object on a line of JSONL.
 
     Raises:
-        DataError: the line is not a JSON object.
+        DataError: the line is not a JSON object, or has too many brackets.
     """
+    if num_brackets(line) > _MOST_BRACKETS:
+        raise DataError(f"the row has more than {_MOST_BRACKETS:,} brackets")
     try:
         row = read_json(line)
     except UnicodeDecodeError as error:
@@ -73,6 +75,11 @@ def parsed_row(line: bytes) -> Row:
     if not isinstance(row, dict):
         raise DataError(f"expected a JSON object, found {type(row).__name__}")
     return row
+
+
+def num_brackets(line: bytes) -> int:
+    """Return the number of opening brackets."""
+    return line.count(b"[") + line.count(b"{")
 
 
 def check_encoding(path: Path, start: bytes) -> None:
@@ -94,16 +101,20 @@ class JsonLines:
         self.num_blocks = -(-self._size // self._block_bytes)
         self._starts = lru_cache(maxsize=2 * self.window)(self._find_starts)
         check_encoding(path, os.pread(self._file, 2, 0))
-        if (
-            self._size > LONGEST_LINE
-        ):  # in a file that is not text, one line would be searched to the file's end
-            self._check_first_line()
+        if self._size > LONGEST_LINE:
+            self._check_start()
 
-    def _check_first_line(self) -> None:
+    def _check_start(self) -> None:
+        """Refuse a file that is not text, in which one line would be searched to the file's end, or in which
+        blank lines would be."""
         try:
             self._line(0)
         except DataError as error:
             raise DataError(f"{self.path}, line 1: {error}") from None
+        if not any(map(self.count, range(LONGEST_LINE // self._block_bytes))):
+            raise DataError(
+                f"{self.path}: no row in the first {LONGEST_LINE // 1024**2} MiB, but blank lines"
+            )
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
@@ -126,13 +137,40 @@ class JsonLines:
         first = block * self._block_bytes
         last = min(first + self._block_bytes, self._size)
         before = max(0, first - 1)  # a line starts after another one's newline
-        content = np.frombuffer(os.pread(self._file, last - before, before), np.uint8)
+        stretch = os.pread(self._file, last - before, before)
+        if not stretch.strip():  # quick, since a file may have gigabytes of this
+            return self._start_after_blanks(stretch, before, is_first=block == 0)
+        content = np.frombuffer(stretch, np.uint8)
         starts = np.flatnonzero(content[:-1] == _NEWLINE) + before + 1
         if block == 0:
             starts = np.concatenate([[0], starts])
-        suspects = starts[np.isin(content[starts - before], _BLANKS)]
-        blank = [start for start in suspects.tolist() if not self._line(start).strip()]
-        return np.setdiff1d(starts, blank, assume_unique=True).astype(np.int64) if blank else starts
+        return starts[~self._are_blank(starts, content, before)]
+
+    def _start_after_blanks(self, stretch: bytes, before: int, *, is_first: bool) -> npt.NDArray[np.int64]:
+        """Return the offset of the one line that may not be blank: the last, if it goes on in the next
+        block."""
+        newline = stretch.rfind(b"\n", 0, -1)
+        starts = [before + newline + 1] if newline >= 0 or is_first else []
+        return np.array([start for start in starts if not self._is_blank(start)], np.int64)
+
+    def _are_blank(
+        self, starts: npt.NDArray[np.int64], content: npt.NDArray[np.uint8], before: int
+    ) -> npt.NDArray[np.bool_]:
+        """Return whether each line is blank: whether nothing else stands before the next line."""
+        if not np.isin(content[starts - before], _BLANKS).any():
+            return np.zeros(len(starts), np.bool_)
+        letters = np.append(np.flatnonzero(~np.isin(content, _BLANKS)), len(content)) + before
+        next_letters = letters[np.searchsorted(letters, starts)]
+        blank = next_letters >= np.append(starts[1:], before + len(content))
+        if len(starts) and blank[-1]:  # the last line goes on in the next block
+            blank[-1] = self._is_blank(int(starts[-1]))
+        return blank
+
+    def _is_blank(self, start: int) -> bool:
+        try:
+            return not self._line(start).strip()
+        except DataError:  # it is too long, which is said where it is read as a row
+            return False
 
     def _line(self, start: int) -> bytes:
         pieces: list[bytes] = []
@@ -148,97 +186,6 @@ class JsonLines:
             if position - start > LONGEST_LINE:
                 raise DataError(f"the line is longer than {LONGEST_LINE // 1024**2} MiB")
         return b"".join(pieces)
-
-
-class Parquet:
-    """A parquet file in row groups."""
-
-    def __init__(self, path: Path, columns: Sequence[str]):
-        """
-        Args:
-            columns: columns that may be needed; others are never decoded.
-        """
-        import pyarrow
-        from pyarrow import parquet
-
-        self.path = path
-        try:
-            self._file = parquet.ParquetFile(path)
-        except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-            raise DataError(f"{path}: not a parquet file, or cut off ({_first_line(error)})") from error
-        self._columns = [name for name in self._file.schema_arrow.names if name in columns]
-        if not self._columns:
-            found = ", ".join(self._file.schema_arrow.names[:20])
-            raise DataError(f"{path}: has none of the columns {', '.join(columns)} (found: {found})")
-        metadata = self._file.metadata
-        counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        self._first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self.num_blocks = len(counts)
-        self.window = _window(self.num_blocks, int(self._first[-1]))
-        self._group = lru_cache(maxsize=self.window + 1)(self._read_group)
-
-    def count(self, block: int) -> int:
-        return int(self._first[block + 1] - self._first[block])
-
-    def row(self, block: int, number: int) -> Row:
-        return _as_row(self._group(block).slice(number, 1))
-
-    def where(self, block: int, number: int) -> str:
-        return f"{self.path}, row {self._first[block] + number}"
-
-    def _read_group(self, block: int) -> Any:
-        import pyarrow
-
-        try:
-            return self._file.read_row_group(block, columns=self._columns, use_threads=False)
-        except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-            raise DataError(f"row group {block} cannot be read ({_first_line(error)})") from error
-
-
-class ArrowFile:
-    """An Arrow file of a Hugging Face data set on disk, in record batches. It is mapped, not read."""
-
-    def __init__(self, path: Path, columns: Sequence[str]):
-        """
-        Args:
-            columns: columns that may be needed.
-        """
-        import pyarrow
-
-        self.path = path
-        try:
-            self._batches = _record_batches(path)
-        except (pyarrow.ArrowException, OSError, EOFError, ValueError, MemoryError) as error:
-            raise DataError(f"{path}: not an Arrow file, or cut off ({_first_line(error)})") from error
-        self._columns = columns
-        self._first = np.concatenate(
-            [[0], np.cumsum([len(batch) for batch in self._batches], dtype=np.int64)]
-        )
-        self.num_blocks = len(self._batches)
-        self.window = _window(self.num_blocks, int(self._first[-1]))
-        self._batch = lru_cache(maxsize=self.window + 1)(self._validated)
-
-    def count(self, block: int) -> int:
-        return len(self._batches[block])
-
-    def row(self, block: int, number: int) -> Row:
-        return _as_row(self._batch(block).slice(number, 1))
-
-    def where(self, block: int, number: int) -> str:
-        return f"{self.path}, row {self._first[block] + number}"
-
-    def _validated(self, block: int) -> Any:
-        """Return the batch after checking that none of its offsets point outside; the library trusts what it
-        maps."""
-        import pyarrow
-
-        batch = self._batches[block]
-        try:
-            kept = batch.select([name for name in batch.schema.names if name in self._columns])
-            kept.validate(full=True)
-        except (pyarrow.ArrowException, ValueError) as error:
-            raise DataError(f"record batch {block} is damaged ({_first_line(error)})") from error
-        return kept
 
 
 class Files:
@@ -312,33 +259,3 @@ class RowCounts:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             self._known[missing] = list(threads.map(self._table.count, missing))
         return int(self._known.sum())
-
-
-def _as_row(table: Any) -> Row:
-    """Return the row of a table with one row."""
-    try:
-        rows = table.to_pylist()
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8: {error.object[:40]!r}") from error
-    if not rows:
-        raise DataError("the file is damaged: it counts more rows than it has")
-    return rows[0]
-
-
-def _record_batches(path: Path) -> list[Any]:
-    import pyarrow
-
-    mapped = pyarrow.memory_map(str(path))
-    try:
-        return list(pyarrow.ipc.open_stream(mapped))
-    except pyarrow.ArrowInvalid:
-        reader = pyarrow.ipc.open_file(mapped)
-        return [reader.get_batch(number) for number in range(reader.num_record_batches)]
-
-
-def _window(num_blocks: int, rows: int) -> int:
-    return min(max(1, round(WINDOW_ROWS * num_blocks / max(1, rows))), max(1, num_blocks))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200] or type(error).__name__

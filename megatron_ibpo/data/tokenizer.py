@@ -15,6 +15,7 @@ import numpy.typing as npt
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, check_user_file, read_user_file
+from megatron_ibpo.data.template_process import TemplateError, TemplateProcess
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
@@ -118,7 +119,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     _check_files(path)
     try:
-        tokenizer = _tokenizer_class(path).from_pretrained(str(path), local_files_only=True)
+        tokenizer = _tokenizer_class(path).from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         if isinstance(error, DataError):
             raise
@@ -248,6 +251,7 @@ class HuggingFaceTokenizer:
         bos_id = tokenizer.bos_token_id
         adds_bos = bos_id is not None and tokenizer("")["input_ids"][:1] == [bos_id]
         self._prefix: list[int] = [bos_id] if adds_bos else []
+        self._template = TemplateProcess(self._rendered)
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -282,16 +286,22 @@ class HuggingFaceTokenizer:
                 f"{self._name}: no chat template; use a checkpoint that has one, "
                 "or drop --apply-chat-template"
             )
+        shown = [{"type": "function", "function": dict(tool)} for tool in tools] or None
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=[{"type": "function", "function": dict(tool)} for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **(settings or {}),
-            )
-        except Exception as error:
-            raise DataError(f"{self._name}: its chat template refuses the messages: {error}") from error
+            return self._template.render(list(messages), shown, generation_prompt, settings or {})
+        except TemplateError as error:
+            raise DataError(f"{self._name}: its chat template refuses the messages: {error}") from None
+
+    def _rendered(
+        self,
+        messages: list[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        generation_prompt: bool,
+        settings: Mapping[str, Any],
+    ) -> str:
+        return self._tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **settings
+        )
 
 
 def _start_of(text: str) -> str:

@@ -44,6 +44,10 @@ _SAME_ENDS = (
 )
 """(end that a model may write, end that its template may write there instead)."""
 
+LONGEST_READ = 2**17
+"""Most ids of a turn in which calls of tools are looked for. What a longer one says after its thinking is
+text: the parsers take a microsecond or more for each id, and an environment waits for no novel."""
+
 Reader = Callable[[Sequence[int], Sequence[Tool] | None], Message]
 
 
@@ -85,7 +89,10 @@ class PlainChat:
 
     def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
         said = _without_end(ids, self._ends)
-        return _without_calls(read_text(self._text(said)), self._text(said), tools)
+        if len(said) > LONGEST_READ:
+            return _read_long(self._text(said))
+        text = self._text(said)
+        return _without_calls(read_text(text), lambda: text, tools)
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         _check_ended(ids, self._ends)
@@ -129,7 +136,9 @@ class TemplateChat:
 
     def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
         said = _without_end(ids, self._ends)
-        return _without_calls(self._read(said, tools), self._tokenizer.decode_all(said), tools)
+        if len(said) > LONGEST_READ:
+            return _read_long(self._tokenizer.decode(said))
+        return _without_calls(self._read(said, tools), lambda: self._tokenizer.decode_all(said), tools)
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         _check_ended(ids, self._ends)
@@ -218,11 +227,20 @@ class TemplateChat:
         ]
 
 
-def _without_calls(message: Message, text: str, tools: Sequence[Tool] | None) -> Message:
-    """Return the message of an episode without tools: what is a call elsewhere is content."""
+def _without_calls(message: Message, text: Callable[[], str], tools: Sequence[Tool] | None) -> Message:
+    """Return the message of an episode without tools: what is a call elsewhere is content.
+
+    Args:
+        text: returns the turn's text, with special tokens.
+    """
     if tools is None or tools or not ("tool_calls" in message or "malformed_tool_calls" in message):
         return message
-    return policy_message(text.rpartition("</think>")[2], message.get("reasoning_content"), [], [])
+    return policy_message(text().rpartition("</think>")[2], message.get("reasoning_content"), [], [])
+
+
+def _read_long(text: str) -> Message:
+    reasoning, _, content = text.rpartition("</think>")
+    return policy_message(content, reasoning.replace("<think>", "", 1).strip(), [], [])
 
 
 def _call_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

@@ -23,6 +23,8 @@ _SECONDS_TO_CLOSE = 2
 _LARGEST_MESSAGE = 100 * 2**20
 """Largest message in bytes; OpenEnv's own client has the same limit."""
 _LARGEST_SEED = 2**31
+_LONGEST_TEXT = 500
+"""Characters of what a server says that a message shows."""
 _NO_TOOLS = ("does not support MCP", "UNKNOWN_TYPE")
 """Answers of servers without tools, now and before they knew the message mcp."""
 _NO_STATE = "EXECUTION_ERROR"
@@ -233,12 +235,12 @@ class OpenEnvironment:
                 return told
         except (OSError, WebSocketException) as error:
             raise self._fault(f"the connection broke: {error}") from error
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._fault(f"expected JSON with type and data: {type(error).__name__}: {error}") from error
         raise self._fault(f"{told.get('code')}: {told.get('message')}")
 
     def _fault(self, text: str) -> EpisodeFaultError:
-        return EpisodeFaultError("wire", f"{self._server.target}: {text}")
+        return EpisodeFaultError("wire", f"{self._server.target}: {' '.join(text[:_LONGEST_TEXT].split())}")
 
 
 def _result_text(result: Any) -> str:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file, read_user_file, user_lines
+from megatron_ibpo.basics.user_files import GIB, RECORD_BYTES, check_user_file, read_user_file, user_lines
 from megatron_ibpo.config import path_in_recipe, searched
 from megatron_ibpo.data import DataError
+from megatron_ibpo.data.arrow_tables import Parquet
+from megatron_ibpo.data.row_prompts import LARGEST_COMPRESSED, MOST_LINES
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
@@ -78,7 +80,14 @@ def _of_lines(file: Path) -> Iterator[tuple[str, Row]]:
     number = 0
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
+            size = 0
             for number, line in enumerate(user_lines(opened, file), start=1):
+                size += len(line)
+                if number > MOST_LINES or size > RECORD_BYTES:
+                    raise DataError(
+                        f"{file}: more than {MOST_LINES:,} lines, blank ones included, or "
+                        f"{RECORD_BYTES // GIB} GiB of content; no benchmark has as many"
+                    )
                 if line.strip():
                     where = f"{file}, line {number}"
                     yield where, _object(_json(line, where), where)
@@ -87,7 +96,7 @@ def _of_lines(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _of_list(file: Path) -> Iterator[tuple[str, Row]]:
-    content = _json(read_user_file(file, RECORD_BYTES), str(file))
+    content = _json(read_user_file(file, LARGEST_COMPRESSED), str(file))
     if not isinstance(content, list):
         raise DataError(f"{file}: expected a JSON list of objects, found {type(content).__name__}")
     for number, row in enumerate(content):
@@ -96,19 +105,14 @@ def _of_list(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _of_parquet(file: Path) -> Iterator[tuple[str, Row]]:
-    import pyarrow.parquet as parquet  # slow to import
-
-    try:
-        table = parquet.ParquetFile(file)
-        number = 0
-        for batch in table.iter_batches(batch_size=64):
-            for row in batch.to_pylist():
-                yield f"{file}, row {number}", row
-                number += 1
-    except OSError as error:  # pyarrow's own errors derive from it, or from ValueError
-        raise DataError(f"{file}: cannot be read as parquet: {error}") from error
-    except ValueError as error:
-        raise DataError(f"{file}: not parquet: {error}") from error
+    table = Parquet(file)
+    for block in range(table.num_blocks):
+        for number in range(table.count(block)):
+            where = table.where(block, number)
+            try:
+                yield where, table.row(block, number)
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from None
 
 
 def _json(text: bytes, where: str) -> Any:

@@ -13,7 +13,7 @@ from megatron_ibpo.basics.strict_json import read_json
 
 FIRST_DAY, LAST_DAY = date(2025, 2, 1), date(2025, 5, 31)
 """First and last contest_date of the window 25.02-25.05."""
-_MOST_BYTES = 2**30
+_MOST_BYTES = 2**28
 """Limit of one problem's private tests in bytes, unpacked. It is far more than any problem has; a small file
 could expand to more."""
 

@@ -42,6 +42,8 @@ from megatron_ibpo.rewards import Response, answer_extractor, extracted_answer, 
 from megatron_ibpo.rewards.verifier import rm_type_of
 
 _OTHER_SCHEMES = ("reasoning_gym", "import")
+_ROWS_FOR_FIELDS = 1000
+"""Rows that are searched for fields without a meaning."""
 _MOST_LOOKED_AT = 100
 """Prompts of an endless source to look at per prompt of a half; every second prompt falls into it."""
 
@@ -149,7 +151,13 @@ def _open(spec: EvalSpec, config: Config, tokenizer: Tokenizer, *, is_named: boo
         notes = [*source.notes, *rows.notes(), *checksums(rest)]
     else:
         source = open_source(
-            spec.spec, tokenizer, config.data, split="eval", max_prompt_len=room, holds_out=config.holds_out
+            spec.spec,
+            tokenizer,
+            config.data,
+            split="eval",
+            max_prompt_len=room,
+            holds_out=config.holds_out,
+            environment=config.environment,
         )
         notes = [*source.notes, *_unused_fields(spec.spec, config.data)]
     count, found = config.run.eval_num_prompts, source.num_prompts()
@@ -255,7 +263,7 @@ def _name_of(spec: str) -> str:
 
 
 def _unused_fields(spec: str, data: DataConfig) -> list[str]:
-    """Return a note on the fields of a JSONL file that have no meaning here."""
+    """Return a note on the fields of a JSONL file, of its first rows, that have no meaning here."""
     location = spec.partition("?")[0]
     if "://" in location or not location.endswith(".jsonl"):
         return []
@@ -268,7 +276,7 @@ def _unused_fields(spec: str, data: DataConfig) -> list[str]:
 
 
 def _field_names(path: Path) -> Iterator[str]:
-    for _, row in read_jsonl(path):
+    for _, row in islice(read_jsonl(path), _ROWS_FOR_FIELDS):
         if isinstance(row, dict):  # other rows are reported elsewhere
             yield from row
 

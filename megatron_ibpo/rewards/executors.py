@@ -31,6 +31,16 @@ _FIRST_WAIT = 1.0
 _SERVER_SLACK = 30.0
 """Seconds that a server may take beyond the program's own time, for queueing and starting."""
 _LARGEST_ANSWER = 64 << 20
+_FAULTS_OF_SERVER = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+"""Errors of a server that cannot be reached, or whose answer does not follow the protocol."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +214,7 @@ class RemoteExecutor:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return _execution(self._ask(body, limits.seconds + _SERVER_SLACK))
-            except (OSError, ValueError, KeyError, TypeError, SandboxError) as error:
+            except (*_FAULTS_OF_SERVER, SandboxError) as error:
                 if attempt == _ATTEMPTS or _is_final(error):
                     raise SandboxError(
                         f"--code-executor {self._url}: {type(error).__name__}: {error} (attempt {attempt})"

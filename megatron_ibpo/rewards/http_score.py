@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megatron_ibpo.basics.reward_value import read_reward
 from megatron_ibpo.config import ConfigError, DataConfig
 from megatron_ibpo.rewards.http_wire import Question, reward_url
 
@@ -50,9 +51,10 @@ class ScoreWire:
         return self.url, self.body([_TRIAL])
 
     def trial_problem(self, content: Any) -> str | None:
-        """Refuse an answer without a score."""
+        """Read the answer as a verifier process does during the run."""
         (answer,) = self.answers(content, 1)
-        return None if isinstance(answer["score"], int | float) else "gives a score that is not a number"
+        read_reward(score(answer))
+        return None
 
 
 def score(answer: Any) -> Any:

@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
 import aiohttp
 
+from megatron_ibpo.basics.redaction import keep_keys_from_logs, without_keys
 from megatron_ibpo.basics.text import counted, shown
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.rewards.http_wire import API_KEY, REFUSED, UNREADABLE, Question, Wire, is_transient
@@ -35,6 +37,7 @@ _MOST_UNREAD = 16
 """Responses in a row without a readable score that show that the server or the template is at fault."""
 _SHOWN = 150
 """Characters of a judge's answer that a message shows."""
+_LONGEST_WHY = 2000
 _START_TIMEOUT = _CLOSE_TIMEOUT = 5.0
 _HINTS: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: f"; the key is taken from the environment, {API_KEY}",
@@ -46,7 +49,8 @@ _log = logging.getLogger(__name__)
 
 
 class _NoAnswerError(Exception):
-    """The server gave no answer; the text says why."""
+    """The server gave no answer; the text says why, in one line and without the key, which a server or the
+    library may quote."""
 
     def __init__(self, why: str, *, transient: bool = False, status: int | None = None):
         """
@@ -54,8 +58,13 @@ class _NoAnswerError(Exception):
             transient: the same request may succeed later.
             status: status of the answer, if there was one.
         """
-        super().__init__(why)
+        super().__init__(_line(why))
         self.transient, self.status = transient, status
+
+
+def _line(text: str) -> str:
+    """Return a text in one line of bounded length and without keys."""
+    return " ".join(without_keys(text[:_LONGEST_WHY]).split())
 
 
 class _Call:
@@ -71,7 +80,8 @@ class _Call:
 
     def settle(self, outcome: Outcome) -> None:
         if self.outcome.set_running_or_notify_cancel():
-            self.outcome.set_result(outcome)
+            error = None if outcome.error is None else without_keys(outcome.error)
+            self.outcome.set_result(replace(outcome, error=error))
 
     def fail(self, error: Exception) -> None:
         if self.outcome.set_running_or_notify_cancel():
@@ -243,7 +253,8 @@ class RewardServer:
         self._unread_in_a_row += len(self._doubtful)
         for call, answer in self._doubtful:
             details = {UNREADABLE: 1.0, RETRIES: float(call.retries)}
-            ending = f"no score in the judge's answer, which ends {shown(str(answer)[-_SHOWN:])}"
+            end = shown(without_keys(str(answer)[-_LONGEST_WHY:])[-_SHOWN:])
+            ending = f"no score in the judge's answer, which ends {end}"
             if is_broken:
                 why = f"{ending}; it was asked twice, and has given a readable score to none of the last "
                 why += f"{counted(self._unread_in_a_row, 'response')}: see the template"
@@ -303,7 +314,7 @@ def check_server(wire: Wire) -> None:
         hint = _HINTS.get(error.status, "") if error.status else ""
         problem = f"{error}{hint}"
     if problem is not None:
-        raise ConfigError(f"--rm-url: {url}: {problem}")
+        raise ConfigError(_line(f"--rm-url: {url}: {problem}"))
 
 
 async def _tried(url: str, body: Any) -> Any:
@@ -312,6 +323,7 @@ async def _tried(url: str, body: Any) -> Any:
 
 
 def _session() -> aiohttp.ClientSession:
+    keep_keys_from_logs()
     headers = {"Content-Type": "application/json"}
     if key := _api_key():
         headers["Authorization"] = f"Bearer {key}"
@@ -323,7 +335,15 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _api_key() -> str:
-    return os.environ.get(API_KEY, "").strip()
+    """Return the key.
+
+    Raises:
+        ConfigError: no header can hold it.
+    """
+    key = os.environ.get(API_KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{API_KEY}: has characters that no HTTP header can hold; set it to the key alone")
+    return key
 
 
 async def _exchange(session: aiohttp.ClientSession, url: str, body: Any, seconds: float) -> Any:
@@ -340,12 +360,12 @@ async def _exchange(session: aiohttp.ClientSession, url: str, body: Any, seconds
     except (aiohttp.ClientError, OSError) as error:
         raise _NoAnswerError(f"{type(error).__name__}: {error}", transient=True) from None
     if not HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES:
-        why = f"status {status}: {_without_key(content)}"
+        why = f"status {status}: {_start_of(content)}"
         raise _NoAnswerError(why, transient=is_transient(status), status=status)
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
-        raise _NoAnswerError(f"expected JSON, got {_without_key(content)}") from None
+        raise _NoAnswerError(f"expected JSON, got {_start_of(content)}") from None
 
 
 async def _content(response: aiohttp.ClientResponse) -> bytes:
@@ -362,11 +382,11 @@ def _understood(read: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return read(*arguments)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        got = _without_key(json.dumps(arguments[0]).encode())
+        got = _start_of(json.dumps(arguments[0]).encode())
         raise _NoAnswerError(f"{type(error).__name__}: {error}; got {got}") from None
 
 
-def _without_key(content: bytes) -> str:
-    """Return the beginning of an answer for a message; a server may quote the key."""
-    text = content.decode(errors="replace")
-    return shown(text.replace(key, "[key]") if (key := _api_key()) else text)
+def _start_of(content: bytes) -> str:
+    """Return the beginning of an answer for a message. Keys are replaced first, since the text is shortened,
+    and with it a key in it."""
+    return shown(without_keys(content[:_LONGEST_WHY].decode(errors="replace")))

@@ -39,7 +39,7 @@ class Inputs:
     pool: Pool
     """Verifier processes of this machine."""
     targets: list[str]
-    """Environments that a prompt names."""
+    """Environments that a prompt names or may name."""
     environments: EnvironmentPool | None
     """Processes for episodes on this machine; None if no prompt names an environment."""
     chat: TemplateChat | PlainChat | None
@@ -78,7 +78,8 @@ def open_inputs(
     pool = stack.enter_context(open_pool(config.data, rm_types))
     check_labels(pool, verified, config.data)
     environments = chat = None
-    targets = list(environments_of(first))
+    allowed = config.environment.allowed_environments if first else ()
+    targets = list(dict.fromkeys([*environments_of(first, config.environment), *allowed]))
     if targets:
         chat = open_chat(
             hf_dir,
@@ -120,10 +121,12 @@ def sampling_settings(config: Config) -> str:
         for name, value in asdict(config.rollout).items()
         if name not in ("engine_stall_timeout", "vllm_start_timeout", "update_weight_timeout")
     }
+    # what a row may name changes no sample of a row that names something else
+    data = {name: value for name, value in asdict(config.data).items() if name != "allowed_rm_types"}
     more = {"seed": config.run.seed} | ({"prompts_held_out": True} if config.holds_out else {})
     sections = [
         asdict(config.algorithm),
-        asdict(config.data),
+        data,
         rollout,
         more | config.environment.of_samples(),
     ]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+from megatron_ibpo.basics.redaction import without_keys
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines.registry import samples_in_trainer
 from megatron_ibpo.journal import Journal, Recovered
@@ -149,5 +150,5 @@ def failure_in_summary(reporter: Report) -> Iterator[None]:
         reporter.finish(status="stopped at once")
         raise
     except BaseException as error:
-        reporter.finish(status=f"failed: {type(error).__name__}: {error}")
+        reporter.finish(status=without_keys(f"failed: {type(error).__name__}: {error}"))
         raise

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megatron_ibpo.basics.records import Prompt, TokenIds
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import ENVIRONMENT, Config
 from megatron_ibpo.credit import AnswerStart, Operator, ThinkingMarks, Vocabulary, find_operator
 from megatron_ibpo.credit.importance import SpanMasking
 from megatron_ibpo.data import (
@@ -29,7 +29,7 @@ from megatron_ibpo.rewards import (
     extracted_answer,
     main_rm_type,
 )
-from megatron_ibpo.sampling.episodes import ENVIRONMENT, environment_of
+from megatron_ibpo.sampling.episodes import environment_of
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer, growth: int = 0) -> P
         max_prompt_len=room,
         rates=open_pass_rates(config),
         holds_out=config.holds_out,
+        environment=config.environment,
     )
     environment = config.environment.environment
     if environment is None:

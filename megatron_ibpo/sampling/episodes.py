@@ -6,6 +6,7 @@ environment's answers between them as context; no text is ever turned into ids a
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,11 +25,12 @@ from megatron_ibpo.basics.records import (
 )
 from megatron_ibpo.basics.sampling_mask import SamplingMask, concatenated, unrestricted
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.config import EnvironmentConfig
-from megatron_ibpo.environments import Chat, EpisodeFaultError, EpisodeScore, Message, Session, Sessions
+from megatron_ibpo.config import ENVIRONMENT, ConfigError, EnvironmentConfig, environment_in
+from megatron_ibpo.data.prompts import TooLongError, check_size
+from megatron_ibpo.environments import Chat, EpisodeFaultError, EpisodeScore, Message, Session, Sessions, Tool
 
-ENVIRONMENT = "environment"
-"""Key of `Prompt.metadata` that names a prompt's environment."""
+LONG_TURN = 2**14
+"""Ids of a turn that is read in a thread: more take longer than a tenth of a second."""
 PLAYS = 2
 """Times that an episode is played before its reward is absent: a fault may be of the machine."""
 
@@ -94,7 +96,10 @@ class Episodes:
         return {name: float(number) for name, number in taken.items()}
 
     async def _played(self, prompt: Prompt, script: Transcript, ask: AskTurn, held_out: bool) -> Sample:
-        target = environment_of(prompt)
+        try:
+            target = environment_in(prompt.metadata, self.settings)
+        except ConfigError as error:
+            raise EpisodeFaultError("error", str(error)) from None
         assert target is not None  # others are not episodes
         stream = ("held out",) if held_out else ()
         session = await self.sessions.open(
@@ -108,6 +113,8 @@ class Episodes:
             if np.array_equal(script.request.prompt_token_ids, prompt.token_ids):
                 opening = session.opening
                 messages = self.framed(list(opening.messages))
+                if self._is_far_too_long(messages):
+                    raise EpisodeFaultError("error", "its opening is far longer than the context")
                 script.sample.prompt_token_ids = _ids(self.chat.open, messages, opening.tools)
             done = await self._take_turns(script, session, ask)
             return self._scored(script, done, await session.score())
@@ -127,16 +134,33 @@ class Episodes:
             script.say(said)
             if said.finish_reason == "length":
                 break
-            message = self.chat.read(said.token_ids.tolist(), session.opening.tools)
+            message = await self._read(said.token_ids.tolist(), session.opening.tools)
             script.count(message)
             answer = await session.step(message)
             if answer.done:
                 return True
             if turn + 1 < self.settings.max_turns:
+                if self._is_far_too_long(answer.messages):
+                    break
                 answer_ids = _ids(self.chat.extend, script.all_ids.tolist(), answer.messages)
                 if len(answer_ids) >= self._room(script):
                     break
                 script.answer(answer_ids)
+        return False
+
+    async def _read(self, ids: list[int], tools: Sequence[Tool]) -> Message:
+        """Return the message of a turn. A long one is read in a thread, so that other episodes go on."""
+        if len(ids) <= LONG_TURN:
+            return self.chat.read(ids, tools)
+        return await asyncio.to_thread(self.chat.read, ids, tools)
+
+    def _is_far_too_long(self, messages: Sequence[Message]) -> bool:
+        """Return whether messages exceed the context whatever their tokens are, which a tokenizer could take
+        minutes to find out."""
+        try:
+            check_size(sum(len(message.get("content") or "") for message in messages), self.max_context)
+        except TooLongError:
+            return True
         return False
 
     def _room(self, script: Transcript) -> int:
@@ -150,6 +174,17 @@ class Episodes:
         sample.reward, sample.correct = score.reward, score.reward >= self.reward_threshold
         sample.reward_details = score.details | {name: float(n) for name, n in script.counts.items()}
         return sample
+
+
+def unplayed(prompt: Prompt, request: SampleRequest) -> Sample:
+    """Return the sample without turns and without a reward of a prompt whose row names an environment while
+    the run has none: the row was not among those checked at the start."""
+    sample = Transcript(request).sample
+    try:
+        environment_in(prompt.metadata, EnvironmentConfig())
+    except ConfigError as error:
+        sample.reward_error = str(error)
+    return sample
 
 
 class Transcript:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.engines import AsyncEngine, EngineDiedError, EngineError, EngineLostError
-from megatron_ibpo.sampling.episodes import Episodes, environment_of
+from megatron_ibpo.sampling.episodes import Episodes, environment_of, unplayed
 from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.requests import Score, together, with_beginning
 
@@ -317,18 +317,16 @@ class Sampler:
     async def _episode(self, prompt: Prompt, request: SampleRequest, engine: int, held_out: bool) -> Sample:
         """Return an episode. Its turns stay near one engine if that caches their prefix."""
         episodes = self._episodes
-        if episodes is None:
-            raise ValueError(
-                f"prompt {prompt.index} names the environment {environment_of(prompt)!r}, but none of the "
-                "first prompts names one, so no environment was started; give --environment"
-            )
 
         async def ask(turn: SampleRequest) -> Sample:
             if self._failure is not None:
                 raise self._failure
             return await self._ask(turn, self.place([turn], engine if self._prefix_caching else None))
 
-        sample = await episodes.play(prompt, request, ask, held_out=held_out)
+        if episodes is None:
+            sample = unplayed(prompt, request)
+        else:
+            sample = await episodes.play(prompt, request, ask, held_out=held_out)
         if len(sample.token_ids) == 0:  # no turn was sampled
             sample.versions = ((0, self.version),)
         return sample

@@ -24,6 +24,7 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.run.operator_skill import Asking, operator_skill, try_corrections
 from megatron_ibpo.sampling import Sampler, scorer
+from megatron_ibpo.sampling.episodes import environment_of
 
 
 def open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
@@ -53,7 +54,7 @@ def held_out_prompts(config: Config, tokenizer: Tokenizer, count: int) -> list[P
     """Return the first held-out prompts of a recipe's task; its longest context must be resolved.
 
     Raises:
-        ValueError: the recipe names no prompts.
+        ValueError: the recipe names no prompts, or their rows name environments.
     """
     data, rollout = config.data, config.rollout
     held_out = as_specs(data.eval_prompt_data)
@@ -62,8 +63,19 @@ def held_out_prompts(config: Config, tokenizer: Tokenizer, count: int) -> list[P
         raise ValueError("the recipe names no prompts: --prompt-data or --eval-prompt-data")
     assert rollout.rollout_max_context_len is not None
     room = rollout.rollout_max_context_len - rollout.rollout_max_response_len
-    source = open_source(spec, tokenizer, data, split="eval", max_prompt_len=room, holds_out=not held_out)
-    return source.batch(0, min(count, len(source) or count))
+    source = open_source(
+        spec,
+        tokenizer,
+        data,
+        split="eval",
+        max_prompt_len=room,
+        holds_out=not held_out,
+        environment=config.environment,
+    )
+    prompts = source.batch(0, min(count, len(source) or count))
+    if any(environment_of(prompt) is not None for prompt in prompts):
+        raise ValueError(f"{spec}: its rows name environments, and here responses are of one turn")
+    return prompts
 
 
 def skill_of_checkpoint(

@@ -388,7 +388,9 @@ def test_hooks_are_found_where_the_user_stands_by_path_and_those_of_recipes_in_t
     for path in ("own_hook", "mine/filed_hook.py", f"{elsewhere}/mine/filed_hook.py"):
         assert load_hook("--rm-type", f"{path}:score")() == 3
     task = str(ROOT / "examples/studies/tasks/pairs.yaml")
-    data = parse_config(["--config", task, "--reward-workers", "1"]).data
+    data = parse_config(
+        ["--config", task, "--reward-workers", "1", "--allowed-rm-types", "own_hook:score"]
+    ).data
     [rows] = [load_hook("--prompt-data", source.removeprefix("import://")) for source in data.prompt_data]
     row = rows("eval")[0]
     prompt = Prompt(0, (1,), 1, row["label"], row["task"], row["prompt"], row["metadata"])

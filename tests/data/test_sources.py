@@ -75,7 +75,7 @@ def any_size(request, monkeypatch):
     if request.param == "large":
         monkeypatch.setattr("megatron_ibpo.data.files.SMALL_ROWS", 3)
         monkeypatch.setattr(tables, "_BLOCK_BYTES", 100)
-        monkeypatch.setattr(tables, "WINDOW_ROWS", 12)
+        monkeypatch.setattr("megatron_ibpo.data.arrow_tables.WINDOW_ROWS", 12)
         monkeypatch.setattr(JsonLines, "window", 3)
     return request.param
 

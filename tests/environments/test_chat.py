@@ -1,6 +1,7 @@
 """Conversations as token ids: what is written is only extended, and read as the family writes it."""
 
 import json
+import time
 from functools import cache
 from itertools import takewhile
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.data.tokenizer import DataError
-from megatron_ibpo.environments.chat import open_chat
+from megatron_ibpo.environments.chat import LONGEST_READ, open_chat
 from support.byte_tokenizers import FAMILIES, end_ids, family_tokenizer, tagged_bytes
 
 FEW = settings(max_examples=10)
@@ -202,6 +203,44 @@ def test_a_turn_that_repeats_itself_is_read_as_text_at_once(chat_of):
         read = chat.read(tokenizer.encode(text))
         check_message(read)
         assert "tool_calls" not in read
+
+
+FRAGMENTS = (
+    "<", "{", "[", '{"a":', "[],", "\\ud800", "1", "\n", " ", "<think>", "</think>", "<tool_call>",
+    "</tool_call>", "<tool_call>{</tool_call>", "<tool_call>{", "<function=", "<function=x>", "<parameter=a>",
+    "</function>", "<arg_key>", "<arg_value>", "</arg_value>", "<|start|>", "<|start|>assistant",
+    "<|channel|>", "<|message|>", "<|call|>", "<|python_tag|>", "<|im_start|>", "functions.x",
+    '{"name": "x", "parameters": {',
+)  # fmt: skip
+"""What readers of calls look for, and where they could start again and again."""
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "plain"])
+def test_whatever_a_model_repeats_is_read_in_time_that_grows_with_its_length(chat_of, name):
+    """What is linear takes 0.1 s; 8 ns for each pair of characters would be too much."""
+    tokenizer, chat, _ = chat_of(name)
+    for begins in ("", "<tool_call>"):
+        for fragment in FRAGMENTS:
+            ids = tokenizer.encode(begins + fragment * (20_000 // len(fragment)))
+            for is_last in (False, True):  # other threads and a garbage collection count as well
+                start = time.process_time()
+                chat.read(ids, [CALC])
+                if (seconds := time.process_time() - start) < 0.8:
+                    break
+                assert not is_last, f"{begins}{fragment!r} over and over took {seconds:.1f} s"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "plain"])
+def test_calls_are_looked_for_in_so_many_ids_and_what_a_longer_turn_says_at_last_is_text(chat_of, name):
+    tokenizer, chat, ends = chat_of(name)
+    (mark,), answer = tokenizer.encode("."), tokenizer.encode("</think>so<tool_call>{")
+    long = [*tokenizer.encode("<think>"), *[mark] * LONGEST_READ, *answer]
+    start = time.process_time()
+    read = chat.read([*long, ends[0]], [CALC])
+    assert time.process_time() - start < 4
+    assert read["content"].startswith("so")
+    assert read["reasoning_content"] == "." * LONGEST_READ
+    assert not {"tool_calls", "malformed_tool_calls"} & {*read}
 
 
 def test_arguments_are_an_object_with_the_types_of_the_schema(chat_of):

@@ -282,7 +282,7 @@ def test_a_server_is_tried_before_the_run(template, monkeypatch):
     for settings, answer, says in (
         (judge, {"data": [{"id": "small"}]}, "has no model --rm-model big; it has small"),
         (judge, (404, "not found"), "as a rule …/v1"), (judge, (401, "who?"), "IBPO_RM_API_KEY"),
-        (judge, {"models": []}, "KeyError: 'data'"), (scorer, {"reward": 0.5}, "KeyError: 'score'"),
+        (judge, {"models": []}, "KeyError: 'data'"), (scorer, {"reward": 0.5}, "mapping with a score"),
         (scorer, (500, "broken"), "status 500"), (scorer, HANG, "no answer within"),
     ):  # fmt: skip
         monkeypatch.setattr("megatron_ibpo.rewards.reward_server._TRIAL_S", 0.3 if answer == HANG else 20)
@@ -292,6 +292,48 @@ def test_a_server_is_tried_before_the_run(template, monkeypatch):
         assert says in said
         assert said.startswith(f"--rm-url: {url}")
         assert "\n" not in said
+
+
+UNUSABLE = {
+    "NaN": (b'{"score": NaN}', "expected a finite number as 'score', got nan"),
+    "infinite": (b'{"score": -Infinity}', "expected a finite number"),
+    "too large": ({"score": 1e300}, "at most 1e+09 in size"),
+    "endless digits": (b'{"score": 1' + b"0" * 400 + b"}", "got a longer one"),
+    "text": ({"score": "1"}, "got str '1'"),
+    "nothing": ({"score": None}, "got NoneType"),
+    "a bad detail": (b'{"score": 1, "words": NaN}', "expected a finite number as 'words'"),
+    "a nested detail": ({"score": 1, "words": {"all": 1}}, "got dict"),
+    "100,000 details": ({"score": 1} | dict.fromkeys(map(str, range(100_000)), 1), "at most 1,024 numbers"),
+    "a long name": ({"score": 1, "x" * 129: 1}, "at most 128 printable characters"),
+    "a name of two lines": ({"score": 1, "a\nb": 1}, "at most 128 printable characters"),
+    "half a character": (b'{"score": 1, "\\ud800": 1}', "at most 128 printable characters"),
+    "a list": ([{"score": 1}], "expected a number, got list"),
+    "no score": ({"reward": 1}, "or a mapping with a score"),
+    "deep": (b"[" * 100_000, "expected JSON"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_score_server_is_refused_at_the_start_for_what_the_run_would_refuse(case, pool):
+    answer, says = UNUSABLE[case]
+    with serving(lambda *_: (200, answer)) as (url, _):
+        settings = {"rm_type": "http_score", "rm_url": url}
+        with pytest.raises(ConfigError) as refused:
+            check_servers(DataConfig(**settings))
+        (lost,) = score(pool, "42", **settings)
+    for text in (str(refused.value), lost.error):
+        assert says in text
+        assert len(text) < 2000
+        assert "\n" not in text
+    assert lost.reward is None
+
+
+def test_as_many_details_as_the_limit_allows_are_kept(pool):
+    details = {f"turn_{number}": 0.5 for number in range(1023)} | {"x" * 128: 1.0}
+    with serving(lambda *_: {"score": 1e9, **details}) as (url, _):
+        settings = {"rm_type": "http_score", "rm_url": url}
+        check_servers(DataConfig(**settings))
+        assert score(pool, "42", **settings) == [Score(1e9, True, details=details | {"retries": 0.0})]
 
 
 def test_the_documented_score_server_scores(pool, tmp_path, monkeypatch):

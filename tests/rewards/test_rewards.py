@@ -267,7 +267,8 @@ def test_what_a_function_started_ends_with_its_worker_or_pool_and_what_it_prints
 def test_every_prompt_may_name_its_verifier(pool):
     pairs = [*asked("0.5", rm_type="users_rewards:late"), *asked("1")]
     pairs += [*asked("1", rm_type="maths"), *asked("1", rm_type="nowhere_at_all:score")]
-    late, graded, misspelt, nowhere = verifier(pool).score(pairs)
+    allowed = ("users_rewards:late", "nowhere_at_all:score")
+    late, graded, misspelt, nowhere = verifier(pool, allowed_rm_types=allowed).score(pairs)
     assert [one.reward for one in (late, graded, misspelt, nowhere)] == [0.5, 1.0, None, None]
     assert "did you mean 'math'" in misspelt.error
     assert "no module 'nowhere_at_all'" in nowhere.error
@@ -304,6 +305,7 @@ def test_weights_must_leave_correct_to_the_main_part():
 def test_labels_that_cannot_be_graded_are_named_before_work_starts(impatient):
     data = DataConfig(rm_type=GRADED)
     prompts = [prompt for label in ("2", "3", "hang", "5") for prompt, _ in asked("", label=label)]
+    data = replace(data, allowed_rm_types=("operator:add",))
     ((unchecked, _),) = asked("", label="7", rm_type="operator:add")  # its module has no such function
     check_labels(impatient, [prompts[0], unchecked], data)
     says = "(?s)3 labels of the first 4 cannot.*task, prompt 0, label '3': .*3 is odd.*'hang': timed out"
@@ -313,7 +315,8 @@ def test_labels_that_cannot_be_graded_are_named_before_work_starts(impatient):
 
 def test_a_function_that_cannot_be_had_is_refused_before_work_and_leaves_no_process():
     prompts = [prompt for prompt, _ in [*asked("", rm_type="users_rewards:missing"), *asked("")]]
-    assert rewards.named_rm_types(prompts, DataConfig(rm_type=GRADED)) == ["users_rewards:missing", GRADED]
+    allowing = DataConfig(rm_type=GRADED, allowed_rm_types=("users_rewards:missing",))
+    assert rewards.named_rm_types(prompts, allowing) == ["users_rewards:missing", GRADED]
     for rm_type, says in (
         ("maths", "did you mean 'math'"),
         ("users_rewards", "package.module:name"),

@@ -227,6 +227,9 @@ def test_all_prompts_are_played_in_the_environment_of_the_run_or_in_their_own(tm
     (tmp_path / "whole.py").write_text("def extract_answer(response): return response\nscore = None")
     flags = ("--rm-type", f"{tmp_path / 'whole.py'}:score", "--rollout-max-context-len", "128")
     flags += ("--eval-prompt-data", str(tmp_path / "held_out.jsonl"), "--eval-num-prompts", "2")
+    with pytest.raises(ValueError, match=r"held_out.jsonl, line 2: environment 'its:Own': .*--allowed-env"):
+        open_run_data(config_of(tmp_path, *flags))
+    flags += ("--allowed-environments", "its:Own")
     for game, metadata in ((("--environment", "a:Game"), {"environment": "a:Game"}), ((), {})):
         data = open_run_data(config_of(tmp_path, *flags, *game))
         (evaluated,) = data.eval_sets

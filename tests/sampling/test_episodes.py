@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import re
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -94,7 +96,7 @@ def written(request):
 class Table:
     def __init__(self, write=written, *, sessions=None, chat=None, max_context=None, dies_at=None, **limits):
         self.sessions, self.write, self.dies_at = sessions or Countdowns(), write, dies_at
-        limits = EnvironmentConfig(**limits)
+        limits = EnvironmentConfig(**{"allowed_environments": ("tiny:Countdown",)} | limits)
         self.episodes = Episodes(self.sessions, chat or TinyChat(), limits, 3, 1.0, max_context)
 
     def sampler(self):
@@ -228,6 +230,69 @@ def test_a_prompt_whose_row_has_no_environment_beside_others_that_have_is_one_tu
     (sample,) = in_virtual_time(sampler.answer(plain, [SampleRequest(plain.token_ids, 1, 200)]))[0]
     assert (sample.reward, len(turns_of(sample))) == (1.0, 1)
     assert as_opened(plain, [sample]) is plain
+
+
+def test_a_row_that_names_an_environment_that_no_flag_allows_has_no_reward_and_nothing_is_loaded():
+    hostile = replace(prompt_of(), metadata={"environment": "os:system"})
+    request = [SampleRequest(hostile.token_ids, 1, 200)]
+    table = Table()
+
+    async def scored(prompt, sample):
+        assert sample.is_scored, "it is an episode"
+
+    without = Sampler([SimulatedEngine(STEP, written)], scored, stall_timeout=1e6)
+    for sampler in (table.sampler(), without):
+        (sample,) = in_virtual_time(sampler.answer(hostile, request))[0]
+        assert (sample.reward, len(sample.token_ids)) == (None, 0)
+        assert re.search("environment 'os:system': .*--allowed-environments$", sample.reward_error)
+    assert table.sessions.seeds == [], "no session was opened"
+
+
+def test_messages_far_longer_than_the_context_are_never_encoded():
+    class Endless(Countdowns):
+        opening, answer = "q", "a" * 128 * 41
+
+        async def open(self, *arguments):
+            session = await super().open(*arguments)
+            session.opening = Opening([{"role": "user", "content": self.opening}])
+            return session
+
+    class Chat(TinyChat):
+        def open(self, messages, tools):
+            return [OPENS, len(messages[-1]["content"]), BEGINS]
+
+        def extend(self, ids, messages):
+            raise AssertionError("no tokenizer is given this")
+
+    async def step(session, message):
+        return Turn([{"role": "user", "content": Endless.answer}])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Countdown, "step", step)
+        patch.setattr(Countdown, "last", 1, raising=False)
+        (cut,) = Table(sessions=Endless(), chat=Chat(), max_context=40).play(prompt_of())
+        patch.setattr(Endless, "opening", Endless.answer)
+        (lost,) = Table(sessions=Endless(), chat=Chat(), max_context=40).play(prompt_of())
+    assert (len(turns_of(cut)), cut.finish_reason) == (1, "length")
+    assert (lost.reward, lost.reward_error) == (
+        None,
+        "tiny:Countdown: its opening is far longer than the context",
+    )
+
+
+def test_a_long_turn_is_read_in_a_thread(monkeypatch):
+    monkeypatch.setattr("megatron_ibpo.sampling.episodes.LONG_TURN", 3)
+    threads = set()
+
+    class Chat(TinyChat):
+        def read(self, ids, tools=None):
+            threads.add((len(ids) > 3, threading.current_thread() is threading.main_thread()))
+            return super().read(ids, tools)
+
+    episodes = Table(chat=Chat()).episodes
+    for ids in ([5, 0], [5] * 9 + [0]):
+        assert asyncio.run(episodes._read(ids, []))["content"] == ids[:-1]
+    assert threads == {(False, True), (True, False)}
 
 
 def test_an_episode_outlives_the_death_of_its_engine():

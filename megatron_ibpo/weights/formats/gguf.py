@@ -169,7 +169,7 @@ def _read(gguf: Path) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     _check_sizes(config, header)
     with torch.device("meta"):
         needed = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
@@ -177,7 +177,7 @@ def _read(gguf: Path) -> tuple[Any, Any]:
         raise CheckpointError(
             f"it describes a model of {needed:,} parameters, holds {header.elements:,}: weights are missing"
         )
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     read = load_gguf_checkpoint(
         str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
