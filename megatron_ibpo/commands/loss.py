@@ -6,7 +6,6 @@ bash tools/ibpo.sh loss my_file:VARIANT --loss-param eps=0.1 --save variant.png
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +16,13 @@ import tyro
 from torch import Tensor
 
 from megatron_ibpo.basics.entry_point import command, parsed
-from megatron_ibpo.config import named_values
-from megatron_ibpo.loss import Variant, choose_backend, resolve_variant
+from megatron_ibpo.config import LossConfig
+from megatron_ibpo.kernels.term_calls import TermError, code_owner, place
+from megatron_ibpo.kernels.traced_terms import traced_source
+from megatron_ibpo.loss import choose_backend, resolve_variant
+from megatron_ibpo.loss.term_checks import kernel_agreement, variant_terms
 from megatron_ibpo.loss.term_inputs import SequenceInputs, Term, TokenInputs, apply_term
+from megatron_ibpo.policy.loss_objective import check_loss, loss_params
 
 EXAMPLE = {
     "lengths": 100.0,
@@ -50,39 +53,49 @@ class Arguments:
 def main(argv: list[str] | None = None) -> int:
     """Show one variant. Return 1 if its gradient is wrong."""
     arguments = parsed(Arguments, __doc__, argv)
-    given = {name: float(value) for name, value in named_values(arguments.loss_param).items()}
-    variant, params = resolve_variant(arguments.variant, given)
-    terms = {"token": variant.token_term, "sequence": variant.sequence_term}
+    loss = LossConfig(loss_variant=arguments.variant, loss_param=arguments.loss_param)
+    check_loss(loss)
+    variant, params = resolve_variant(arguments.variant, loss_params(loss))
     print(f"{arguments.variant}: {', '.join(f'{name}={value:g}' for name, value in params.items())}")
-    right = True
-    for kind, term in terms.items():
-        if term is None:
-            continue
-        print(f"\n# the {kind} term in torch\n{inspect.getsource(term)}")
-        print(f"# the {kind} term in Triton\n{triton_source(kind, term, variant, params)}")
-        right &= check_gradient(kind, term, params)
-    for device in ("cuda", "cpu"):
-        print(f"on {device}: {choose_backend('auto', torch.device(device), torch.bfloat16)}")
+    right, refusal = True, ""
+    for term in variant_terms(variant):
+        print(f"\n# the {term.kind} term in torch\n{source_text(term.function)}")
+        try:
+            source = traced_source(term.function, term.given, term.others, params)
+            print(f"# the {term.kind} term in Triton\n{source[source.rindex('@triton.jit') :]}")
+            found = kernel_agreement(term, variant, params)
+            print(
+                f"Triton code of the {term.kind} term: right ({found.rows:,} rows of inputs against torch, "
+                f"largest relative error {found.error:.1e})"
+            )
+        except TermError as error:
+            refusal = refusal or str(error)
+            print(f"Triton code of the {term.kind} term: none: {error}")
+        right &= check_gradient(term.kind, term.function, params)
+    print(f"on cuda: {_on_cuda(refusal)}")
+    print(f"on cpu: {choose_backend('auto', torch.device('cpu'), torch.bfloat16)}")
     if arguments.save is not None:
+        terms = {term.kind: term.function for term in variant_terms(variant)}
         draw(arguments.variant, terms, params, arguments.width, arguments.save)
         print(f"picture: {arguments.save}")
     return 0 if right else 1
 
 
-def triton_source(kind: str, term: Term, variant: Variant, params: Mapping[str, float]) -> str:
-    """Return the traced function's source, or why there is none."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed here\n"
-    from megatron_ibpo.kernels.segment_loss import GIVEN, SEQUENCE_GIVEN
-    from megatron_ibpo.kernels.traced_terms import TermError, traced_source
+def _on_cuda(refusal: str) -> str:
+    """Return what a run on GPUs does: as `backend_in_use` decides."""
+    chosen = choose_backend("auto", torch.device("cuda"), torch.bfloat16)
+    if chosen.name == "triton" and refusal:
+        return "refused, as said above; a run needs --loss-backend torch (or --fuse-lm-head, whose terms are torch)"
+    return str(chosen)
 
-    given = GIVEN if kind == "token" else SEQUENCE_GIVEN
-    others = variant.further_inputs if kind == "token" else ()
+
+def source_text(term: Term) -> str:
+    """Return the text of a term's function."""
+    function = code_owner(term)
     try:
-        source = traced_source(term, given, others, params)
-    except TermError as error:
-        return f"none: {error}\n"
-    return source[source.rindex("@triton.jit") :]
+        return inspect.getsource(function)
+    except (OSError, TypeError):  # made by exec, or typed in
+        return f"{place(term)}: its text is not in a file\n"
 
 
 def evaluate(
@@ -100,7 +113,7 @@ def evaluate(
     else:
         inputs = SequenceInputs(log_ratio_N, full["lengths"], advantages_N)
     value_N, clipped_N = apply_term(term, inputs, params)
-    (slope_N,) = torch.autograd.grad(value_N.sum(), log_ratio_N)
+    (slope_N,) = torch.autograd.grad(value_N.sum(), log_ratio_N, allow_unused=True, materialize_grads=True)
     return value_N.detach(), slope_N, clipped_N
 
 
@@ -111,8 +124,8 @@ def check_gradient(kind: str, term: Term, params: Mapping[str, float]) -> bool:
     is not wrong.
     """
     step, worst = 1e-4, 0.0
-    grid_N = torch.linspace(-1.9, 1.9, POINTS, dtype=torch.float64)
-    detaches = "detach" in inspect.getsource(term)
+    grid_N = torch.linspace(-1.8, 1.9, POINTS, dtype=torch.float64)
+    detaches = "detach" in source_text(term)
     for advantage in (1.0, -1.0):
         _, slope_N, here_N = evaluate(kind, term, grid_N, advantage, params)
         above_N, _, clip_above_N = evaluate(kind, term, grid_N + step, advantage, params)

@@ -8,6 +8,7 @@ from megatron_ibpo.config import Config, LossConfig, named_values
 from megatron_ibpo.loss import (
     ChosenBackend,
     Objective,
+    check_calls,
     check_terms,
     choose_backend,
     make_objective,
@@ -80,11 +81,16 @@ def check_loss(loss: LossConfig) -> None:
     """Refuse settings that no loss supports.
 
     Raises:
-        ValueError: see `loss_params`; or --fuse-lm-head with a variant whose token term needs its whole
-            sequence first.
+        ValueError: see `loss_params`; a mistake in a term; or --fuse-lm-head with a variant whose token term
+            needs its whole sequence first.
     """
-    loss_params(loss)
-    if loss.fuse_lm_head and resolve_variant(loss.loss_variant)[0].sequence_ratio:
+    params = loss_params(loss)
+    variant = resolve_variant(loss.loss_variant)[0]
+    try:
+        check_calls(variant, params)
+    except ValueError as error:
+        raise ValueError(f"--loss-variant {loss.loss_variant}: {error}") from error
+    if loss.fuse_lm_head and variant.sequence_ratio:
         raise ValueError(
             f"--fuse-lm-head with --loss-variant {loss.loss_variant}: its token term needs the mean over "
             "the whole sequence; drop --fuse-lm-head, or take gspo, which is the same with one advantage "

@@ -1,0 +1,397 @@
+"""Torch's elementwise operators as Triton says them.
+
+Every operator is written exactly as torch computes it in float32 and bool, NaN and infinity included, or it is
+not in these tables. `tl.minimum` and `tl.maximum` lose NaN unless they are told; to propagate it is the same
+one instruction since sm_80.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx
+
+__all__ = [
+    "CREATED",
+    "IMPORTS",
+    "PREAMBLE",
+    "Unsupported",
+    "Value",
+    "constant",
+    "expression",
+    "folded",
+    "operators",
+    "packet",
+]
+
+aten = torch.ops.aten
+ALL = "tl.PropagateNan.ALL"
+
+ARITHMETIC = {
+    aten.mul: "{} * {}", aten.add: "{} + {}", aten.sub: "{} - {}", aten.div: "{} / {}", aten.rsub: "{1} - {0}",
+    aten.minimum: f"tl.minimum({{}}, {{}}, {ALL})", aten.maximum: f"tl.maximum({{}}, {{}}, {ALL})",
+    aten.clamp_min: f"tl.maximum({{}}, {{}}, {ALL})", aten.clamp_max: f"tl.minimum({{}}, {{}}, {ALL})",
+    aten.fmin: "tl.minimum({}, {})", aten.fmax: "tl.maximum({}, {})",
+    operator.mul: "{} * {}", operator.add: "{} + {}", operator.sub: "{} - {}", operator.truediv: "{} / {}",
+}  # fmt: skip
+"""Of two floats, a float."""
+COMPARISONS = {
+    aten.lt: "{} < {}", aten.gt: "{} > {}", aten.le: "{} <= {}", aten.ge: "{} >= {}",
+    aten.eq: "{} == {}", aten.ne: "{} != {}",
+}  # fmt: skip
+"""Of two floats, a bool."""
+LOGICAL = {
+    aten.logical_and: "{} & {}", aten.logical_or: "{} | {}", aten.logical_xor: "{} ^ {}",
+    aten.bitwise_and: "{} & {}", aten.bitwise_or: "{} | {}", aten.bitwise_xor: "{} ^ {}",
+    aten.mul: "{} & {}", aten.add: "{} | {}", aten.minimum: "{} & {}", aten.maximum: "{} | {}",
+}  # fmt: skip
+"""Of two bools, a bool."""
+UNARY = {
+    aten.exp: "tl.exp({})", aten.exp2: "tl.exp2({})", aten.log: "tl.log({})", aten.log2: "tl.log2({})",
+    aten.sqrt: "tl.sqrt({})", aten.rsqrt: "1.0 / tl.sqrt({})", aten.reciprocal: "1.0 / {}", aten.neg: "-{}",
+    aten.abs: "tl.abs({})", aten.sin: "tl.sin({})", aten.cos: "tl.cos({})", aten.erf: "tl.erf({})",
+    aten.sigmoid: "tl.sigmoid({})", aten.tanh: "tanh_of({})", aten.expm1: "expm1_of({})",
+    aten.log1p: "log1p_of({})", aten.sign: "sign_of({})", aten.sgn: "sign_of({})",
+    aten.relu: f"tl.maximum({{}}, 0.0, {ALL})", aten.floor: "tl.floor({})", aten.ceil: "tl.ceil({})",
+}  # fmt: skip
+"""Of a float, a float."""
+TESTS = {aten.isnan: "{0} != {0}", aten.isinf: "tl.abs({}) == float('inf')", aten.logical_not: "{} == (0.0)"}
+"""Of a float, a bool."""
+SAME = (
+    aten.detach, aten.detach_copy, aten.alias, aten.alias_copy, aten.clone, aten.lift_fresh_copy, aten.view,
+    aten.view_copy, aten.expand, aten.expand_copy,
+)  # fmt: skip
+CREATED = {aten.full_like: 1, aten.full: 1, aten.scalar_tensor: 0, aten.new_full: 2}
+"""Operators that make a tensor of one number, and the argument that is the number."""
+SELECTED = {aten.lt: aten.minimum, aten.gt: aten.maximum}
+"""where(x < y, x, y) by the comparison."""
+KEEP_NAN = {
+    aten.mul, aten.add, aten.sub, aten.neg, aten.exp, aten.clamp, aten.sigmoid, aten.minimum, aten.maximum,
+    *SAME,
+}  # fmt: skip
+"""Operators that are NaN if an operand is, and make none of finite operands."""
+OTHERS = (aten.where, aten.masked_fill, aten.clamp, aten.pow, aten._to_copy)
+LARGEST_POWER = 8
+"""Powers up to this are written out as products."""
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+LAYOUT = ("dtype", "layout", "device", "pin_memory", "memory_format", "implicit", "size", "non_blocking")
+"""Arguments of operators that do not change numbers, other than by the dtype of the result."""
+
+IMPORTS = "import triton\nimport triton.language as tl\n"
+PREAMBLE = """
+
+@triton.jit
+def sign_of(x):  # of NaN 0, as in torch
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
+
+
+@triton.jit
+def log1p_of(x):  # Kahan's: the rounding of 1 + x cancels
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.where(x == float("inf"), x, tl.log(u) * (x / (u - 1.0))))
+
+
+@triton.jit
+def expm1_of(x):  # Kahan's
+    u = tl.exp(x)
+    near = tl.abs(x) < 1.0
+    return tl.where(u == 1.0, x, tl.where(near, (u - 1.0) * (x / tl.log(tl.where(near, u, 2.0))), u - 1.0))
+
+
+@triton.jit
+def tanh_of(x):
+    t = expm1_of(-2.0 * tl.abs(x))
+    return tl.where(x != x, x, sign_of(x) * (-t / (t + 2.0)))
+
+
+"""
+
+
+class Unsupported(NotImplementedError):
+    """An operator that the tables lack; the message says why."""
+
+
+class Value(NamedTuple):
+    """An operand: a name or number, its sign, and the conditions outside which it is 0. Products carry sign
+    and conditions along, so that they are applied once."""
+
+    core: str
+    sign: str = ""
+    live: tuple[str, ...] = ()
+    factors: frozenset[str] = frozenset()  # of a product: names and numbers
+
+    def __str__(self) -> str:
+        text = f"(-1.0 * {self.core})" if self.sign else self.core  # Triton's -x is 0 - x: slower
+        dead = " | ".join(one[1:] for one in self.live if one[0] == "~")  # as terms say what is clipped
+        met = " & ".join([one for one in self.live if one[0] != "~"] + ([f"~({dead})"] if dead else []))
+        return f"tl.where({met}, {text}, 0.0)" if met else text
+
+    def times(self, sign: str) -> "Value":
+        return self._replace(sign="-" if self.sign != sign else "")
+
+
+def packet(value: Any) -> Any:
+    """Return the operator that a node calls, whichever overload."""
+    return getattr(value.target, "overloadpacket", value.target) if isinstance(value, fx.Node) else None
+
+
+def operators() -> list[str]:
+    """Return the names of all operators there are."""
+    tables = (*ARITHMETIC, *COMPARISONS, *LOGICAL, *UNARY, *TESTS, *SAME, *CREATED, *OTHERS)
+    names = map(str, tables)
+    return sorted({name.removeprefix("aten.") for name in names if name.startswith("aten.")})
+
+
+def expression(node: fx.Node, values: Mapping[fx.Node, Value], names: Mapping[str, str]) -> Value:
+    """Return the node's operator applied to its operands, as Triton says it.
+
+    Args:
+        values: operands of the nodes before it.
+        names: expressions that have a name already.
+
+    Raises:
+        Unsupported: an operator, or an argument of it, that the tables lack.
+    """
+    target, arguments = packet(node), _arguments(node)
+    is_bool, bools = _is_bool(node), [_is_bool(one) for one in arguments[:2]]
+
+    def operand(value: Any) -> Value:
+        """Return a number as it is, a bool as 1 or 0."""
+        found = _operand(value, values)
+        return Value(f"tl.where({found}, 1.0, 0.0)") if _is_bool(value) else found
+
+    def condition(value: Any) -> str:
+        found = str(_operand(value, values))
+        return found if _is_bool(value) else f"({found} != (0.0))"
+
+    if target in LOGICAL and is_bool:
+        return Value(LOGICAL[target].format(*map(condition, arguments[:2])))
+    if target in (aten.logical_not, aten.bitwise_not) and bools[0]:
+        return Value(f"~{_operand(arguments[0], values)}")
+    if target in COMPARISONS:
+        return Value(COMPARISONS[target].format(*map(operand, arguments[:2])))
+    if target in TESTS:
+        return Value(TESTS[target].format(operand(arguments[0])))
+    if target in SAME:
+        return _operand(arguments[0], values)
+    if target in CREATED:
+        number = _operand(arguments[CREATED[target]], values)
+        return Value(f"zero != {number}") if is_bool else number
+    if target is aten._to_copy:
+        return Value(condition(arguments[0])) if is_bool else operand(arguments[0])
+    if target in (aten.where, aten.masked_fill):
+        return _where(node, arguments, operand, condition, is_bool)
+    if is_bool:
+        raise Unsupported("of bools")
+    if target in ARITHMETIC:
+        return _arithmetic(target, operand(arguments[0]), operand(arguments[1]), _alpha(node), names)
+    if target in UNARY:
+        form, only = UNARY[target], operand(arguments[0])
+        return only.times("-") if form == "-{}" else Value(form.format(only))
+    if target is aten.clamp:
+        _, low, high = (*arguments, None, None)[:3]
+        text = str(operand(arguments[0]))
+        text = text if low is None else f"tl.maximum({text}, {operand(low)}, {ALL})"
+        return Value(text if high is None else f"tl.minimum({text}, {operand(high)}, {ALL})")
+    if target is aten.pow:
+        return Value(_power(operand, *arguments[:2]))
+    raise Unsupported("")
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Return a node's arguments by position, as far as the tables know what they mean.
+
+    Raises:
+        Unsupported: another argument that is given.
+    """
+    arguments = list(node.args)
+    schema = getattr(node.target, "_schema", None)
+    named = {one.name: one for one in schema.arguments} if schema else {}
+    for name, value in node.kwargs.items():
+        if name == "alpha" or name in LAYOUT or (name in named and value == named[name].default_value):
+            continue
+        place = list(named).index(name) if name in ("min", "max", "other", "fill_value", "value") else -1
+        if place < 0:
+            raise Unsupported(f"with {name}={value}")
+        arguments += [None] * (place + 1 - len(arguments))
+        arguments[place] = value
+    return tuple(arguments)
+
+
+def _alpha(node: fx.Node) -> Any:
+    """Return the factor of the second operand of a sum or difference."""
+    alpha = node.kwargs.get("alpha", 1)
+    if not isinstance(alpha, int | float):
+        raise Unsupported("with an alpha that is a tensor")
+    return alpha
+
+
+def _is_bool(value: Any) -> bool:
+    if isinstance(value, fx.Node):
+        return getattr(value.meta.get("val"), "dtype", None) == torch.bool
+    return False
+
+
+def _arithmetic(target: Any, left: Value, right: Value, alpha: float, names: Mapping[str, str]) -> Value:
+    form = ARITHMETIC[target]
+    if alpha != 1:
+        scaled = left if target is aten.rsub else right
+        product = Value(str(_product(*sorted((_number(alpha), scaled)), names)))
+        left, right = (product, right) if target is aten.rsub else (left, product)
+    if form == "{} * {}":
+        first, second = sorted((left, right))
+        return _product(first, second, names)
+    if form == "{} / {}" and not right.live:
+        return Value(f"{left.core} / {right.core}", left.sign, left.live).times(right.sign)
+    if form == "{} + {}" and "(0.0)" in (left.core, right.core):
+        return left if right.core == "(0.0)" else right
+    if form == "{} + {}" and left[:3] == right[:3]:  # the slope of a square: twice its half
+        halved = [factor for factor in left.factors if names.get(f"(0.5) * {factor}") == left.core]
+        return left._replace(core=halved[0]) if halved else Value(form.format(left, right))
+    return Value(form.format(left, right))
+
+
+def _where(
+    node: fx.Node,
+    arguments: tuple[Any, ...],
+    operand: Callable[[Any], Value],
+    condition: Callable[[Any], str],
+    is_bool: bool,
+) -> Value:
+    chosen, *branches = arguments if packet(node) is aten.where else (arguments[i] for i in (1, 2, 0))
+    met = condition(chosen)
+    if is_bool:
+        first, second = (
+            f"(zero != {operand(b)})" if isinstance(b, int | float) else condition(b) for b in branches
+        )
+        return Value(f"tl.where({met}, {first}, {second})")
+    comparison = packet(chosen)
+    if comparison in (*SELECTED, aten.ne) and [*chosen.args] == branches:
+        if comparison is aten.ne:
+            return operand(branches[0])
+        if _are_nan_together(*branches):
+            return Value(ARITHMETIC[SELECTED[comparison]].format(*map(operand, branches)))
+    first, second = map(operand, branches)
+    if second.core == "(0.0)":
+        return first._replace(live=(*first.live, met))
+    if first.core == "(0.0)":
+        return second._replace(live=(*second.live, f"~{met}"))
+    return Value(f"tl.where({met}, {first}, {second})")
+
+
+def _are_nan_together(first: Any, second: Any) -> bool:
+    """Return whether the first can be NaN only where the second is."""
+    sources = [_nan_sources(first), _nan_sources(second)]
+    return None not in sources and cast(set[fx.Node], sources[0]) <= cast(set[fx.Node], sources[1])
+
+
+def _nan_sources(value: Any) -> set[fx.Node] | None:
+    """Return the inputs whose NaN an expression shows; None if it may hide one or make its own."""
+    found: set[fx.Node] = set()
+    waiting, seen = [value], set()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, fx.Node) or node in seen or packet(node) in CREATED:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            found |= {node} if node.meta["val"].dim() else set()  # parameters are finite
+        elif packet(node) not in KEEP_NAN:
+            return None
+        else:
+            waiting += [*node.args, *node.kwargs.values()]
+    return found
+
+
+def _product(left: Value, right: Value, names: Mapping[str, str]) -> Value:
+    """Return left * right; a number is on the left. It need not be 0 where a factor is 0 anyway."""
+    zeros = {f"~{names.get(f'{factor} == (0.0)')}" for factor in (right.core, *right.factors)}
+    live = [one for one in left.live if one not in zeros or not left.core.startswith("(")]
+    core = right.core if left.core == "(1.0)" else f"{left.core} * {right.core}"
+    factors = frozenset((left.core, right.core, *left.factors, *right.factors))
+    return Value(core, left.sign, tuple(dict.fromkeys((*live, *right.live))), factors).times(right.sign)
+
+
+def _power(operand: Callable[[Any], Value], base: Any, exponent: Any) -> str:
+    if isinstance(base, int | float) and base > 0:
+        text = str(operand(exponent))
+        return f"tl.exp2({text})" if base == 2 else f"tl.exp({_number(math.log(base))} * {text})"
+    if isinstance(base, int | float) or not isinstance(exponent, int | float):
+        raise Unsupported(
+            "with a base that is not above 0" if isinstance(base, int | float) else "of two tensors"
+        )
+    size, text = abs(float(exponent)), str(operand(base))
+    if not size <= LARGEST_POWER:
+        raise Unsupported(f"with exponent {exponent:g}; the largest is {LARGEST_POWER}")
+    whole, rest = int(size), size - int(size)
+    root = {0.0: [], 0.5: [f"tl.sqrt({text})"]}.get(rest, [f"tl.exp({_number(rest)} * tl.log({text}))"])
+    product = " * ".join([text] * whole + root) or "(1.0)"
+    return product if exponent >= 0 else f"1.0 / ({product})"
+
+
+def _operand(value: Any, values: Mapping[fx.Node, Value]) -> Value:
+    if isinstance(value, fx.Node):
+        return values[value]
+    if isinstance(value, bool | int | float):
+        return _number(value)
+    raise Unsupported(f"with an argument {value!r}")
+
+
+def _number(value: float) -> Value:
+    """Return a constant. Triton would compute in float64 with one that float32 cannot hold."""
+    number = abs(float(value))
+    if 0 < number < SMALLEST:
+        if float(torch.tensor(number, dtype=torch.float32)) > 0:
+            raise Unsupported(f"with the number {value:g}, which is too small for float32")
+        number = 0.0
+    number = math.inf if LARGEST < number < math.inf else number
+    core = f"({number!r})" if math.isfinite(number) else f"float('{number}')"
+    return Value(core, "-" if math.copysign(1.0, value) < 0 else "")
+
+
+def constant(number: Tensor) -> Value:
+    """Return a tensor of one number."""
+    if number.numel() != 1:
+        raise Unsupported("from outside the term, which has several numbers")
+    return (
+        Value(f"zero != {_number(number.item())}") if number.dtype == torch.bool else _number(number.item())
+    )
+
+
+def folded(node: fx.Node, constants: Mapping[fx.Node, Tensor]) -> Tensor | None:
+    """Return the one number of a node whose operands are all numbers, as torch computes it; None for others."""
+    target, like = packet(node), node.meta.get("val")
+    if not isinstance(like, Tensor) or any(other not in constants for other in _read_nodes(node)):
+        return None
+    if target in CREATED:
+        value = node.args[CREATED[target]]
+        return torch.tensor(value, dtype=like.dtype) if isinstance(value, bool | int | float) else None
+    if not _read_nodes(node):
+        return None
+    arguments = fx.map_arg(node.args, lambda other: constants[other])
+    if target in SAME:
+        return cast(Tensor, arguments[0]).to(like.dtype)
+    if target is aten._to_copy:
+        return cast(Tensor, arguments[0]).to(like.dtype)
+    known = (
+        *ARITHMETIC,
+        *COMPARISONS,
+        *LOGICAL,
+        *UNARY,
+        *TESTS,
+        aten.where,
+        aten.clamp,
+        aten.pow,
+        aten.masked_fill,
+    )
+    if target not in known:
+        return None
+    kwargs = fx.map_arg(node.kwargs, lambda other: constants[other])
+    return cast(Any, node.target)(*arguments, **kwargs).to(like.dtype)
+
+
+def _read_nodes(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose numbers a node reads: not those that it takes the shape of."""
+    return [] if packet(node) in CREATED else node.all_input_nodes
