@@ -106,7 +106,7 @@ def call_term(term: Any, inputs: Sequence[Any], parameters: Mapping[str, Any]) -
         return term(*inputs, **parameters)
     except TermError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         said = str(error).strip().partition("\n")[0][:200]
         raise TermError(f"{located(term, frames)}: {type(error).__name__}: {said}") from error
@@ -178,15 +178,15 @@ def _check_results(term: Any, found: Any, like: Tensor) -> None:
     for what, tensor in zip(("value", "clipped"), found, strict=True):
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
-            raise TermError(f"{place(term)}: returns a {what} of type {kind}, wanted a tensor")
+            raise TermError(f"{place(term)}: returns {what} of type {kind}, wanted a tensor")
         if tensor.shape != like.shape:
             shape = f"{list(tensor.shape)}, wanted {list(like.shape)}, that of its inputs"
-            raise TermError(f"{place(term)}: returns a {what} of shape {shape}")
+            raise TermError(f"{place(term)}: returns {what} of shape {shape}")
         if (tensor.dtype == torch.bool) != (what == "clipped") or tensor.is_complex():
             wanted = "bool" if what == "clipped" else "float"
-            raise TermError(f"{place(term)}: returns a {what} of {tensor.dtype}, wanted {wanted}")
+            raise TermError(f"{place(term)}: returns {what} of {tensor.dtype}, wanted {wanted}")
     if not found[0].is_floating_point():
-        raise TermError(f"{place(term)}: returns a value of {found[0].dtype}, wanted float")
+        raise TermError(f"{place(term)}: returns value of {found[0].dtype}, wanted float")
 
 
 def record_calls(term: Any, parameters: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -72,7 +72,6 @@ KEEP_NAN = {
     *SAME,
 }  # fmt: skip
 """Operators that are NaN if an operand is, and make none of finite operands."""
-OTHERS = (aten.where, aten.masked_fill, aten.clamp, aten.pow, aten._to_copy)
 LARGEST_POWER = 8
 """Powers up to this are written out as products."""
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -138,9 +137,8 @@ def packet(value: Any) -> Any:
 
 
 def operators() -> list[str]:
-    """Return the names of all operators there are."""
-    tables = (*ARITHMETIC, *COMPARISONS, *LOGICAL, *UNARY, *TESTS, *SAME, *CREATED, *OTHERS)
-    names = map(str, tables)
+    """Return the names of the operators that a term may call; many others are made of these."""
+    names = map(str, (*ARITHMETIC, *COMPARISONS, *LOGICAL, *UNARY, *TESTS, aten.where, aten.clamp, aten.pow))
     return sorted({name.removeprefix("aten.") for name in names if name.startswith("aten.")})
 
 

@@ -13,12 +13,13 @@ import functools
 import hashlib
 import operator
 import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_ibpo.kernels.term_calls import (
@@ -52,6 +53,8 @@ GIVEN, SEQUENCE_GIVEN = ("log_ratio", "logprobs", "advantages"), ("log_ratio", "
 RESERVED = {"tl", "triton", "term", "zero", "others", "row", "kept", "parameters", *dir(builtins)}
 RESERVED |= set(re.findall(r"def (\w+)", PREAMBLE))
 """Names of the written function's own."""
+ACTIVATIONS = (aten.leaky_relu, aten.elu, aten.gelu, aten.gelu_backward, aten.hardtanh, aten.log10)
+"""Operators that torch takes for basic, and that are made of others here."""
 MOST_SOURCES = 256
 """Sources to remember."""
 NUMBER = re.compile(r"\(\d[\d.e+-]*\)|float\('\w+'\)")
@@ -190,7 +193,7 @@ def _graph(
 
     traced = make_fx(
         torch.func.functionalize(value_and_slope, remove="mutations_and_views"),
-        decomposition_table=dict(core_aten_decompositions()),
+        decomposition_table={**core_aten_decompositions(), **get_decompositions(ACTIVATIONS)},
         tracing_mode="fake",
         record_stack_traces=True,
         _allow_non_fake_inputs=True,
