@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "MOST_OPERATORS", "MOVED_BY_LOGPROB", "TermError", "call_term", "check_call", "code_owner", "input_names", "located",
-    "place", "record_calls", "term_name",
+    "MOST_OPERATORS", "MOVED_BY_LOGPROB", "TermError", "call_term", "check_unchanged", "code_owner",
+    "first_line", "input_names", "located", "place", "record_calls", "term_name",
 ]  # fmt: skip
 
 MOVED_BY_LOGPROB = ("log_ratio", "logprobs", "gap")
@@ -57,7 +57,7 @@ def code_owner(term: Any) -> Any:
     while isinstance(term, functools.partial):
         term = term.func
     term = inspect.unwrap(term)
-    return term if inspect.isroutine(term) else getattr(type(term), "__call__", term)
+    return term if inspect.isroutine(term) or not callable(term) else type(term).__call__
 
 
 def _code(term: Any) -> CodeType | None:
@@ -108,85 +108,23 @@ def call_term(term: Any, inputs: Sequence[Any], parameters: Mapping[str, Any]) -
         raise
     except (Exception, SystemExit) as error:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
-        said = str(error).strip().partition("\n")[0][:200]
-        raise TermError(f"{located(term, frames)}: {type(error).__name__}: {said}") from error
+        raise TermError(f"{located(term, frames)}: {first_line(error)}") from error
 
 
-def check_call(
-    term: Any, names: Sequence[str], parameters: Mapping[str, float], values: Mapping[str, Tensor]
-) -> None:
-    """Refuse a term that torch cannot train with: call it once.
-
-    Args:
-        names: inputs that there are.
-        values: their values, [N] float tensors.
-
-    Raises:
-        TermError: unknown arguments, an exception in the term, results other than (value, clipped) of the
-            inputs' shape, an input changed in place, or a value without gradient.
-    """
-    read = input_names(term)
-    _check_arguments(term, names, parameters)
-    inputs = {name: values[name].clone() for name in read}
-    moving = [inputs[name].requires_grad_() for name in read if name in MOVED_BY_LOGPROB]
-    if not moving:
-        allowed = ", ".join(name for name in names if name in MOVED_BY_LOGPROB)
-        raise TermError(f"{place(term)}: the term reads none of {allowed}: it has no gradient")
-    passed = [inputs[name] + 0.0 for name in read]  # as in training no leaves: those can be changed in place
-    with torch.enable_grad():
-        found = call_term(term, passed, parameters)
-    _check_results(term, found, values[read[0]])
-    _check_unchanged(term, read, passed, [values[name] for name in read])
-    if not found[0].requires_grad:
-        raise TermError(f"{place(term)}: the value has no gradient: it does not depend on the log-prob")
-    try:
-        torch.autograd.grad(found[0].sum(), moving, allow_unused=True)
-    except Exception as error:
-        said = str(error).strip().partition("\n")[0][:200]
-        raise TermError(
-            f"{place(term)}: it cannot be differentiated: {type(error).__name__}: {said}"
-        ) from error
+def first_line(error: BaseException) -> str:
+    """Return an exception's kind and the first line of what it says."""
+    text = str(error).strip().partition("\n")[0][:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _check_arguments(term: Any, names: Sequence[str], parameters: Mapping[str, float]) -> None:
-    keywords = inspect.signature(term).parameters.values()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in keywords)
-    named = {p.name: p for p in keywords if p.kind is p.KEYWORD_ONLY}
-    for name, found in named.items():
-        if name in names:
-            raise TermError(f"{place(term)}: {name} is an input; inputs come before the *")
-        if name not in parameters and found.default is found.empty:
-            raise TermError(f"{place(term)}: the variant's params lack {name!r}, which the term takes")
-    if unknown := [name for name in parameters if name not in named and not takes_any]:
-        raise TermError(f"{place(term)}: the term takes no {unknown[0]!r}, which is in the variant's params")
-
-
-def _check_unchanged(
+def check_unchanged(
     term: Any, names: Sequence[str], inputs: Sequence[Tensor], before: Sequence[Tensor]
 ) -> None:
     for name, tensor, value in zip(names, inputs, before, strict=True):
-        if not torch.equal(tensor, value):
+        if not torch.allclose(tensor, value, rtol=0.0, atol=0.0, equal_nan=True):
             raise TermError(
                 f"{place(term)}: changes its input {name} in place, which others read; copy it first"
             )
-
-
-def _check_results(term: Any, found: Any, like: Tensor) -> None:
-    if not isinstance(found, tuple) or len(found) != 2:
-        kind = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
-        raise TermError(f"{place(term)}: returns {kind}, wanted two tensors, (value, clipped)")
-    for what, tensor in zip(("value", "clipped"), found, strict=True):
-        if not isinstance(tensor, Tensor):
-            kind = type(tensor).__name__
-            raise TermError(f"{place(term)}: returns {what} of type {kind}, wanted a tensor")
-        if tensor.shape != like.shape:
-            shape = f"{list(tensor.shape)}, wanted {list(like.shape)}, that of its inputs"
-            raise TermError(f"{place(term)}: returns {what} of shape {shape}")
-        if (tensor.dtype == torch.bool) != (what == "clipped") or tensor.is_complex():
-            wanted = "bool" if what == "clipped" else "float"
-            raise TermError(f"{place(term)}: returns {what} of {tensor.dtype}, wanted {wanted}")
-    if not found[0].is_floating_point():
-        raise TermError(f"{place(term)}: returns value of {found[0].dtype}, wanted float")
 
 
 def record_calls(term: Any, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -203,15 +141,15 @@ def record_calls(term: Any, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
             changed in place, a derivative that is not made of torch's operators, or too many operators.
     """
     names = input_names(term)
-    leaves = [torch.linspace(-1.5, 1.5, ROWS, requires_grad=True) for _ in names]
-    inputs = [leaf + 0.0 for leaf in leaves]
     with ExitStack() as stack:
         stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.enable_grad())
+        leaves = [torch.linspace(-1.5, 1.5, ROWS, requires_grad=True) for _ in names]
+        inputs = [leaf + 0.0 for leaf in leaves]  # as in training no leaves: those cannot be changed in place
         stack.enter_context(_Reads(term))
         record = stack.enter_context(_Record(term, inputs, [*parameters.values()]))
         found = call_term(term, inputs, parameters)
-    _check_unchanged(term, names, inputs, leaves)
+    check_unchanged(term, names, inputs, leaves)
     results = found if isinstance(found, tuple) else (found,)
     for tensor in results:
         if not isinstance(tensor, Tensor) or tensor.shape != inputs[0].shape:
@@ -232,8 +170,8 @@ def _check_derivative(term: Any, tensor: Tensor) -> None:
             continue
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             raise TermError(
-                f"{place(term)}: {type(node).__name__} has a derivative of its own, a torch.autograd.Function, "
-                "which no kernel can take over"
+                f"{place(term)}: it cannot be a kernel: {type(node).__name__} is the derivative of a "
+                "torch.autograd.Function, not of torch's operators"
             )
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
@@ -285,8 +223,8 @@ class _Record(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(self.calls) >= MOST_OPERATORS or time.monotonic() > self.deadline:
             raise TermError(
-                f"{_here(self.term)}: it cannot be a kernel: the term calls more than {MOST_OPERATORS} operators "
-                f"or takes more than {MOST_SECONDS:g} s"
+                f"{_here(self.term)}: it cannot be a kernel: the term calls more than {MOST_OPERATORS} "
+                f"operators or takes more than {MOST_SECONDS:g} s"
             )
         kwargs = kwargs or {}
         given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]

@@ -1,8 +1,11 @@
 """Torch's elementwise operators as Triton says them.
 
-Every operator is written exactly as torch computes it in float32 and bool, NaN and infinity included, or it is
-not in these tables. `tl.minimum` and `tl.maximum` lose NaN unless they are told; to propagate it is the same
-one instruction since sm_80.
+Every operator is written exactly as torch computes it in float32 and bool, NaN and infinity included, or it
+is not in these tables. `tl.minimum` and `tl.maximum` drop NaN unless they are told to propagate it, which is
+one instruction too since sm_80.
+
+One liberty is taken: where a `where` chose 0, products and quotients with it are 0, also where the other
+operand is infinite or NaN. Derivatives of terms that overflow are 0 there, and NaN in torch.
 """
 
 import math
@@ -30,7 +33,8 @@ aten = torch.ops.aten
 ALL = "tl.PropagateNan.ALL"
 
 ARITHMETIC = {
-    aten.mul: "{} * {}", aten.add: "{} + {}", aten.sub: "{} - {}", aten.div: "{} / {}", aten.rsub: "{1} - {0}",
+    aten.mul: "{} * {}", aten.add: "{} + {}", aten.sub: "{} - {}", aten.div: "{} / {}",
+    aten.rsub: "{1} - {0}",
     aten.minimum: f"tl.minimum({{}}, {{}}, {ALL})", aten.maximum: f"tl.maximum({{}}, {{}}, {ALL})",
     aten.clamp_min: f"tl.maximum({{}}, {{}}, {ALL})", aten.clamp_max: f"tl.minimum({{}}, {{}}, {ALL})",
     aten.fmin: "tl.minimum({}, {})", aten.fmax: "tl.maximum({}, {})",
@@ -359,7 +363,7 @@ def constant(number: Tensor) -> Value:
 
 
 def folded(node: fx.Node, constants: Mapping[fx.Node, Tensor]) -> Tensor | None:
-    """Return the one number of a node whose operands are all numbers, as torch computes it; None for others."""
+    """Return the number of a node whose operands are all numbers, as torch computes it; None for others."""
     target, like = packet(node), node.meta.get("val")
     if not isinstance(like, Tensor) or any(other not in constants for other in _read_nodes(node)):
         return None

@@ -4,8 +4,8 @@
 into a file of Triton's cache directory, so that profilers and errors show it. One torch function is thus the
 only definition of a term; nobody differentiates by hand. Second derivatives are not made.
 
-What a term may call is in `term_calls.py` and `term_operators.py`; `term_agreement.py` compares the source that is
-written here with torch.
+What a term may call is in `term_calls.py` and `term_operators.py`; `term_agreement.py` compares the source
+that is written here with torch.
 """
 
 import builtins
@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megatron_ibpo.kernels.term_calls import (
     MOVED_BY_LOGPROB,
     TermError,
+    first_line,
     input_names,
     located,
     place,
@@ -201,9 +202,9 @@ def _graph(
     try:
         module = traced(*(torch.ones(3) for _ in inputs), *(parameters[name] for name in named))
     except Exception as error:  # of torch's tracing, or of the user's function under it
-        said = str(error).strip().partition("\n")[0][:200]
+        frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
         raise TermError(
-            f"{place(term)}: the term cannot be traced ({type(error).__name__}: {said})"
+            f"{located(term, frames)}: the term cannot be traced ({first_line(error)})"
         ) from error
     _cancel(module.graph)
     module.graph.eliminate_dead_code()
@@ -261,10 +262,17 @@ def _body(
                 names[found.core] = _free_name(node.name, taken)
             found = found._replace(core=names[found.core])
         values[node] = found
-    returned = [values[node] for node in cast(tuple[fx.Node, ...], graph.output_node().args[0])]
-    numbers = {value.core for node, value in values.items() if not node.meta["val"].dim()}
-    texts = [f"zero + {v}" if v.core in numbers or NUMBER.fullmatch(v.core) else str(v) for v in returned]
+    scalars = {v.core for node, v in values.items() if node not in constants and not node.meta["val"].dim()}
+    returned = cast(tuple[fx.Node, ...], graph.output_node().args[0])
+    texts = [_per_row(node, values[node], scalars) for node in returned]
     return "\n    ".join([*(f"{n} = {text}" for text, n in names.items()), f"return {', '.join(texts)}"])
+
+
+def _per_row(node: fx.Node, value: Value, scalars: set[str]) -> str:
+    """Return a result as one number per row, also where all rows have the same."""
+    if value.core not in scalars and not NUMBER.fullmatch(value.core):
+        return str(value)
+    return f"(zero == 0.0) & {value}" if node.meta["val"].dtype == torch.bool else f"zero + {value}"
 
 
 def _refusal(term: Any, node: fx.Node, because: str) -> str:

@@ -85,7 +85,7 @@ def _on_cuda(refusal: str) -> str:
     """Return what a run on GPUs does: as `backend_in_use` decides."""
     chosen = choose_backend("auto", torch.device("cuda"), torch.bfloat16)
     if chosen.name == "triton" and refusal:
-        return "refused, as said above; a run needs --loss-backend torch (or --fuse-lm-head, whose terms are torch)"
+        return "refused for the reason above; --loss-backend torch needs no kernels, nor does --fuse-lm-head"
     return str(chosen)
 
 

@@ -64,9 +64,10 @@ def input_names(term: Term, kind: type[TokenInputs | SequenceInputs]) -> tuple[s
     names = term_calls.input_names(term)
     known = [field.name for field in fields(kind)]
     if unknown := [name for name in names if name not in known]:
+        where = f"{term_calls.place(term)}: {term_calls.term_name(term)}"
         raise term_calls.TermError(
-            f"{term_calls.place(term)}: {term_calls.term_name(term)} has an argument {unknown[0]!r}; a term reads its "
-            f"inputs by these names: {', '.join(known)}, and its parameters come after a *"
+            f"{where} has an argument {unknown[0]!r}; a term reads its inputs by these names: "
+            f"{', '.join(known)}, and its parameters come after a *"
         )
     return names
 

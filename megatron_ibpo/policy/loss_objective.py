@@ -131,5 +131,15 @@ def backend_in_use(config: Config, device: torch.device) -> ChosenBackend:
     return chosen
 
 
+def check_kernels(config: Config) -> None:
+    """Refuse a loss that the kernels would compute and cannot, before any process starts.
+
+    Raises:
+        ValueError: see `backend_in_use`.
+    """
+    if config.loss.loss_backend == "triton" or torch.cuda.is_available():
+        backend_in_use(config, torch.device("cuda"))
+
+
 def _logits_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.model.bf16 else torch.float32

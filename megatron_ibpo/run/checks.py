@@ -117,9 +117,10 @@ _WITHOUT_TORCH: tuple[Callable[[Config], object], ...] = (
 
 def _check_loss(config: Config) -> None:
     from megatron_ibpo.loss import resolve_variant
-    from megatron_ibpo.policy.loss_objective import check_loss
+    from megatron_ibpo.policy.loss_objective import check_kernels, check_loss
 
     check_loss(config.loss)
+    check_kernels(config)
     variant, _ = resolve_variant(config.loss.loss_variant)
     if config.algorithm.advantages == CRITIC and not variant.takes_token_advantages:
         raise ValueError(
