@@ -228,7 +228,7 @@ class _Record(TorchDispatchMode):
             )
         kwargs = kwargs or {}
         given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if func._schema.is_mutable and id(given[0]) in self.inputs:
+        if func._schema.is_mutable and given and id(given[0]) in self.inputs:
             self._refuse(func, "changes an input in place")
         found = func(*args, **kwargs)
         call = (str(func), torch.is_grad_enabled(), self.described(args), self.described([*kwargs.items()]))

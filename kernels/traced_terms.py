@@ -239,6 +239,7 @@ def _body(
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     values = {node: Value(local[name]) for node, name in zip(placeholders, named, strict=True)}
     names: dict[str, str] = {}  # of expressions
+    rows = {"zero", *(local[name] for name in inputs)}  # names of what differs between rows
     constants: dict[fx.Node, Tensor] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -260,17 +261,25 @@ def _body(
         if not found.core.isidentifier() and not NUMBER.fullmatch(found.core):
             if found.core not in names:
                 names[found.core] = _free_name(node.name, taken)
+                rows |= {names[found.core]} if rows & _identifiers(found.core) else set()
             found = found._replace(core=names[found.core])
         values[node] = found
-    scalars = {v.core for node, v in values.items() if node not in constants and not node.meta["val"].dim()}
     returned = cast(tuple[fx.Node, ...], graph.output_node().args[0])
-    texts = [_per_row(node, values[node], scalars) for node in returned]
+    texts = [_per_row(node, values[node], rows) for node in returned]
     return "\n    ".join([*(f"{n} = {text}" for text, n in names.items()), f"return {', '.join(texts)}"])
 
 
-def _per_row(node: fx.Node, value: Value, scalars: set[str]) -> str:
-    """Return a result as one number per row, also where all rows have the same."""
-    if value.core not in scalars and not NUMBER.fullmatch(value.core):
+def _identifiers(text: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z_]\w*", text))
+
+
+def _per_row(node: fx.Node, value: Value, rows: set[str]) -> str:
+    """Return a result as one number per row, also where all rows have the same.
+
+    Args:
+        rows: names of what differs between rows.
+    """
+    if rows & _identifiers(str(value)) and not NUMBER.fullmatch(value.core):
         return str(value)
     return f"(zero == 0.0) & {value}" if node.meta["val"].dtype == torch.bool else f"zero + {value}"
 

@@ -133,7 +133,7 @@ def _failed(flag: str, path: str, error: BaseException) -> ConfigError:
 
 
 def _line_of_user(error: BaseException) -> str:
-    """Return the innermost line outside of this package, Python and libraries; a syntax error names its own."""
+    """Return the innermost line outside of this package, Python and libraries; syntax errors name theirs."""
     ours = (str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, "<")
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if not frame.filename.startswith(ours)]
