@@ -114,7 +114,7 @@ def _largest_error(term: _Term, what: str, found: Tensor, references: Sequence[T
     """Return the largest error of a result.
 
     It may lie between those of torch in float32, in float64 and with parameters that are rounded otherwise.
-    Where torch has NaN the value has it too if an input has; where numbers overflow it may be a number.
+    NaN among the inputs stays NaN in the value; where torch has NaN else, numbers of any size overflowed.
 
     Raises:
         Disagreement: an error that rounding does not explain.
@@ -129,7 +129,7 @@ def _largest_error(term: _Term, what: str, found: Tensor, references: Sequence[T
     right = (own >= bounds.amin(0) - allowed) & (own <= bounds.amax(0) + allowed) | (own == single)
     given_nan = functools.reduce(operator.or_, (values.isnan() for values in term.inputs.values()))
     if what == "value":
-        right |= single.isnan() & ~(given_nan & own.isfinite())
+        right |= single.isnan() & (own.isnan() | ~given_nan)
     else:
         right |= single.isnan() | given_nan
     if not right.all():

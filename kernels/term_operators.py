@@ -4,8 +4,8 @@ Every operator is written exactly as torch computes it in float32 and bool, NaN 
 is not in these tables. `tl.minimum` and `tl.maximum` drop NaN unless they are told to propagate it, which is
 one instruction too since sm_80.
 
-One liberty is taken: where a `where` chose 0, products and quotients with it are 0, also where the other
-operand is infinite or NaN. Derivatives of terms that overflow are 0 there, and NaN in torch.
+Derivatives take one liberty: where a `where` chose 0, products and quotients with it are 0, also where the
+other operand is infinite or NaN. So derivatives of terms that overflow may be 0 where they are NaN in torch.
 """
 
 import math
@@ -146,12 +146,15 @@ def operators() -> list[str]:
     return sorted({name.removeprefix("aten.") for name in names if name.startswith("aten.")})
 
 
-def expression(node: fx.Node, values: Mapping[fx.Node, Value], names: Mapping[str, str]) -> Value:
+def expression(
+    node: fx.Node, values: Mapping[fx.Node, Value], names: Mapping[str, str], *, exact: bool
+) -> Value:
     """Return the node's operator applied to its operands, as Triton says it.
 
     Args:
         values: operands of the nodes before it.
         names: expressions that have a name already.
+        exact: choose first and multiply then, as torch does; not needed in derivatives.
 
     Raises:
         Unsupported: an operator, or an argument of it, that the tables lack.
@@ -188,7 +191,10 @@ def expression(node: fx.Node, values: Mapping[fx.Node, Value], names: Mapping[st
     if is_bool:
         raise Unsupported("of bools")
     if target in ARITHMETIC:
-        return _arithmetic(target, operand(arguments[0]), operand(arguments[1]), _alpha(node), names)
+        left, right = (operand(value) for value in arguments[:2])
+        if exact:
+            left, right = (Value(str(value)) if value.live else value for value in (left, right))
+        return _arithmetic(target, left, right, _alpha(node), names)
     if target in UNARY:
         form, only = UNARY[target], operand(arguments[0])
         return only.times("-") if form == "-{}" else Value(form.format(only))

@@ -211,11 +211,23 @@ def _graph(
     return module
 
 
+def _forward_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that value and clip are made of; others are of the derivative alone."""
+    value, _, *clip = cast(tuple[fx.Node, ...], graph.output_node().args[0])
+    waiting, found = [value, *clip], set()
+    while waiting:
+        if (node := waiting.pop()) not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
 def _cancel(graph: fx.Graph) -> None:
-    """Leave out divisions that a later factor undoes, x / t * ... * t. Autograd makes them where terms scale
-    an argument and the value by the same."""
+    """Leave out divisions that a later factor undoes in the derivative, x / t * ... * t. Autograd makes them
+    where terms scale an argument and the value by the same."""
+    forward = _forward_nodes(graph)
     for node in graph.nodes:
-        for number in (0, 1) if packet(node) is aten.mul else ():
+        for number in (0, 1) if packet(node) is aten.mul and node not in forward else ():
             chain, factor = cast(Any, node.args[number]), node.args[1 - number]
             while packet(chain) in (aten.mul, aten.neg) and len(chain.users) == 1:
                 chain = chain.args[0]
@@ -237,6 +249,7 @@ def _body(
     graph = module.graph
     named = [*inputs, *(name for name, value in parameters.items() if isinstance(value, Tensor))]
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    forward = _forward_nodes(graph)
     values = {node: Value(local[name]) for node, name in zip(placeholders, named, strict=True)}
     names: dict[str, str] = {}  # of expressions
     rows = {"zero", *(local[name] for name in inputs)}  # names of what differs between rows
@@ -255,7 +268,7 @@ def _body(
             if number is not None and packet(node) not in CREATED:
                 found = constant(number)
             else:
-                found = expression(node, values, names)
+                found = expression(node, values, names, exact=node in forward)
         except Unsupported as error:
             raise TermError(_refusal(term, node, str(error))) from None
         if not found.core.isidentifier() and not NUMBER.fullmatch(found.core):
