@@ -69,7 +69,7 @@ def compare_with_torch(
         inputs = trial_inputs(list(dict.fromkeys([*given, *others])), parameters)
         loaded, numbers = [inputs[name] for name in others], [*parameters.values()]
         returned = run_source(source, [inputs[name] for name in given], loaded, numbers)
-        found = TermResults(*(*returned, None)[:3])
+        found = TermResults(returned[0], returned[1], returned[2] if len(returned) > 2 else None)
         term = _Term(function, {name: inputs[name] for name in input_names(function)}, parameters)
         for result, dtype in zip(found, (torch.float32, torch.float32, torch.bool), strict=True):
             if result is not None and (result.dtype, result.shape) != (dtype, inputs[given[0]].shape):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ibpo.kernels.term_operators import IMPORTS
+from megatron_ibpo.kernels.term_tables import IMPORTS
 
 __all__ = ["run_source"]
 
@@ -47,7 +47,7 @@ def _extremum(
     return extremum
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp, "exp2": torch.exp2, "log": torch.log, "log2": torch.log2, "sqrt": torch.sqrt,
     "abs": torch.abs, "sin": torch.sin, "cos": torch.cos, "erf": torch.erf, "sigmoid": torch.sigmoid,
     "floor": torch.floor, "ceil": torch.ceil, "zeros_like": torch.zeros_like,

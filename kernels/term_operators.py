@@ -1,115 +1,31 @@
-"""Torch's elementwise operators as Triton says them.
-
-Every operator is written exactly as torch computes it in float32 and bool, NaN and infinity included, or it
-is not in these tables. `tl.minimum` and `tl.maximum` drop NaN unless they are told to propagate it, which is
-one instruction too since sm_80.
-
-Derivatives take one liberty: where a `where` chose 0, products and quotients with it are 0, also where the
-other operand is infinite or NaN. So derivatives of terms that overflow may be 0 where they are NaN in torch.
-"""
+"""A torch operator on its operands as an expression of Triton, by the tables of `term_tables.py`."""
 
 import math
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
 
-__all__ = [
-    "CREATED",
-    "IMPORTS",
-    "PREAMBLE",
-    "Unsupported",
-    "Value",
-    "constant",
-    "expression",
-    "folded",
-    "operators",
-    "packet",
-]
+from megatron_ibpo.kernels.term_tables import (
+    ALL,
+    ARITHMETIC,
+    COMPARISONS,
+    CREATED,
+    KEEP_NAN,
+    LARGEST,
+    LARGEST_POWER,
+    LAYOUT,
+    LOGICAL,
+    SAME,
+    SELECTED,
+    SMALLEST,
+    TESTS,
+    UNARY,
+    aten,
+)
 
-aten = torch.ops.aten
-ALL = "tl.PropagateNan.ALL"
-
-ARITHMETIC = {
-    aten.mul: "{} * {}", aten.add: "{} + {}", aten.sub: "{} - {}", aten.div: "{} / {}",
-    aten.rsub: "{1} - {0}",
-    aten.minimum: f"tl.minimum({{}}, {{}}, {ALL})", aten.maximum: f"tl.maximum({{}}, {{}}, {ALL})",
-    aten.clamp_min: f"tl.maximum({{}}, {{}}, {ALL})", aten.clamp_max: f"tl.minimum({{}}, {{}}, {ALL})",
-    aten.fmin: "tl.minimum({}, {})", aten.fmax: "tl.maximum({}, {})",
-    operator.mul: "{} * {}", operator.add: "{} + {}", operator.sub: "{} - {}", operator.truediv: "{} / {}",
-}  # fmt: skip
-"""Of two floats, a float."""
-COMPARISONS = {
-    aten.lt: "{} < {}", aten.gt: "{} > {}", aten.le: "{} <= {}", aten.ge: "{} >= {}",
-    aten.eq: "{} == {}", aten.ne: "{} != {}",
-}  # fmt: skip
-"""Of two floats, a bool."""
-LOGICAL = {
-    aten.logical_and: "{} & {}", aten.logical_or: "{} | {}", aten.logical_xor: "{} ^ {}",
-    aten.bitwise_and: "{} & {}", aten.bitwise_or: "{} | {}", aten.bitwise_xor: "{} ^ {}",
-    aten.mul: "{} & {}", aten.add: "{} | {}", aten.minimum: "{} & {}", aten.maximum: "{} | {}",
-}  # fmt: skip
-"""Of two bools, a bool."""
-UNARY = {
-    aten.exp: "tl.exp({})", aten.exp2: "tl.exp2({})", aten.log: "tl.log({})", aten.log2: "tl.log2({})",
-    aten.sqrt: "tl.sqrt({})", aten.rsqrt: "1.0 / tl.sqrt({})", aten.reciprocal: "1.0 / {}", aten.neg: "-{}",
-    aten.abs: "tl.abs({})", aten.sin: "tl.sin({})", aten.cos: "tl.cos({})", aten.erf: "tl.erf({})",
-    aten.sigmoid: "tl.sigmoid({})", aten.tanh: "tanh_of({})", aten.expm1: "expm1_of({})",
-    aten.log1p: "log1p_of({})", aten.sign: "sign_of({})", aten.sgn: "sign_of({})",
-    aten.relu: f"tl.maximum({{}}, 0.0, {ALL})", aten.floor: "tl.floor({})", aten.ceil: "tl.ceil({})",
-}  # fmt: skip
-"""Of a float, a float."""
-TESTS = {aten.isnan: "{0} != {0}", aten.isinf: "tl.abs({}) == float('inf')", aten.logical_not: "{} == (0.0)"}
-"""Of a float, a bool."""
-SAME = (
-    aten.detach, aten.detach_copy, aten.alias, aten.alias_copy, aten.clone, aten.lift_fresh_copy, aten.view,
-    aten.view_copy, aten.expand, aten.expand_copy,
-)  # fmt: skip
-CREATED = {aten.full_like: 1, aten.full: 1, aten.scalar_tensor: 0, aten.new_full: 2}
-"""Operators that make a tensor of one number, and the argument that is the number."""
-SELECTED = {aten.lt: aten.minimum, aten.gt: aten.maximum}
-"""where(x < y, x, y) by the comparison."""
-KEEP_NAN = {
-    aten.mul, aten.add, aten.sub, aten.neg, aten.exp, aten.clamp, aten.sigmoid, aten.minimum, aten.maximum,
-    *SAME,
-}  # fmt: skip
-"""Operators that are NaN if an operand is, and make none of finite operands."""
-LARGEST_POWER = 8
-"""Powers up to this are written out as products."""
-SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-LAYOUT = ("dtype", "layout", "device", "pin_memory", "memory_format", "implicit", "size", "non_blocking")
-"""Arguments of operators that do not change numbers, other than by the dtype of the result."""
-
-IMPORTS = "import triton\nimport triton.language as tl\n"
-PREAMBLE = """
-
-@triton.jit
-def sign_of(x):  # of NaN 0, as in torch
-    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
-
-
-@triton.jit
-def log1p_of(x):  # Kahan's: the rounding of 1 + x cancels
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.where(x == float("inf"), x, tl.log(u) * (x / (u - 1.0))))
-
-
-@triton.jit
-def expm1_of(x):  # Kahan's
-    u = tl.exp(x)
-    near = tl.abs(x) < 1.0
-    return tl.where(u == 1.0, x, tl.where(near, (u - 1.0) * (x / tl.log(tl.where(near, u, 2.0))), u - 1.0))
-
-
-@triton.jit
-def tanh_of(x):
-    t = expm1_of(-2.0 * tl.abs(x))
-    return tl.where(x != x, x, sign_of(x) * (-t / (t + 2.0)))
-
-
-"""
+__all__ = ["Unsupported", "Value", "constant", "expression", "folded", "operators", "packet"]
 
 
 class Unsupported(NotImplementedError):
@@ -245,9 +161,7 @@ def _is_bool(value: Any) -> bool:
 def _arithmetic(target: Any, left: Value, right: Value, alpha: float, names: Mapping[str, str]) -> Value:
     form = ARITHMETIC[target]
     if alpha != 1:
-        scaled = left if target is aten.rsub else right
-        product = Value(str(_product(*sorted((_number(alpha), scaled)), names)))
-        left, right = (product, right) if target is aten.rsub else (left, product)
+        right = Value(str(_product(_number(alpha), right, names)))
     if form == "{} * {}":
         first, second = sorted((left, right))
         return _product(first, second, names)
@@ -271,10 +185,8 @@ def _where(
     chosen, *branches = arguments if packet(node) is aten.where else (arguments[i] for i in (1, 2, 0))
     met = condition(chosen)
     if is_bool:
-        first, second = (
-            f"(zero != {operand(b)})" if isinstance(b, int | float) else condition(b) for b in branches
-        )
-        return Value(f"tl.where({met}, {first}, {second})")
+        texts = [f"(zero != {operand(b)})" if isinstance(b, int | float) else condition(b) for b in branches]
+        return Value(f"tl.where({met}, {', '.join(texts)})")
     comparison = packet(chosen)
     if comparison in (*SELECTED, aten.ne) and [*chosen.args] == branches:
         if comparison is aten.ne:
@@ -334,13 +246,21 @@ def _power(operand: Callable[[Any], Value], base: Any, exponent: Any) -> str:
     if not size <= LARGEST_POWER:
         raise Unsupported(f"with exponent {exponent:g}; the largest is {LARGEST_POWER}")
     whole, rest = int(size), size - int(size)
-    root = {0.0: [], 0.5: [f"tl.sqrt({text})"]}.get(rest, [f"tl.exp({_number(rest)} * tl.log({text}))"])
-    product = " * ".join([text] * whole + root) or "(1.0)"
+    factors = [text] * whole
+    if size == 0.5:  # as torch has it: NaN of -inf
+        factors = [f"tl.sqrt({text})"]
+    elif rest:
+        root = f"tl.sqrt({text})" if rest == 0.5 else f"tl.exp({_number(rest)} * tl.log({text}))"
+        far = "float('inf')"
+        factors = [f"tl.abs({text})"] * whole + [f"tl.where({text} == -{far}, {far}, {root})"]
+    product = " * ".join(factors) or "(1.0)"
     return product if exponent >= 0 else f"1.0 / ({product})"
 
 
 def _operand(value: Any, values: Mapping[fx.Node, Value]) -> Value:
     if isinstance(value, fx.Node):
+        if value not in values:
+            raise Unsupported("of memory that nothing was written to")
         return values[value]
     if isinstance(value, bool | int | float):
         return _number(value)
@@ -373,6 +293,8 @@ def folded(node: fx.Node, constants: Mapping[fx.Node, Tensor]) -> Tensor | None:
     target, like = packet(node), node.meta.get("val")
     if not isinstance(like, Tensor) or any(other not in constants for other in _read_nodes(node)):
         return None
+    if target is aten._efficientzerotensor:
+        return torch.zeros((), dtype=like.dtype)
     if target in CREATED:
         value = node.args[CREATED[target]]
         return torch.tensor(value, dtype=like.dtype) if isinstance(value, bool | int | float) else None

@@ -33,9 +33,6 @@ from megatron_ibpo.kernels.term_calls import (
     term_name,
 )
 from megatron_ibpo.kernels.term_operators import (
-    CREATED,
-    IMPORTS,
-    PREAMBLE,
     Unsupported,
     Value,
     constant,
@@ -44,10 +41,9 @@ from megatron_ibpo.kernels.term_operators import (
     operators,
     packet,
 )
+from megatron_ibpo.kernels.term_tables import CREATED, IMPORTS, PREAMBLE, aten
 
 __all__ = ["GIVEN", "SEQUENCE_GIVEN", "traced_source", "traced_term"]
-
-aten = torch.ops.aten
 
 GIVEN, SEQUENCE_GIVEN = ("log_ratio", "logprobs", "advantages"), ("log_ratio", "lengths", "advantages")
 """Inputs that the kernels hand to token and sequence terms; token terms load others themselves."""
@@ -56,6 +52,8 @@ RESERVED |= set(re.findall(r"def (\w+)", PREAMBLE))
 """Names of the written function's own."""
 ACTIVATIONS = (aten.leaky_relu, aten.elu, aten.gelu, aten.gelu_backward, aten.hardtanh, aten.log10)
 """Operators that torch takes for basic, and that are made of others here."""
+EMPTY = (aten.empty, aten.empty_permuted)
+"""Operators that make memory: what is written in place of it has its shape."""
 MOST_SOURCES = 256
 """Sources to remember."""
 NUMBER = re.compile(r"\(\d[\d.e+-]*\)|float\('\w+'\)")
@@ -96,7 +94,12 @@ def traced_source(
     term: Callable[..., Any], given: Sequence[str], others: Sequence[str], parameters: Mapping[str, float]
 ) -> str:
     """Return the source of `traced_term`. Raises as it does."""
-    if not any(name in MOVED_BY_LOGPROB for name in input_names(term)):
+    inputs = input_names(term)
+    if unknown := [name for name in inputs if name not in (*given, *others)]:
+        raise TermError(
+            f"{place(term)}: there is no input {unknown[0]!r}; there are {', '.join([*given, *others])}"
+        )
+    if not any(name in MOVED_BY_LOGPROB for name in inputs):
         raise TermError(
             f"{place(term)}: the term reads none of {', '.join(MOVED_BY_LOGPROB)}: it has no gradient"
         )
@@ -194,7 +197,7 @@ def _graph(
 
     traced = make_fx(
         torch.func.functionalize(value_and_slope, remove="mutations_and_views"),
-        decomposition_table={**core_aten_decompositions(), **get_decompositions(ACTIVATIONS)},
+        decomposition_table=cast(Any, {**core_aten_decompositions(), **get_decompositions(ACTIVATIONS)}),
         tracing_mode="fake",
         record_stack_traces=True,
         _allow_non_fake_inputs=True,
@@ -255,7 +258,7 @@ def _body(
     rows = {"zero", *(local[name] for name in inputs)}  # names of what differs between rows
     constants: dict[fx.Node, Tensor] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or packet(node) in EMPTY:
             continue
         try:
             if node.op == "get_attr":

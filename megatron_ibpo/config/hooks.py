@@ -135,8 +135,8 @@ def _failed(flag: str, path: str, error: BaseException) -> ConfigError:
 def _line_of_user(error: BaseException) -> str:
     """Return the innermost line outside of this package, Python and libraries; syntax errors name theirs."""
     ours = (str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, "<")
-    frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if not frame.filename.startswith(ours)]
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if not frame.filename.startswith(ours)]
     if isinstance(error, SyntaxError) or not frames:
         return ""
     return f" ({frames[-1].filename}, line {frames[-1].lineno})"

@@ -1,8 +1,9 @@
-"""Loss terms as a researcher may write them, with what becomes of each on a GPU: exact Triton code, or a refusal
-that names the operation."""
+"""Loss terms as a researcher may write them, and what becomes of each on a GPU: exact Triton code, or a
+refusal that names the operation."""
 
 import functools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,17 +52,20 @@ def global_number(log_ratio, advantages):
 
 def bools_as_numbers(log_ratio, advantages):
     right, near = advantages > 0, log_ratio.abs() < 0.5
-    weight = right * 2.0 + near.float() - (~near) * 0.25 + (right & near) + (right == near).to(log_ratio.dtype)
+    weight = right * 2.0 + near.float() - (~near) * 0.25 + (right & near)
+    weight += (right == near).to(log_ratio.dtype)
     return weight * log_ratio * (right * near), right + near
 
 
 def bool_of_number(log_ratio, advantages):
-    return log_ratio * advantages.bool(), torch.logical_not(advantages) | torch.logical_and(log_ratio, advantages)
+    both = torch.logical_and(log_ratio, advantages)
+    return log_ratio * advantages.bool(), torch.logical_not(advantages) | both
 
 
 def where_scalars(log_ratio, advantages):
     sign = torch.where(advantages > 0, 1.0, -1.0)
-    return sign * log_ratio + torch.where(log_ratio > 1, 0.0, log_ratio), torch.where(log_ratio > 0, True, False)
+    kept = torch.where(log_ratio > 1, 0.0, log_ratio)
+    return sign * log_ratio + kept, torch.where(log_ratio > 0, True, False)
 
 
 def extrema(log_ratio, logprobs, advantages):
@@ -72,18 +76,21 @@ def extrema(log_ratio, logprobs, advantages):
 
 def selected(log_ratio, advantages):
     ratio = log_ratio.exp()
-    return torch.where(ratio < 2.0, ratio, 2.0) * advantages + torch.where(log_ratio > 0, log_ratio, 0), ratio > 2
+    bounded = torch.where(ratio < 2.0, ratio, 2.0) * advantages
+    return bounded + torch.where(log_ratio > 0, log_ratio, 0), ratio > 2
 
 
 def powers(log_ratio, logprobs):
     size = log_ratio.abs() + 0.1
     low = log_ratio.clamp(-3, 3)
-    return size**1.5 + size**-0.5 + low**3 + size**-2 + 2.0**low + torch.pow(0.9, low) + logprobs**0, low != log_ratio
+    grown = 2.0**low + torch.pow(0.9, low) + logprobs**0
+    return size**1.5 + size**-0.5 + low**3 + size**-2 + grown, low != log_ratio
 
 
 def saturating(log_ratio, logprobs, advantages):
     far = torch.tanh(log_ratio) + torch.sigmoid(log_ratio) + torch.erf(log_ratio) + F.softplus(log_ratio)
     near = torch.expm1(logprobs) + torch.log1p(log_ratio.abs()) + F.logsigmoid(log_ratio) + F.silu(advantages)
+    near += F.binary_cross_entropy_with_logits(log_ratio, advantages, reduction="none")
     return far * advantages + near + F.gelu(log_ratio) + F.elu(log_ratio), unclipped(log_ratio)
 
 
@@ -141,35 +148,59 @@ def every_input(log_ratio, logprobs, advantages, lengths, positions, entropy, re
     return late * log_ratio * advantages * (1 + entropy), rollout_logprobs < -2
 
 
+def infinities(log_ratio, advantages):
+    far = torch.where(log_ratio > 50, math.inf, log_ratio) * advantages
+    return far + log_ratio.masked_fill(advantages < -2.5, -math.inf), log_ratio.clamp(max=math.inf) > 3
+
+
+def nested(log_ratio, advantages):
+    for step in range(20):
+        log_ratio = torch.where(advantages > step / 10, log_ratio, 0.0) * torch.sigmoid(log_ratio)
+    return log_ratio.clamp(max=0.1), log_ratio > 0
+
+
+def scalar_results(log_ratio, *, n):
+    for _ in range(int(n)):
+        log_ratio = n * log_ratio
+    return log_ratio, torch.zeros_like(log_ratio) > n
+
+
 def many_operators(log_ratio):
     for _ in range(120):
         log_ratio = log_ratio * 1.01 + 0.001
     return log_ratio, log_ratio > 2
 
 
-EXACT = {
-    ppo: {"eps": 0.2},
-    focal: {"gamma": 2.0},
-    functools.partial(focal, gamma=1.5): {},
-    parameter_to_a_parameter: {"p": 0.3, "gamma": 2.5},
-    colliding_names: dict.fromkeys(
-        ("e", "x", "tl", "zero", "row", "exp", "sign_of", "parameters", "float", "ε"), 0.3
-    ),
-    by_python_value: {"eps": 0.5},
-    **dict.fromkeys(
-        (
-            alpha, fused_multiply, global_number, bools_as_numbers, bool_of_number, where_scalars, extrema, selected,
-            powers, saturating, smooth, steps, without_gradient, in_place, constants, huge_constants, every_input,
-            many_operators, lambda log_ratio, advantages: (log_ratio.exp() * advantages, log_ratio > 0),
-        ),
-        {},
-    ),
+COLLIDING = ("e", "x", "tl", "zero", "row", "exp", "sign_of", "parameters", "float", "ε")
+PARAMETERS: dict[str, dict[str, float]] = {
+    "ppo": {"eps": 0.2},
+    "focal": {"gamma": 2.0},
+    "focal_fraction": {"gamma": 1.5},
+    "parameter_to_a_parameter": {"p": 0.3, "gamma": 2.5},
+    "colliding_names": dict.fromkeys(COLLIDING, 0.3),
+    "by_python_value": {"eps": 0.5},
+    "scalar_results": {"n": 2.0},
+}
+EXACT: dict[str, Any] = {
+    "focal_fraction": focal,
+    "partial": functools.partial(focal, gamma=0.5),
+    "scaled": Scaled(2.0),
+    "lambda": lambda log_ratio, advantages: (log_ratio.exp() * advantages, log_ratio > 0),
+} | {
+    term.__name__: term
+    for term in (
+        ppo, focal, parameter_to_a_parameter, colliding_names, by_python_value, alpha, fused_multiply,
+        global_number, bools_as_numbers, bool_of_number, where_scalars, extrema, selected, powers, saturating,
+        smooth, steps, without_gradient, in_place, constants, huge_constants, infinities, every_input,
+        nested, many_operators, scalar_results,
+    )
 }  # fmt: skip
+"""Terms by name; those with parameters have theirs in PARAMETERS."""
 
 
 def from_expression(text):
     """Return a term of one line."""
-    return eval(f"lambda log_ratio, advantages, eps=None: ({text}, log_ratio > 0)", globals())
+    return eval(f"lambda log_ratio, advantages: ({text}, log_ratio > 0)", globals())
 
 
 REFUSED = {
