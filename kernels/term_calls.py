@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "MOST_OPERATORS", "MOVED_BY_LOGPROB", "TermError", "call_term", "check_unchanged", "code_owner",
-    "first_line", "input_names", "located", "place", "record_calls", "term_name",
+    "first_line", "input_names", "located", "place", "record_calls", "running_line", "term_name",
 ]  # fmt: skip
 
 MOVED_BY_LOGPROB = ("log_ratio", "logprobs", "gap")
@@ -137,8 +137,9 @@ def record_calls(term: Any, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
 
     Raises:
         TermError: what no kernel can do, with its line: a value of Python that depends on data or on the
-            number of rows, another dtype than float32 and bool, another shape, a sum over rows, an input
-            changed in place, a derivative that is not made of torch's operators, or too many operators.
+            number of rows, another dtype than float32 and bool, another shape, a sum over rows, random
+            numbers, an input changed in place, a derivative that is not made of torch's operators, or too
+            many operators.
     """
     names = input_names(term)
     with ExitStack() as stack:
@@ -177,7 +178,7 @@ def _check_derivative(term: Any, tensor: Tensor) -> None:
         waiting += [following for following, _ in node.next_functions]
 
 
-def _here(term: Any) -> str:
+def running_line(term: Any) -> str:
     """Return the line of the term that is running."""
     frames, frame = [], cast(FrameType | None, sys._getframe(1))
     while frame is not None:
@@ -206,7 +207,7 @@ class _Reads(TorchFunctionMode):
         because = "is data-dependent: a value of Python"
         if name.removeprefix("Tensor.") in SIZES:
             because = "gives the number of rows, which differs between micro-batches"
-        raise TermError(f"{_here(self.term)}: it cannot be a kernel: {name} {because}")
+        raise TermError(f"{running_line(self.term)}: it cannot be a kernel: {name} {because}")
 
 
 class _Record(TorchDispatchMode):
@@ -223,13 +224,15 @@ class _Record(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(self.calls) >= MOST_OPERATORS or time.monotonic() > self.deadline:
             raise TermError(
-                f"{_here(self.term)}: it cannot be a kernel: the term calls more than {MOST_OPERATORS} "
-                f"operators or takes more than {MOST_SECONDS:g} s"
+                f"{running_line(self.term)}: it cannot be a kernel: the term calls more than "
+                f"{MOST_OPERATORS} operators or takes more than {MOST_SECONDS:g} s"
             )
         kwargs = kwargs or {}
         given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if func._schema.is_mutable and given and id(given[0]) in self.inputs:
             self._refuse(func, "changes an input in place")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._refuse(func, "draws random numbers")
         found = func(*args, **kwargs)
         call = (str(func), torch.is_grad_enabled(), self.described(args), self.described([*kwargs.items()]))
         self.calls.append(call)
@@ -241,7 +244,7 @@ class _Record(TorchDispatchMode):
         return found
 
     def _refuse(self, func: Any, because: str) -> None:
-        raise TermError(f"{_here(self.term)}: it cannot be a kernel: {func} {because}")
+        raise TermError(f"{running_line(self.term)}: it cannot be a kernel: {func} {because}")
 
     def _check(self, func: Any, found: Tensor, given: Sequence[Tensor]) -> None:
         read = () if str(func).startswith("aten.new_") else given  # that takes a dtype alone
@@ -261,7 +264,7 @@ class _Record(TorchDispatchMode):
             return self.places[id(tensor)]
         if tensor.numel() > 1:
             raise TermError(
-                f"{_here(self.term)}: it cannot be a kernel: it reads a tensor that is not an input"
+                f"{running_line(self.term)}: it cannot be a kernel: it reads a tensor that is not an input"
             )
         return ("constant", str(tensor.dtype), repr(tensor.tolist()))
 

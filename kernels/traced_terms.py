@@ -20,7 +20,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from megatron_ibpo.kernels.term_calls import (
     MOVED_BY_LOGPROB,
@@ -30,6 +32,7 @@ from megatron_ibpo.kernels.term_calls import (
     located,
     place,
     record_calls,
+    running_line,
     term_name,
 )
 from megatron_ibpo.kernels.term_operators import (
@@ -57,7 +60,6 @@ EMPTY = (aten.empty, aten.empty_permuted)
 MOST_SOURCES = 256
 """Sources to remember."""
 NUMBER = re.compile(r"\(\d[\d.e+-]*\)|float\('\w+'\)")
-FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 _sources: dict[tuple[Any, ...], str | TermError] = {}
 """What was made of each record of a term's calls: a key that holds all numbers that the term read."""
@@ -186,7 +188,8 @@ def _graph(
             nonlocal clips
             for number, tensor in zip(moving, tensors, strict=True):
                 fixed[number] = tensor
-            found = term(*fixed, **{**parameters, **numbers})
+            with _Lines(term):
+                found = term(*fixed, **{**parameters, **numbers})
             clips = isinstance(found, tuple)
             return found if clips else (found, found.detach())
 
@@ -199,11 +202,11 @@ def _graph(
         torch.func.functionalize(value_and_slope, remove="mutations_and_views"),
         decomposition_table=cast(Any, {**core_aten_decompositions(), **get_decompositions(ACTIVATIONS)}),
         tracing_mode="fake",
-        record_stack_traces=True,
         _allow_non_fake_inputs=True,
     )
     try:
-        module = traced(*(torch.ones(3) for _ in inputs), *(parameters[name] for name in named))
+        with fx_traceback.preserve_node_meta():
+            module = traced(*(torch.ones(3) for _ in inputs), *(parameters[name] for name in named))
     except Exception as error:  # of torch's tracing, or of the user's function under it
         frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
         raise TermError(
@@ -212,6 +215,23 @@ def _graph(
     _cancel(module.graph)
     module.graph.eliminate_dead_code()
     return module
+
+
+class _Lines(TorchFunctionMode):
+    """Write into each node which line of the term it comes from."""
+
+    def __init__(self, term: Any):
+        super().__init__()
+        self.term = term
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        fx_traceback.set_stack_trace([running_line(self.term)])
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            fx_traceback.set_stack_trace([])
 
 
 def _forward_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -301,8 +321,6 @@ def _per_row(node: fx.Node, value: Value, rows: set[str]) -> str:
 
 
 def _refusal(term: Any, node: fx.Node, because: str) -> str:
-    frames = [(file, int(line)) for file, line in FRAME.findall(node.meta.get("stack_trace") or "")]
+    line = node.meta.get("stack_trace") or f"{place(term)}, in its derivative"
     kind = f"{node.target} {because}".strip()
-    return (
-        f"{located(term, frames)}: Triton code cannot be made of {kind}; there are {', '.join(operators())}"
-    )
+    return f"{line}: Triton code cannot be made of {kind}; there are {', '.join(operators())}"
