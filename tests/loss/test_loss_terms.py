@@ -4,6 +4,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_terms_that_read_what_changes_are_traced_again(monkeypatch):
     monkeypatch.setattr(loss_terms, "BETA", 0.7)
     assert "(0.7)" in traced_source(loss_terms.global_number, GIVEN, (), {})
     compare("global_number")
-    settings = {"beta": 1.5, "rate": torch.tensor(0.25)}
+    settings: dict[str, Any] = {"beta": 1.5, "rate": torch.tensor(0.25)}
 
     def by_closure(log_ratio):
         return settings["beta"] * log_ratio * settings["rate"], log_ratio > 0
