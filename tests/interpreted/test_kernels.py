@@ -8,6 +8,7 @@ import pytest
 from support.kernel_cases import *  # noqa: F403
 from support.kernel_cases import BY_PLACE_NAME, KINDS, check_layout, check_variant, make_batch, run
 from support.paths import ROOT
+from support.traced_cases import *  # noqa: F403
 
 pytestmark = pytest.mark.kernel
 

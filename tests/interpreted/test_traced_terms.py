@@ -8,15 +8,11 @@ import triton
 import triton.language as tl
 
 from megatron_ibpo.kernels.term_calls import TermError
-from megatron_ibpo.kernels.term_language import run_source
-from megatron_ibpo.kernels.term_trials import trial_inputs
-from megatron_ibpo.kernels.traced_terms import GIVEN, traced_source, traced_term
+from megatron_ibpo.kernels.traced_terms import traced_source, traced_term
 from megatron_ibpo.loss import VARIANTS, Parameter, Variant, resolve_variant
 from megatron_ibpo.loss.objective import KL_ESTIMATORS
-from megatron_ibpo.loss.term_inputs import MORE
 from support import kernel_cases as cases
 from support.loss_calls import loss_of_logits
-from support.loss_terms import EXACT, PARAMETERS
 
 pytestmark = pytest.mark.kernel
 
@@ -87,37 +83,6 @@ def test_every_term_has_the_value_slope_and_clip_that_autograd_gives(term):
     huge = in_torch(term, names, inputs, params)[0].abs() > 1e30  # exp(80): past float32's products
     kept = [x.masked_fill(huge, 1.0) for x in inputs]
     compare(term, names, kept, params, bound=4e-6, rounding=lambda error: error)  # point by point
-
-
-@triton.jit
-def apply_loading_kernel(a, b, c, others, parameters, value, slope, clipped, N, TERM: tl.constexpr):
-    i = tl.arange(0, 1024)
-    kept = i < N
-    x, y, z = tl.load(a + i, mask=kept), tl.load(b + i, mask=kept), tl.load(c + i, mask=kept)
-    found = TERM(x, y, z, others, i, kept, parameters)
-    tl.store(value + i, found[0], mask=kept)
-    tl.store(slope + i, found[1], mask=kept)
-    tl.store(clipped + i, found[2], mask=kept)
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_triton_computes_what_the_check_of_a_term_computes(name):
-    """The check runs the same source in torch. NaN apart: the interpreter never drops it."""
-    params = PARAMETERS.get(name, {})
-    inputs = {key: values[:-3] for key, values in trial_inputs((*GIVEN, *MORE), params).items()}
-    given, others = [inputs[key] for key in GIVEN], [inputs[key] for key in MORE]
-    wanted = run_source(traced_source(EXACT[name], GIVEN, MORE, params), given, others, [*params.values()])
-    value, slope = torch.empty(2, len(given[0]))
-    clipped = torch.empty(len(value), dtype=torch.bool)
-    function = traced_term(EXACT[name], GIVEN, MORE, params)
-    apply_loading_kernel[(1,)](
-        *given, tuple(others), tuple(params.values()), value, slope, clipped, len(value), TERM=function
-    )
-    near = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True}
-    wrong = ~value.isclose(wanted[0], **near) | ~slope.isclose(wanted[1], **near) | (clipped != wanted[2])
-    # where the last bit of an exponential decides: at the bound of ppo, and in 1 - p for p near 1
-    wrong &= ~inputs["log_ratio"].exp().isclose(torch.tensor(1.2)) & (inputs["logprobs"] < -1e-6)
-    assert not wrong.any(), inputs["log_ratio"][wrong]
 
 
 def every_operator(log_ratio, logprobs, advantages, *, scale):
