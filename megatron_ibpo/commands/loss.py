@@ -99,16 +99,21 @@ def source_text(term: Term) -> str:
 
 
 def evaluate(
-    kind: str, term: Term, log_ratio_N: Tensor, advantage: float, params: Mapping[str, float]
+    kind: str,
+    term: Term,
+    log_ratio_N: Tensor,
+    advantage: float,
+    params: Mapping[str, float],
+    step: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (value, slope by the log-prob, clipped) at these log-ratios, [N] each."""
-    log_ratio_N = log_ratio_N.clone().requires_grad_()
+    """Return (value, slope by the log-prob, clipped), [N] each, one step beyond these log-ratios."""
+    start_N, log_ratio_N = log_ratio_N, (log_ratio_N + step).requires_grad_()
     full = {name: torch.full_like(log_ratio_N, value).detach() for name, value in EXAMPLE.items()}
     advantages_N = torch.full_like(log_ratio_N, advantage).detach()
     inputs: TokenInputs | SequenceInputs
     if kind == "token":
         # the log-prob moves with the ratio
-        own_N = full.pop("logprobs") + (log_ratio_N - log_ratio_N.detach())
+        own_N = full.pop("logprobs") + (log_ratio_N - start_N)
         inputs = TokenInputs(log_ratio_N, own_N, advantages_N, **full)
     else:
         inputs = SequenceInputs(log_ratio_N, full["lengths"], advantages_N)
@@ -125,14 +130,14 @@ def check_gradient(kind: str, term: Term, params: Mapping[str, float]) -> bool:
     """
     step, worst = 1e-6, 0.0  # small: a slope may have a kink
     grid_N = torch.linspace(-1.9, 1.9, POINTS, dtype=torch.float64)[:-50]  # no sum of 0, on which terms turn
-    detaches = "detach" in source_text(term)
+    detaches = any(word in source_text(term) for word in ("detach", "no_grad"))
     for advantage in (1.0, -1.0):
         _, slope_N, here_N = evaluate(kind, term, grid_N, advantage, params)
-        above_N, _, clip_above_N = evaluate(kind, term, grid_N + step, advantage, params)
-        below_N, _, clip_below_N = evaluate(kind, term, grid_N - step, advantage, params)
+        above_N, _, clip_above_N = evaluate(kind, term, grid_N, advantage, params, step)
+        below_N, _, clip_below_N = evaluate(kind, term, grid_N, advantage, params, -step)
         smooth_N = (clip_above_N == here_N) & (clip_below_N == here_N)
         error_N = ((above_N - below_N) / (2 * step) - slope_N).abs() / (slope_N.abs() + 1.0)
-        worst = max(worst, error_N[smooth_N].max().item())
+        worst = max(worst, error_N.masked_fill(~smooth_N, 0.0).max().item())
     right = worst <= GRADIENT_BOUND
     wrong = "not the slope of its value, since the term detaches a part" if detaches else "WRONG"
     verdict = "right" if right else wrong

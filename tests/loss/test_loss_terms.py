@@ -279,6 +279,7 @@ V = Variant(token_term=deciding)
 
 
 def test_the_command_says_what_a_run_does(tmp_path, monkeypatch, capsys):
+    assert "gradient of the token term: right" in run_command(capsys, "nll")[1]
     status, said, _ = run_command(capsys, "grpo")
     assert status == 0
     assert re.search(r"Triton code of the token term: right \([\d,]+ rows", said), said
