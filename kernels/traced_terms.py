@@ -59,6 +59,7 @@ EMPTY = (aten.empty, aten.empty_permuted)
 """Operators that make memory: what is written in place of it has its shape."""
 MOST_SOURCES = 256
 """Sources to remember."""
+OURS = f"{__name__.partition('.')[0]}."
 NUMBER = re.compile(r"\(\d[\d.e+-]*\)|float\('\w+'\)")
 
 _sources: dict[tuple[Any, ...], str | TermError] = {}
@@ -96,6 +97,22 @@ def traced_source(
     term: Callable[..., Any], given: Sequence[str], others: Sequence[str], parameters: Mapping[str, float]
 ) -> str:
     """Return the source of `traced_term`. Raises as it does."""
+    if (getattr(term, "__module__", None) or "").startswith(OURS):
+        return _source_of_ours(term, tuple(given), tuple(others), tuple(parameters.items()))
+    return _traced(term, given, others, parameters)
+
+
+@functools.cache
+def _source_of_ours(
+    term: Any, given: tuple[str, ...], others: tuple[str, ...], parameters: tuple[tuple[str, float], ...]
+) -> str:
+    """Return the source of a term of this package. It reads nothing that changes, which is not looked up."""
+    return _traced(term, given, others, dict(parameters))
+
+
+def _traced(
+    term: Callable[..., Any], given: Sequence[str], others: Sequence[str], parameters: Mapping[str, float]
+) -> str:
     inputs = input_names(term)
     if unknown := [name for name in inputs if name not in (*given, *others)]:
         raise TermError(
