@@ -34,7 +34,6 @@ ROWS = 7
 HARMLESS = ("dtype.__get__", "device.__get__", "ndim.__get__", "dim", "is_floating_point", "is_complex")
 """What a term may ask of a tensor to become a kernel: nothing here depends on data or on how many rows a
 micro-batch has."""
-
 SIZES = ("shape.__get__", "size", "numel", "nelement", "__len__", "stride", "nbytes.__get__")
 
 
@@ -43,6 +42,7 @@ class TermError(ValueError):
 
 
 def term_name(term: Any) -> str:
+    """Return a term's name, for messages; a lambda's and a callable object's are those of its kind."""
     return getattr(term, "__name__", None) or type(term).__name__
 
 
@@ -120,6 +120,14 @@ def first_line(error: BaseException) -> str:
 def check_unchanged(
     term: Any, names: Sequence[str], inputs: Sequence[Tensor], before: Sequence[Tensor]
 ) -> None:
+    """Refuse a term that has written into one of its inputs.
+
+    Args:
+        before: the inputs' values before the call.
+
+    Raises:
+        TermError: names the input.
+    """
     for name, tensor, value in zip(names, inputs, before, strict=True):
         if not torch.allclose(tensor, value, rtol=0.0, atol=0.0, equal_nan=True):
             raise TermError(
@@ -154,12 +162,8 @@ def record_calls(term: Any, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
     results = found if isinstance(found, tuple) else (found,)
     for tensor in results:
         if not isinstance(tensor, Tensor) or tensor.shape != inputs[0].shape:
-            kind = (
-                f"shape {list(tensor.shape)}"
-                if isinstance(tensor, Tensor)
-                else f"type {type(tensor).__name__}"
-            )
-            raise TermError(f"{place(term)}: returns a value of {kind}, wanted tensors of its inputs' shape")
+            kind = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TermError(f"{place(term)}: returns {kind}, wanted tensors of its inputs' shape")
         _check_derivative(term, tensor)
     return (*record.calls, *map(record.reference, results))
 

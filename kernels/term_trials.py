@@ -127,7 +127,7 @@ def check_call(term: Any, names: Sequence[str], parameters: Mapping[str, float])
         ordinary = every["log_ratio"].abs() <= ORDINARY
         ordinary &= every["advantages"] != 0  # those have no loss
         ordinary &= functools.reduce(operator.and_, (values.isfinite() for values in every.values()))
-        inputs = {name: values[ordinary] for name, values in every.items()}
+        inputs = {name: every[name][ordinary] for name in read}
         passed = [inputs[name].clone().requires_grad_(name in MOVED_BY_LOGPROB) + 0.0 for name in read]
         found = call_term(term, passed, parameters)
         _check_results(term, found, passed[0])

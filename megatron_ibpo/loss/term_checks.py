@@ -55,7 +55,7 @@ def kernel_agreement(term: VariantTerm, variant: Variant, params: Mapping[str, f
         TermError: no code can be made of it, or it computes something else.
     """
     found = compare_with_torch(term.function, term.given, term.others, params)
-    for step in STEPS:
+    for step in STEPS if params else ():
         moved = {name: value * step for name, value in params.items()}
         moved = {name: v if variant.params[name].allows(v) else params[name] for name, v in moved.items()}
         try:

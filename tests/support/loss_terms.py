@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_ibpo.loss import Parameter, Variant
+
 BETA = 0.3
 
 
@@ -214,7 +216,7 @@ REFUSED = {
     "log_ratio.double() * advantages": "float64",
     "log_ratio * advantages.type_as(torch.zeros(0, dtype=torch.half))": "float16",
     "log_ratio * advantages.round()": "aten.round",
-    "torch.floor_divide(log_ratio, 0.5)": "aten::floor_divide",
+    "torch.floor_divide(log_ratio, 0.5)": "floor_divide",
     "log_ratio * (advantages // 0.5)": "aten.div.Tensor_mode",
     "log_ratio * torch.div(advantages, 0.5, rounding_mode='floor')": "aten.div.Tensor_mode",
     "log_ratio * torch.div(advantages, 0.5, rounding_mode='trunc')": "aten.div.Tensor_mode",
@@ -239,11 +241,22 @@ REFUSED = {
     "log_ratio if log_ratio[0] > 0 else -log_ratio": "aten.select",
     "log_ratio * advantages.tolist()[0]": "tolist",
     "log_ratio ** 9": "exponent 9",
-    "log_ratio.abs() ** advantages": "aten.pow",
-    "(-2.0) ** log_ratio": "base",
-    "log_ratio[log_ratio > 0]": "another shape|aten.index",
+    "log_ratio.exp() ** advantages": "aten.pow",
+    "(-2.0) ** log_ratio": "NaN",
+    "log_ratio[log_ratio > 0]": "of shape",
     "log_ratio + 1e-40": "too small",
     "torch.outer(log_ratio, advantages).sum(0)": "another shape",
-    "log_ratio.data.numpy()": "numpy",
+    "log_ratio * float(advantages.numpy()[0])": "numpy",
 }
 """Expressions of the value, and what the refusal names."""
+
+
+def __getattr__(name):
+    """Return the term of that name as a loss variant: exact_ppo, or refused_3 by its place in the table."""
+    kind, _, key = name.partition("_")
+    if kind == "exact" and key in EXACT:
+        params = {one: Parameter(value) for one, value in PARAMETERS.get(key, {}).items()}
+        return Variant(token_term=EXACT[key], params=params)
+    if kind == "refused":
+        return Variant(token_term=from_expression([*REFUSED][int(key)]))
+    raise AttributeError(name)
