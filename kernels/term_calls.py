@@ -29,6 +29,7 @@ MOVED_BY_LOGPROB = ("log_ratio", "logprobs", "gap")
 MOST_OPERATORS = 500
 """Operators that a term may call to become a kernel; more are refused at the next call."""
 MOST_SECONDS = 10.0
+"""Time for one trial call."""
 ROWS = 7
 """Length of the inputs in trial calls."""
 HARMLESS = ("dtype.__get__", "device.__get__", "ndim.__get__", "dim", "is_floating_point", "is_complex")
@@ -100,15 +101,31 @@ def call_term(term: Any, inputs: Sequence[Any], parameters: Mapping[str, Any]) -
     """Call a term.
 
     Raises:
-        TermError: any exception of the term, with its line.
+        TermError: any exception of the term, with its line, or its call of torch after MOST_SECONDS.
     """
     try:
-        return term(*inputs, **parameters)
+        with _Deadline(term):
+            return term(*inputs, **parameters)
     except TermError:
         raise
     except (Exception, SystemExit) as error:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
         raise TermError(f"{located(term, frames)}: {first_line(error)}") from error
+
+
+class _Deadline(TorchFunctionMode):
+    """End a term that loops over torch's functions without end."""
+
+    def __init__(self, term: Any):
+        super().__init__()
+        self.term, self.end = term, time.monotonic() + MOST_SECONDS
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if time.monotonic() > self.end:
+            raise TermError(f"{running_line(self.term)}: the term takes more than {MOST_SECONDS:g} s")
+        return func(*args, **(kwargs or {}))
 
 
 def first_line(error: BaseException) -> str:
@@ -220,17 +237,13 @@ class _Record(TorchDispatchMode):
     def __init__(self, term: Any, inputs: Sequence[Tensor], parameters: Sequence[Any]):
         super().__init__()
         self.term, self.calls, self.constants = term, cast(list[Any], []), cast(set[int], set())
-        self.deadline = time.monotonic() + MOST_SECONDS
         self.tensors = [*inputs, *(p for p in parameters if isinstance(p, Tensor))]
         self.places = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         self.inputs = {id(tensor) for tensor in self.tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if len(self.calls) >= MOST_OPERATORS or time.monotonic() > self.deadline:
-            raise TermError(
-                f"{running_line(self.term)}: it cannot be a kernel: the term calls more than "
-                f"{MOST_OPERATORS} operators or takes more than {MOST_SECONDS:g} s"
-            )
+        if len(self.calls) >= MOST_OPERATORS:
+            self._refuse(func, f"is one of more than {MOST_OPERATORS} operators of the term")
         kwargs = kwargs or {}
         given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if func._schema.is_mutable and given and id(given[0]) in self.inputs:

@@ -11,9 +11,10 @@ import torch
 
 from megatron_ibpo.commands import loss as command
 from megatron_ibpo.config import Config, ConfigError, LossConfig
-from megatron_ibpo.kernels import term_tables, traced_terms
+from megatron_ibpo.kernels import term_calls, term_tables, traced_terms
 from megatron_ibpo.kernels.term_agreement import compare_with_torch
 from megatron_ibpo.kernels.term_calls import TermError
+from megatron_ibpo.kernels.term_trials import check_call
 from megatron_ibpo.kernels.traced_terms import GIVEN, traced_source
 from megatron_ibpo.loss import VARIANTS, resolve_variant
 from megatron_ibpo.loss.objective import KL_ESTIMATORS
@@ -172,6 +173,18 @@ def test_a_wrong_line_of_the_preamble_is_noticed(monkeypatch, right, wrong, text
     monkeypatch.setattr(traced_terms, "PREAMBLE", term_tables.PREAMBLE.replace(right, wrong))
     with pytest.raises(TermError, match="Triton code gives a value"):
         check_expression(text)
+
+
+def test_a_term_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr(term_calls, "MOST_SECONDS", 0.1)
+
+    def endless(log_ratio):
+        while log_ratio.abs().max() >= 0:
+            log_ratio = log_ratio * 0.5
+        return log_ratio, log_ratio > 0
+
+    with pytest.raises(TermError, match=r"test_loss_terms.py, line \d+: .*takes more than 0.1 s"):
+        check_call(endless, GIVEN, {})
 
 
 MISTAKES = """
