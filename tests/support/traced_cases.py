@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 import triton
 import triton.language as tl
 
