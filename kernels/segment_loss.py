@@ -15,15 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_ibpo.kernels.traced_terms import traced_term
+from megatron_ibpo.kernels.traced_terms import GIVEN, SEQUENCE_GIVEN, traced_term
 
 BLOCK = 1024
 BLOCK_S = 256
 NUM_WARPS = 4
 _AGGREGATIONS = {"sequence-mean": 0, "token-mean": 1}
 _CONSTANT = 2
-GIVEN, SEQUENCE_GIVEN = ("log_ratio", "logprobs", "advantages"), ("log_ratio", "lengths", "advantages")
-"""Inputs that the kernels hand to token and sequence terms; token terms load others themselves."""
 
 
 @triton.jit

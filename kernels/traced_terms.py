@@ -3,97 +3,67 @@
 `torch.func.vjp` of the term is traced into a graph of elementwise operators and written out as Triton source,
 into a file of Triton's cache directory, so that profilers and errors show it. One torch function is thus the
 only definition of a term; nobody differentiates by hand. Second derivatives are not made.
+
+What a term may call is in `term_calls.py` and `term_operators.py`; `term_agreement.py` compares the source
+that is written here with torch.
 """
 
+import builtins
 import functools
 import hashlib
-import inspect
-import math
 import operator
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
+from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.cache import get_cache_manager
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["MOVED_BY_LOGPROB", "TermError", "traced_source", "traced_term"]
+from megatron_ibpo.kernels.term_calls import (
+    MOVED_BY_LOGPROB,
+    TermError,
+    first_line,
+    input_names,
+    located,
+    place,
+    record_calls,
+    running_line,
+    term_name,
+)
+from megatron_ibpo.kernels.term_operators import (
+    Unsupported,
+    Value,
+    constant,
+    expression,
+    folded,
+    operators,
+    packet,
+)
+from megatron_ibpo.kernels.term_tables import CREATED, IMPORTS, PREAMBLE, aten
 
-aten = torch.ops.aten
+__all__ = ["GIVEN", "SEQUENCE_GIVEN", "traced_source", "traced_term"]
 
-BINARY = {
-    aten.mul: "{} * {}", aten.add: "{} + {}", aten.sub: "{} - {}", aten.div: "{} / {}",
-    aten.lt: "{} < {}", aten.gt: "{} > {}", aten.le: "{} <= {}", aten.ge: "{} >= {}",
-    aten.eq: "{} == {}", aten.ne: "{} != {}", aten.rsub: "{1} - {0}",
-    aten.logical_and: "{} & {}", aten.logical_or: "{} | {}", aten.logical_xor: "{} ^ {}",
-    aten.bitwise_and: "{} & {}", aten.bitwise_or: "{} | {}", aten.bitwise_xor: "{} ^ {}",
-    aten.minimum: "tl.minimum({}, {})", aten.maximum: "tl.maximum({}, {})",
-    aten.fmin: "tl.minimum({}, {})", aten.fmax: "tl.maximum({}, {})",
-    operator.mul: "{} * {}", operator.add: "{} + {}", operator.sub: "{} - {}", operator.truediv: "{} / {}",
-}  # fmt: skip
-UNARY = {
-    aten.exp: "tl.exp({})", aten.exp2: "tl.exp2({})", aten.log: "tl.log({})", aten.log2: "tl.log2({})",
-    aten.sqrt: "tl.sqrt({})", aten.rsqrt: "1.0 / tl.sqrt({})", aten.reciprocal: "1.0 / {}", aten.neg: "-{}",
-    aten.abs: "tl.abs({})", aten.sin: "tl.sin({})", aten.cos: "tl.cos({})", aten.erf: "tl.erf({})",
-    aten.sigmoid: "tl.sigmoid({})", aten.tanh: "tanh_of({})", aten.expm1: "expm1_of({})",
-    aten.sign: "sign_of({})", aten.sgn: "sign_of({})", aten.relu: "tl.maximum({}, 0.0)",
-    aten.logical_not: "{} == 0", aten.bitwise_not: "~{}", aten.isnan: "{0} != {0}",
-    aten.isinf: "tl.abs({}) == float('inf')", aten.log1p: "log1p_of({})", aten.expand_copy: "{}",
-    aten.detach: "{}", aten.detach_copy: "{}", aten.alias: "{}", aten.alias_copy: "{}", aten.clone: "{}",
-    aten.lift_fresh_copy: "{}", aten.view: "{}", aten.view_copy: "{}", aten.expand: "{}",
-}  # fmt: skip
-CREATED = {aten.full_like: 1, aten.full: 1, aten.scalar_tensor: 0, aten.new_full: 2}
-"""Operators that make a tensor of one number, and the argument that is the number."""
-SELECTED = {aten.lt: "tl.minimum({}, {})", aten.gt: "tl.maximum({}, {})", aten.ne: "{}"}
-"""where(x < y, x, y) by the comparison."""
-OTHERS = (aten.where, aten.masked_fill, aten.clamp, aten.pow, aten._to_copy)
-LARGEST_POWER = 8
-"""Integer powers up to this are written out as products."""
-
-RESERVED = ("tl", "triton", "term", "zero", "others", "row", "kept", "parameters")
+GIVEN, SEQUENCE_GIVEN = ("log_ratio", "logprobs", "advantages"), ("log_ratio", "lengths", "advantages")
+"""Inputs that the kernels hand to token and sequence terms; token terms load others themselves."""
+RESERVED = {"tl", "triton", "term", "zero", "others", "row", "kept", "parameters", *dir(builtins)}
+RESERVED |= set(re.findall(r"def (\w+)", PREAMBLE))
 """Names of the written function's own."""
-MOVED_BY_LOGPROB = ("log_ratio", "logprobs", "gap")
-"""Inputs that change one for one with the policy's log-prob."""
+ACTIVATIONS = (aten.leaky_relu, aten.elu, aten.gelu, aten.gelu_backward, aten.hardtanh, aten.log10)
+"""Operators that torch takes for basic, and that are made of others here."""
+EMPTY = (aten.empty, aten.empty_permuted)
+"""Operators that make memory: what is written in place of it has its shape."""
+MOST_SOURCES = 256
+"""Sources to remember."""
+OURS = f"{__name__.partition('.')[0]}."
+NUMBER = re.compile(r"\(\d[\d.e+-]*\)|float\('\w+'\)")
 
-PREAMBLE = """import triton
-import triton.language as tl
-
-
-@triton.jit
-def sign_of(x):
-    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
-
-
-@triton.jit
-def log1p_of(x):  # Kahan's: the rounding of 1 + x cancels
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.where(x == float("inf"), x, tl.log(u) * (x / (u - 1.0))))
-
-
-@triton.jit
-def expm1_of(x):  # Kahan's
-    u = tl.exp(x)
-    near = tl.abs(x) < 1.0
-    return tl.where(u == 1.0, x, tl.where(near, (u - 1.0) * (x / tl.log(tl.where(near, u, 2.0))), u - 1.0))
-
-
-@triton.jit
-def tanh_of(x):
-    t = expm1_of(-2.0 * tl.abs(x))
-    return sign_of(x) * (-t / (t + 2.0))
-
-
-"""
-
-
-class TermError(ValueError):
-    """A term that cannot be written in Triton; the message names its line and what can be."""
+_sources: dict[tuple[Any, ...], str | TermError] = {}
+"""What was made of each record of a term's calls: a key that holds all numbers that the term read."""
 
 
 def traced_term(
@@ -107,7 +77,8 @@ def traced_term(
     `MOVED_BY_LOGPROB` that the term reads.
 
     Parameters are read at run time, so that other values compile nothing. A term that needs them as numbers
-    of Python (`if eps > 0`, `math.log(eps)`) is traced with their present values, and again for others.
+    of Python (`if eps > 0`, `math.log(eps)`, `x**gamma`) is traced with their present values, and again for
+    others. A term that reads a global, an attribute or a closure that has changed is traced again, too.
 
     Args:
         term: a function of torch tensors, term(*inputs, **parameters) -> (value, clipped) or value, whose
@@ -117,46 +88,101 @@ def traced_term(
         parameters: its keyword arguments, in the order in which they are passed.
 
     Raises:
-        TermError: an operator that is not elementwise or not in the tables above, a value of Python that
-            depends on data, or a random number.
+        TermError: see `record_calls`; or an operator that is not in the tables of `term_operators.py`.
     """
-    return _load(getattr(term, "__name__", "term"), traced_source(term, given, others, parameters))
+    return _load(term_name(term), traced_source(term, given, others, parameters))
 
 
 def traced_source(
     term: Callable[..., Any], given: Sequence[str], others: Sequence[str], parameters: Mapping[str, float]
 ) -> str:
     """Return the source of `traced_term`. Raises as it does."""
-    return _source(term, tuple(given), tuple(others), tuple(parameters.items()))
+    if (getattr(term, "__module__", None) or "").startswith(OURS):
+        return _source_of_ours(term, tuple(given), tuple(others), tuple(parameters.items()))
+    return _traced(term, given, others, parameters)
 
 
-@functools.lru_cache(maxsize=256)
-def _source(term: Any, given: tuple[str, ...], others: tuple[str, ...], parameters: tuple[Any, ...]) -> str:
-    inputs = _input_names(term)
-    if reserved := [name for name in (*inputs, *dict(parameters)) if name in RESERVED]:
-        raise TermError(f"{_place(term)}: the name {reserved[0]} is the kernels' own; take another one")
+@functools.cache
+def _source_of_ours(
+    term: Any, given: tuple[str, ...], others: tuple[str, ...], parameters: tuple[tuple[str, float], ...]
+) -> str:
+    """Return the source of a term of this package. It reads nothing that changes, which is not looked up."""
+    return _traced(term, given, others, dict(parameters))
+
+
+def _traced(
+    term: Callable[..., Any], given: Sequence[str], others: Sequence[str], parameters: Mapping[str, float]
+) -> str:
+    inputs = input_names(term)
+    if unknown := [name for name in inputs if name not in (*given, *others)]:
+        raise TermError(
+            f"{place(term)}: there is no input {unknown[0]!r}; there are {', '.join([*given, *others])}"
+        )
+    if not any(name in MOVED_BY_LOGPROB for name in inputs):
+        raise TermError(
+            f"{place(term)}: the term reads none of {', '.join(MOVED_BY_LOGPROB)}: it has no gradient"
+        )
+    tensors = {name: torch.tensor(float(value), device="cpu") for name, value in parameters.items()}
     try:
-        body = _body(term, inputs, {name: torch.tensor(value) for name, value in parameters})
-    except _ParameterNeeded:
-        body = _body(term, inputs, dict(parameters))
+        return _source_of(term, given, others, tensors)
+    except TermError:  # it may need numbers of Python
+        if not parameters:
+            raise
+        return _source_of(term, given, others, dict(parameters))
+
+
+def _source_of(term: Any, given: Sequence[str], others: Sequence[str], parameters: Mapping[str, Any]) -> str:
+    """Return the source with parameters that are tensors read at run time, and others written in."""
+    calls = record_calls(term, parameters)
+    kinds = tuple((name, isinstance(value, Tensor)) for name, value in parameters.items())
+    key = (place(term), input_names(term), calls, tuple(given), tuple(others), kinds)
+    if key not in _sources:
+        if len(_sources) == MOST_SOURCES:
+            _sources.clear()
+        try:
+            with torch.device("cpu"), torch.enable_grad():
+                _sources[key] = _written(term, tuple(given), tuple(others), parameters)
+        except TermError as error:
+            _sources[key] = error
+    if isinstance(source := _sources[key], TermError):
+        raise TermError(str(source)) from source
+    return source
+
+
+def _written(term: Any, given: Sequence[str], others: Sequence[str], parameters: Mapping[str, Any]) -> str:
+    inputs, taken = input_names(term), set(RESERVED)
+    local = {name: _free_name(name, taken) for name in dict.fromkeys([*given, *others, *inputs, *parameters])}
+    body = _body(term, inputs, parameters, local, taken)
     load = "{} = tl.load(others[{}] + row, mask=kept, other=0.0)"
-    loads = [load.format(name, place) for place, name in enumerate(others) if name in inputs]
-    numbers = [f"{name} = parameters[{place}]" for place, (name, _) in enumerate(parameters) if name in body]
-    lines = "\n    ".join([f"zero = tl.zeros_like({given[0]})", *loads, *numbers, body])
-    signature = f"term({', '.join(given)}, others, row, kept, parameters)"
-    return f"# {_place(term)}, traced\n{PREAMBLE}@triton.jit\ndef {signature}:\n    {lines}\n"
+    loads = [load.format(local[name], number) for number, name in enumerate(others) if name in inputs]
+    numbers = [
+        f"{local[name]} = parameters[{number}]"
+        for number, (name, value) in enumerate(parameters.items())
+        if isinstance(value, Tensor) and local[name] in body
+    ]
+    arguments = [local[name] for name in given]
+    lines = "\n    ".join([f"zero = tl.zeros_like({arguments[0]})", *loads, *numbers, body])
+    signature = f"term({', '.join(arguments)}, others, row, kept, parameters)"
+    comment = place(term).encode("ascii", "backslashreplace").decode().replace("\n", " ")
+    return f"# {comment}, traced\n{IMPORTS}{PREAMBLE}@triton.jit\ndef {signature}:\n    {lines}\n"
 
 
-def _input_names(term: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a term's positional arguments: the inputs that it reads."""
-    named = inspect.signature(term).parameters
-    return tuple(name for name, found in named.items() if found.kind <= found.POSITIONAL_OR_KEYWORD)
+def _free_name(name: str, taken: set[str]) -> str:
+    """Return this name or a longer one that is not taken, and take it."""
+    name = name if name.isascii() else "named"
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
 
 
 @functools.cache
 def _load(name: str, source: str) -> Any:
     """Return the function of this source, from a file in Triton's cache: profilers and tracebacks show it."""
-    key, file = hashlib.sha256(source.encode()).hexdigest(), f"{name.strip('<>_')}.py"
+    from triton.runtime.cache import get_cache_manager
+
+    name = re.sub(r"\W", "", name, flags=re.ASCII)[:40].strip("_") or "term"
+    key, file = hashlib.sha256(source.encode()).hexdigest(), f"{name}.py"
     cache = get_cache_manager(key)
     path = cache.get_file(file) or cache.put(source.encode(), file)
     module: dict[str, Any] = {"__name__": f"loss_terms.{name}_{key}"}
@@ -164,16 +190,11 @@ def _load(name: str, source: str) -> Any:
     return module["term"]
 
 
-class _ParameterNeeded(Exception):
-    """The term reads the value of a parameter as a number of Python."""
-
-
-def _graph(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mapping[str, Any]) -> fx.Graph:
+def _graph(
+    term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mapping[str, Any]
+) -> fx.GraphModule:
     """Trace value, derivative and clip. Parameters that are tensors become arguments, numbers are kept."""
-    moving = [place for place, name in enumerate(inputs) if name in MOVED_BY_LOGPROB]
-    if not moving:
-        wanted = ", ".join(MOVED_BY_LOGPROB)
-        raise TermError(f"{_place(term)}: the term reads none of {wanted}: it has no gradient")
+    moving = [number for number, name in enumerate(inputs) if name in MOVED_BY_LOGPROB]
     named = [name for name, value in parameters.items() if isinstance(value, Tensor)]
 
     def value_and_slope(*arguments: Tensor) -> tuple[Tensor, ...]:
@@ -182,203 +203,141 @@ def _graph(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mappin
 
         def moved(*tensors: Tensor) -> tuple[Tensor, Any]:
             nonlocal clips
-            for place, tensor in zip(moving, tensors, strict=True):
-                fixed[place] = tensor
-            found = term(*fixed, **{**parameters, **numbers})
+            for number, tensor in zip(moving, tensors, strict=True):
+                fixed[number] = tensor
+            with _Lines(term):
+                found = term(*fixed, **{**parameters, **numbers})
             clips = isinstance(found, tuple)
             return found if clips else (found, found.detach())
 
-        found = torch.func.vjp(moved, *(fixed[place] for place in moving), has_aux=True)
+        found = torch.func.vjp(moved, *(fixed[number] for number in moving), has_aux=True)
         value, pull, clipped = cast(tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]], Tensor], found)
         slope = functools.reduce(operator.add, pull(torch.ones_like(value)))
         return (value, slope, clipped) if clips else (value, slope)
 
     traced = make_fx(
         torch.func.functionalize(value_and_slope, remove="mutations_and_views"),
-        decomposition_table=dict(core_aten_decompositions()),
+        decomposition_table=cast(Any, {**core_aten_decompositions(), **get_decompositions(ACTIVATIONS)}),
         tracing_mode="fake",
+        _allow_non_fake_inputs=True,
     )
     try:
-        graph = traced(*(torch.ones(3) for _ in inputs), *(parameters[name] for name in named)).graph
+        with fx_traceback.preserve_node_meta():
+            module = traced(*(torch.ones(3) for _ in inputs), *(parameters[name] for name in named))
     except Exception as error:  # of torch's tracing, or of the user's function under it
-        if named:
-            raise _ParameterNeeded from error
-        said = str(error).strip().partition("\n")[0][:200]
-        reason = f"the term cannot be traced ({type(error).__name__}: {said})"
-        raise TermError(f"{_place(term)}: {reason}") from error
-    _cancel(graph)
-    graph.eliminate_dead_code()
-    if named and any(node.target is aten._local_scalar_dense.default for node in graph.nodes):
-        raise _ParameterNeeded
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for node, name in zip(placeholders, (*inputs, *named), strict=True):
-        node.name = name
-    return graph
+        frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+        raise TermError(
+            f"{located(term, frames)}: the term cannot be traced ({first_line(error)})"
+        ) from error
+    _cancel(module.graph)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+class _Lines(TorchFunctionMode):
+    """Write into each node which line of the term it comes from."""
+
+    def __init__(self, term: Any):
+        super().__init__()
+        self.term = term
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        fx_traceback.set_stack_trace([running_line(self.term)])
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            fx_traceback.set_stack_trace([])
+
+
+def _forward_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that value and clip are made of; others are of the derivative alone."""
+    value, _, *clip = cast(tuple[fx.Node, ...], graph.output_node().args[0])
+    waiting, found = [value, *clip], set()
+    while waiting:
+        if (node := waiting.pop()) not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
 
 
 def _cancel(graph: fx.Graph) -> None:
-    """Leave out divisions that a later factor undoes, x / t * ... * t. Autograd makes them where terms scale
-    an argument and the value by the same."""
+    """Leave out divisions that a later factor undoes in the derivative, x / t * ... * t. Autograd makes them
+    where terms scale an argument and the value by the same."""
+    forward = _forward_nodes(graph)
     for node in graph.nodes:
-        for place in (0, 1) if _packet(node) is aten.mul else ():
-            chain, factor = cast(Any, node.args[place]), node.args[1 - place]
-            while _packet(chain) in (aten.mul, aten.neg) and len(chain.users) == 1:
+        for number in (0, 1) if packet(node) is aten.mul and node not in forward else ():
+            chain, factor = cast(Any, node.args[number]), node.args[1 - number]
+            while packet(chain) in (aten.mul, aten.neg) and len(chain.users) == 1:
                 chain = chain.args[0]
-            if _packet(chain) is aten.div and len(chain.users) == 1 and chain.args[1] is factor:
+            if packet(chain) is aten.div and len(chain.users) == 1 and chain.args[1] is factor:
                 chain.replace_all_uses_with(chain.args[0])
-                node.replace_all_uses_with(node.args[place])
+                node.replace_all_uses_with(node.args[number])
                 break
 
 
-def _packet(value: Any) -> Any:
-    """Return the operator that a node calls, whichever overload."""
-    return getattr(value.target, "overloadpacket", value.target) if isinstance(value, fx.Node) else None
-
-
-class _Value(NamedTuple):
-    """An operand: a name or number, its sign, and the conditions outside which it is 0. Products carry sign
-    and conditions along, so that they are applied once."""
-
-    core: str
-    sign: str = ""
-    live: tuple[str, ...] = ()
-    factors: frozenset[str] = frozenset()  # of a product: names and numbers
-
-    def __str__(self) -> str:
-        text = f"(-1.0 * {self.core})" if self.sign else self.core  # Triton's -x is 0 - x: slower
-        dead = " | ".join(one[1:] for one in self.live if one[0] == "~")  # as terms say what is clipped
-        met = " & ".join([one for one in self.live if one[0] != "~"] + ([f"~({dead})"] if dead else []))
-        return f"tl.where({met}, {text}, 0.0)" if met else text
-
-    def times(self, sign: str) -> "_Value":
-        return self._replace(sign="-" if self.sign != sign else "")
-
-
-def _body(term: Callable[..., Any], inputs: tuple[str, ...], parameters: Mapping[str, Any]) -> str:
+def _body(
+    term: Any,
+    inputs: tuple[str, ...],
+    parameters: Mapping[str, Any],
+    local: Mapping[str, str],
+    taken: set[str],
+) -> str:
     """Return the statements of the traced term. Constants are folded, and nothing is computed twice."""
-    graph = _graph(term, inputs, parameters)
-    taken = {*RESERVED, *inputs, *parameters}
-    values = {node: _Value(node.name) for node in graph.nodes if node.op == "placeholder"}
+    module = _graph(term, inputs, parameters)
+    graph = module.graph
+    named = [*inputs, *(name for name, value in parameters.items() if isinstance(value, Tensor))]
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    forward = _forward_nodes(graph)
+    values = {node: Value(local[name]) for node, name in zip(placeholders, named, strict=True)}
     names: dict[str, str] = {}  # of expressions
+    rows = {"zero", *(local[name] for name in inputs)}  # names of what differs between rows
+    constants: dict[fx.Node, Tensor] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or packet(node) in EMPTY:
             continue
         try:
-            found = _expression(node, values, names)
-        except NotImplementedError:
-            at, known = _line_of(term, inputs, parameters, node.target), ", ".join(_operators())
-            raise TermError(f"{at}: Triton code cannot be made of {node.target}; there are {known}") from None
-        if re.fullmatch(r"[-+*/() .\de]+", found.core):
-            number = _operand(eval(found.core), values)  # digits and operators, nothing else
-            found = found._replace(core=number.core).times(number.sign)
-        elif not found.core.isidentifier():
-            name = f"{node.name}_" if node.name in taken else node.name
-            found = found._replace(core=names.setdefault(found.core, name))
+            if node.op == "get_attr":
+                constants[node] = getattr(module, node.target)
+                values[node] = constant(constants[node])
+                continue
+            number = folded(node, constants)
+            if number is not None:
+                constants[node] = number
+            if number is not None and packet(node) not in CREATED:
+                found = constant(number)
+            else:
+                found = expression(node, values, names, exact=node in forward)
+        except Unsupported as error:
+            raise TermError(_refusal(term, node, str(error))) from None
+        if not found.core.isidentifier() and not NUMBER.fullmatch(found.core):
+            if found.core not in names:
+                names[found.core] = _free_name(node.name, taken)
+                rows |= {names[found.core]} if rows & _identifiers(found.core) else set()
+            found = found._replace(core=names[found.core])
         values[node] = found
-    returned = cast(tuple[Any, ...], graph.output_node().args[0])
-    results = [_operand(value, values) for value in returned]
-    texts = [f"zero + {value}" if value.core.startswith("(") else str(value) for value in results]
+    returned = cast(tuple[fx.Node, ...], graph.output_node().args[0])
+    texts = [_per_row(node, values[node], rows) for node in returned]
     return "\n    ".join([*(f"{n} = {text}" for text, n in names.items()), f"return {', '.join(texts)}"])
 
 
-def _expression(node: fx.Node, values: Mapping[fx.Node, _Value], names: Mapping[str, str]) -> _Value:
-    """Return the node's operator applied to its operands, as Triton says it."""
-    target, arguments = _packet(node), cast(tuple[Any, ...], node.args)
-    is_bool = getattr(node.meta.get("val"), "dtype", None) == torch.bool
-    operand = functools.partial(_operand, values=values)
-    if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode"):
-        raise NotImplementedError
-    if target in BINARY:
-        form, (left, right) = BINARY[target], map(operand, arguments[:2])
-        if form == "{} * {}":
-            first, second = sorted((left, right))
-            return _product(first, second, names)
-        if form == "{} / {}" and not right.live:
-            return _Value(f"{left.core} / {right.core}", left.sign, left.live).times(right.sign)
-        if form == "{} + {}" and "(0.0)" in (left.core, right.core):
-            return left if right.core == "(0.0)" else right
-        if form == "{} + {}" and left[:3] == right[:3]:  # the slope of a square: twice its half
-            halved = [factor for factor in left.factors if names.get(f"(0.5) * {factor}") == left.core]
-            return left._replace(core=halved[0]) if halved else _Value(form.format(left, right))
-        return _Value(form.format(left, right))
-    if target in UNARY:
-        form, only = UNARY[target], operand(arguments[0])
-        return only.times(form[:-2]) if form in ("{}", "-{}") else _Value(form.format(only))
-    if target in CREATED:
-        number = operand(arguments[CREATED[target]])
-        return _Value(f"zero != {number}") if is_bool else number
-    if target is aten._to_copy:
-        return _Value(f"{operand(arguments[0])} {'!= 0' if is_bool else '+ zero'}")
-    if target in (aten.where, aten.masked_fill):
-        condition, *branches = arguments if target is aten.where else (arguments[i] for i in (1, 2, 0))
-        if _packet(condition) in SELECTED and [*condition.args] == branches:
-            return _Value(SELECTED[_packet(condition)].format(*map(operand, branches)))
-        met, first, second = map(operand, (condition, *branches))
-        if second.core == "(0.0)":
-            return first._replace(live=(*first.live, str(met)))
-        if first.core == "(0.0)":
-            return second._replace(live=(*second.live, f"~{met}"))
-        return _Value(f"tl.where({met}, {first}, {second})")
-    if target is aten.clamp:
-        _, low, high = (*arguments, None, None)[:3]
-        text = str(operand(arguments[0]))
-        text = text if low is None else f"tl.maximum({text}, {operand(low)})"
-        return _Value(text if high is None else f"tl.minimum({text}, {operand(high)})")
-    if target is aten.pow and isinstance(arguments[1], int | float):
-        return _Value(_power(str(operand(arguments[0])), float(arguments[1])))
-    raise NotImplementedError
+def _identifiers(text: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z_]\w*", text))
 
 
-def _product(left: _Value, right: _Value, names: Mapping[str, str]) -> _Value:
-    """Return left * right; a number is on the left. It need not be 0 where a factor is 0 anyway."""
-    zeros = {f"~{names.get(f'{factor} == (0.0)')}" for factor in (right.core, *right.factors)}
-    live = [one for one in left.live if one not in zeros or not left.core.startswith("(")]
-    core = right.core if left.core == "(1.0)" else f"{left.core} * {right.core}"
-    factors = frozenset((left.core, right.core, *left.factors, *right.factors))
-    return _Value(core, left.sign, tuple(dict.fromkeys((*live, *right.live))), factors).times(right.sign)
+def _per_row(node: fx.Node, value: Value, rows: set[str]) -> str:
+    """Return a result as one number per row, also where all rows have the same.
+
+    Args:
+        rows: names of what differs between rows.
+    """
+    if rows & _identifiers(str(value)) and not NUMBER.fullmatch(value.core):
+        return str(value)
+    return f"(zero == 0.0) & {value}" if node.meta["val"].dtype == torch.bool else f"zero + {value}"
 
 
-def _power(base: str, exponent: float) -> str:
-    if exponent == 0.5:
-        return f"tl.sqrt({base})"
-    whole = abs(exponent)
-    if whole != int(whole) or whole > LARGEST_POWER:
-        raise NotImplementedError
-    product = " * ".join([base] * int(whole)) or "(1.0)"
-    return product if exponent >= 0 else f"1.0 / ({product})"
-
-
-def _operand(value: Any, values: Mapping[fx.Node, _Value]) -> _Value:
-    if isinstance(value, fx.Node):
-        return values[value]
-    if isinstance(value, bool | int | float):
-        number = abs(float(value))
-        core = f"({number!r})" if math.isfinite(number) else f"float('{number}')"
-        return _Value(core, "-" if math.copysign(1.0, value) < 0 else "")
-    raise NotImplementedError
-
-
-def _operators() -> list[str]:
-    packets = map(str, (*BINARY, *UNARY, *CREATED, *OTHERS))
-    return sorted({packet.removeprefix("aten.") for packet in packets if packet.startswith("aten.")})
-
-
-def _line_of(term: Any, inputs: tuple[str, ...], parameters: Mapping[str, Any], wanted: Any) -> str:
-    """Return file and line of the term that calls an operator, or where the term begins."""
-    file = _place(term).partition(", line ")[0]
-    found: list[traceback.FrameSummary] = []
-
-    class Lines(TorchDispatchMode):
-        def __torch_dispatch__(self, operator_called, types, args=(), kwargs=None):
-            if operator_called == wanted:
-                found.extend(frame for frame in traceback.extract_stack() if frame.filename == file)
-            return operator_called(*args, **(kwargs or {}))
-
-    with Lines(), suppress(Exception):  # it is run for its lines only
-        term(*(torch.ones(3) for _ in inputs), **parameters)
-    return f"{file}, line {found[-1].lineno}: {found[-1].line}" if found else _place(term)
-
-
-def _place(term: Callable[..., Any]) -> str:
-    code = getattr(term, "__code__", None)
-    return f"{code.co_filename}, line {code.co_firstlineno}" if code else repr(term)
+def _refusal(term: Any, node: fx.Node, because: str) -> str:
+    line = node.meta.get("stack_trace") or f"{place(term)}, in its derivative"
+    kind = f"{node.target} {because}".strip()
+    return f"{line}: Triton code cannot be made of {kind}; there are {', '.join(operators())}"

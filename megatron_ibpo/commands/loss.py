@@ -6,7 +6,6 @@ bash tools/ibpo.sh loss my_file:VARIANT --loss-param eps=0.1 --save variant.png
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +16,13 @@ import tyro
 from torch import Tensor
 
 from megatron_ibpo.basics.entry_point import command, parsed
-from megatron_ibpo.config import named_values
-from megatron_ibpo.loss import Variant, choose_backend, resolve_variant
+from megatron_ibpo.config import LossConfig
+from megatron_ibpo.kernels.term_calls import TermError, code_owner, place
+from megatron_ibpo.kernels.traced_terms import traced_source
+from megatron_ibpo.loss import choose_backend, resolve_variant
+from megatron_ibpo.loss.term_checks import kernel_agreement, variant_terms
 from megatron_ibpo.loss.term_inputs import SequenceInputs, Term, TokenInputs, apply_term
+from megatron_ibpo.policy.loss_objective import check_loss, loss_params
 
 EXAMPLE = {
     "lengths": 100.0,
@@ -50,57 +53,72 @@ class Arguments:
 def main(argv: list[str] | None = None) -> int:
     """Show one variant. Return 1 if its gradient is wrong."""
     arguments = parsed(Arguments, __doc__, argv)
-    given = {name: float(value) for name, value in named_values(arguments.loss_param).items()}
-    variant, params = resolve_variant(arguments.variant, given)
-    terms = {"token": variant.token_term, "sequence": variant.sequence_term}
+    loss = LossConfig(loss_variant=arguments.variant, loss_param=arguments.loss_param)
+    check_loss(loss)
+    variant, params = resolve_variant(arguments.variant, loss_params(loss))
     print(f"{arguments.variant}: {', '.join(f'{name}={value:g}' for name, value in params.items())}")
-    right = True
-    for kind, term in terms.items():
-        if term is None:
-            continue
-        print(f"\n# the {kind} term in torch\n{inspect.getsource(term)}")
-        print(f"# the {kind} term in Triton\n{triton_source(kind, term, variant, params)}")
-        right &= check_gradient(kind, term, params)
-    for device in ("cuda", "cpu"):
-        print(f"on {device}: {choose_backend('auto', torch.device(device), torch.bfloat16)}")
+    right, refusal = True, ""
+    for term in variant_terms(variant):
+        print(f"\n# the {term.kind} term in torch\n{source_text(term.function)}")
+        try:
+            source = traced_source(term.function, term.given, term.others, params)
+            print(f"# the {term.kind} term in Triton\n{source[source.rindex('@triton.jit') :]}")
+            found = kernel_agreement(term, variant, params)
+            print(
+                f"Triton code of the {term.kind} term: right ({found.rows:,} rows of inputs against torch, "
+                f"largest relative error {found.error:.1e})"
+            )
+        except TermError as error:
+            refusal = refusal or str(error)
+            print(f"Triton code of the {term.kind} term: none: {error}")
+        right &= check_gradient(term.kind, term.function, params)
+    print(f"on cuda: {_on_cuda(refusal)}")
+    print(f"on cpu: {choose_backend('auto', torch.device('cpu'), torch.bfloat16)}")
     if arguments.save is not None:
+        terms = {term.kind: term.function for term in variant_terms(variant)}
         draw(arguments.variant, terms, params, arguments.width, arguments.save)
         print(f"picture: {arguments.save}")
     return 0 if right else 1
 
 
-def triton_source(kind: str, term: Term, variant: Variant, params: Mapping[str, float]) -> str:
-    """Return the traced function's source, or why there is none."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed here\n"
-    from megatron_ibpo.kernels.segment_loss import GIVEN, SEQUENCE_GIVEN
-    from megatron_ibpo.kernels.traced_terms import TermError, traced_source
+def _on_cuda(refusal: str) -> str:
+    """Return what a run on GPUs does: as `backend_in_use` decides."""
+    chosen = choose_backend("auto", torch.device("cuda"), torch.bfloat16)
+    if chosen.name == "triton" and refusal:
+        return "refused for the reason above; --loss-backend torch needs no kernels, nor does --fuse-lm-head"
+    return str(chosen)
 
-    given = GIVEN if kind == "token" else SEQUENCE_GIVEN
-    others = variant.further_inputs if kind == "token" else ()
+
+def source_text(term: Term) -> str:
+    """Return the text of a term's function."""
+    function = code_owner(term)
     try:
-        source = traced_source(term, given, others, params)
-    except TermError as error:
-        return f"none: {error}\n"
-    return source[source.rindex("@triton.jit") :]
+        return inspect.getsource(function)
+    except (OSError, TypeError):  # made by exec, or typed in
+        return f"{place(term)}: its text is not in a file\n"
 
 
 def evaluate(
-    kind: str, term: Term, log_ratio_N: Tensor, advantage: float, params: Mapping[str, float]
+    kind: str,
+    term: Term,
+    log_ratio_N: Tensor,
+    advantage: float,
+    params: Mapping[str, float],
+    step: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (value, slope by the log-prob, clipped) at these log-ratios, [N] each."""
-    log_ratio_N = log_ratio_N.clone().requires_grad_()
+    """Return (value, slope by the log-prob, clipped), [N] each, one step beyond these log-ratios."""
+    start_N, log_ratio_N = log_ratio_N, (log_ratio_N + step).requires_grad_()
     full = {name: torch.full_like(log_ratio_N, value).detach() for name, value in EXAMPLE.items()}
     advantages_N = torch.full_like(log_ratio_N, advantage).detach()
     inputs: TokenInputs | SequenceInputs
     if kind == "token":
         # the log-prob moves with the ratio
-        own_N = full.pop("logprobs") + (log_ratio_N - log_ratio_N.detach())
+        own_N = full.pop("logprobs") + (log_ratio_N - start_N)
         inputs = TokenInputs(log_ratio_N, own_N, advantages_N, **full)
     else:
         inputs = SequenceInputs(log_ratio_N, full["lengths"], advantages_N)
     value_N, clipped_N = apply_term(term, inputs, params)
-    (slope_N,) = torch.autograd.grad(value_N.sum(), log_ratio_N)
+    (slope_N,) = torch.autograd.grad(value_N.sum(), log_ratio_N, allow_unused=True, materialize_grads=True)
     return value_N.detach(), slope_N, clipped_N
 
 
@@ -110,16 +128,16 @@ def check_gradient(kind: str, term: Term, params: Mapping[str, float]) -> bool:
     A term that detaches a part on purpose, as CISPO does, has another slope than its value: it is named, and
     is not wrong.
     """
-    step, worst = 1e-4, 0.0
-    grid_N = torch.linspace(-1.9, 1.9, POINTS, dtype=torch.float64)
-    detaches = "detach" in inspect.getsource(term)
+    step, worst = 1e-6, 0.0  # small: a slope may have a kink
+    grid_N = torch.linspace(-1.9, 1.9, POINTS, dtype=torch.float64)[:-50]  # no sum of 0, on which terms turn
+    detaches = any(word in source_text(term) for word in ("detach", "no_grad"))
     for advantage in (1.0, -1.0):
         _, slope_N, here_N = evaluate(kind, term, grid_N, advantage, params)
-        above_N, _, clip_above_N = evaluate(kind, term, grid_N + step, advantage, params)
-        below_N, _, clip_below_N = evaluate(kind, term, grid_N - step, advantage, params)
+        above_N, _, clip_above_N = evaluate(kind, term, grid_N, advantage, params, step)
+        below_N, _, clip_below_N = evaluate(kind, term, grid_N, advantage, params, -step)
         smooth_N = (clip_above_N == here_N) & (clip_below_N == here_N)
         error_N = ((above_N - below_N) / (2 * step) - slope_N).abs() / (slope_N.abs() + 1.0)
-        worst = max(worst, error_N[smooth_N].max().item())
+        worst = max(worst, error_N.masked_fill(~smooth_N, 0.0).max().item())
     right = worst <= GRADIENT_BOUND
     wrong = "not the slope of its value, since the term detaches a part" if detaches else "WRONG"
     verdict = "right" if right else wrong

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -129,9 +130,21 @@ def _imported(flag: str, path: str, module: str, directory: Path) -> ModuleType:
             f"{flag} {path}: no module {error.name!r} in {directory} or among the installed packages; "
             "PYTHONPATH adds further directories"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(flag, path, error) from error
 
 
-def _failed(flag: str, path: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{flag} {path}: its module cannot be imported: {type(error).__name__}: {error}")
+def _failed(flag: str, path: str, error: BaseException) -> ConfigError:
+    text = str(error).strip().partition("\n")[0]
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return ConfigError(f"{flag} {path}: its module cannot be imported: {said}{_line_of_user(error)}")
+
+
+def _line_of_user(error: BaseException) -> str:
+    """Return the innermost line outside of this package, Python and libraries; syntax errors name theirs."""
+    ours = (str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, "<")
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if not frame.filename.startswith(ours)]
+    if isinstance(error, SyntaxError) or not frames:
+        return ""
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})"

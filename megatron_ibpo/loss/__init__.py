@@ -8,7 +8,8 @@ from megatron_ibpo.loss.objective import Objective, make_objective
 from megatron_ibpo.loss.packed_rows import LossRows, RowIndex
 from megatron_ibpo.loss.sampling_sets import SamplingSets
 from megatron_ibpo.loss.segments import weighted_value
-from megatron_ibpo.loss.sequence_loss import LossStats, check_terms, policy_loss
+from megatron_ibpo.loss.sequence_loss import LossStats, policy_loss
+from megatron_ibpo.loss.term_checks import check_calls, check_terms
 from megatron_ibpo.loss.variants import VARIANTS, Parameter, Variant, resolve_variant
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "RowIndex",
     "SamplingSets",
     "Variant",
+    "check_calls",
     "check_terms",
     "choose_backend",
     "linear_packed_logprobs",

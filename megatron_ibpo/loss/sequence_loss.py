@@ -80,14 +80,3 @@ def policy_loss(
     else:
         loss, mean_log_ratio_S, clipped, kl_N = segment_loss(logprobs_N, rows, objective, entropy_N)
     return loss, LossStats(logprobs_N.detach(), entropy_N, mean_log_ratio_S, clipped, kl_N)
-
-
-def check_terms(objective: Objective) -> None:
-    """Refuse an objective whose terms the kernels cannot compute. Takes about a second for a new variant.
-
-    Raises:
-        ValueError: with the line of the term and what can be computed.
-    """
-    from megatron_ibpo.kernels.segment_loss import traced_terms
-
-    traced_terms(objective, objective.variant.further_inputs)

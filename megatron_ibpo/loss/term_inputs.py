@@ -6,13 +6,13 @@ shape: [N] for token terms, [S] for sequence terms. Gradients go through log_rat
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from megatron_ibpo.kernels import term_calls
 from megatron_ibpo.loss.packed_rows import LossRows, sum_over_ranks
 
 Term = Callable[..., tuple[Tensor, Tensor]]
@@ -59,15 +59,15 @@ def input_names(term: Term, kind: type[TokenInputs | SequenceInputs]) -> tuple[s
     """Return the names of a term's positional arguments.
 
     Raises:
-        ValueError: a name that is not an input of this kind of term.
+        TermError: a name that is not an input of this kind of term, or no function with named arguments.
     """
-    parameters = inspect.signature(term).parameters.values()
-    names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    names = term_calls.input_names(term)
     known = [field.name for field in fields(kind)]
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(
-            f"{getattr(term, '__name__', term)} has an argument {unknown[0]!r}; a term reads its inputs by "
-            f"these names: {', '.join(known)}, and its parameters come after a *"
+        where = f"{term_calls.place(term)}: {term_calls.term_name(term)}"
+        raise term_calls.TermError(
+            f"{where} has an argument {unknown[0]!r}; a term reads its inputs by these names: "
+            f"{', '.join(known)}, and its parameters come after a *"
         )
     return names
 

@@ -30,13 +30,17 @@ class Parameter:
     """Values must exceed it."""
     at_most: float = math.inf
 
+    def allows(self, value: float) -> bool:
+        """Return whether a value is in the range."""
+        return math.isfinite(value) and self.above < value <= self.at_most
+
     def check(self, value: float) -> None:
         """Refuse a value outside the range, NaN and infinity.
 
         Raises:
             ValueError: with the value and the range.
         """
-        if math.isfinite(value) and self.above < value <= self.at_most:
+        if self.allows(value):
             return
         bounds = [
             *([f"above {self.above:g}"] if self.above > -math.inf else []),

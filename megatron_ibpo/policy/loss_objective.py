@@ -8,6 +8,7 @@ from megatron_ibpo.config import Config, LossConfig, named_values
 from megatron_ibpo.loss import (
     ChosenBackend,
     Objective,
+    check_calls,
     check_terms,
     choose_backend,
     make_objective,
@@ -80,11 +81,16 @@ def check_loss(loss: LossConfig) -> None:
     """Refuse settings that no loss supports.
 
     Raises:
-        ValueError: see `loss_params`; or --fuse-lm-head with a variant whose token term needs its whole
-            sequence first.
+        ValueError: see `loss_params`; a mistake in a term; or --fuse-lm-head with a variant whose token term
+            needs its whole sequence first.
     """
-    loss_params(loss)
-    if loss.fuse_lm_head and resolve_variant(loss.loss_variant)[0].sequence_ratio:
+    params = loss_params(loss)
+    variant = resolve_variant(loss.loss_variant)[0]
+    try:
+        check_calls(variant, params)
+    except ValueError as error:
+        raise ValueError(f"--loss-variant {loss.loss_variant}: {error}") from error
+    if loss.fuse_lm_head and variant.sequence_ratio:
         raise ValueError(
             f"--fuse-lm-head with --loss-variant {loss.loss_variant}: its token term needs the mean over "
             "the whole sequence; drop --fuse-lm-head, or take gspo, which is the same with one advantage "
@@ -123,6 +129,16 @@ def backend_in_use(config: Config, device: torch.device) -> ChosenBackend:
                 f"--loss-variant {loss.loss_variant}: {error}; --loss-backend torch needs no kernels"
             ) from error
     return chosen
+
+
+def check_kernels(config: Config) -> None:
+    """Refuse a loss that the kernels would compute and cannot, before any process starts.
+
+    Raises:
+        ValueError: see `backend_in_use`.
+    """
+    if config.loss.loss_backend == "triton" or torch.cuda.is_available():
+        backend_in_use(config, torch.device("cuda"))
 
 
 def _logits_dtype(config: Config) -> torch.dtype:

@@ -121,9 +121,8 @@ _WITHOUT_TORCH: tuple[Callable[[Config], object], ...] = (
 
 def _check_loss(config: Config) -> None:
     from megatron_ibpo.loss import resolve_variant
-    from megatron_ibpo.policy.loss_objective import check_loss
+    from megatron_ibpo.policy.loss_objective import check_kernels, check_loss
 
-    check_loss(config.loss)
     check_truncation(config, variant_readers(config))
     variant, _ = resolve_variant(config.loss.loss_variant)
     if config.algorithm.advantages == CRITIC and not variant.takes_token_advantages:
@@ -140,3 +139,5 @@ def _check_loss(config: Config) -> None:
             "this --loss-variant reads token positions, which are not known under context parallelism; "
             "use --context-parallel-size 1"
         )
+    check_loss(config.loss)
+    check_kernels(config)

@@ -11,6 +11,7 @@ from support.kernel_cases import *  # noqa: F403
 from support.kernel_cases import make_batch, options_for, run
 from support.linear_cases import batch_of, fused, plain
 from support.loss_calls import loss_of_logits
+from support.traced_cases import *  # noqa: F403
 
 pytestmark = pytest.mark.kernel
 

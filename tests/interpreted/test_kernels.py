@@ -16,6 +16,7 @@ from support.kernel_cases import (
     run,
 )
 from support.paths import ROOT
+from support.traced_cases import *  # noqa: F403
 
 pytestmark = pytest.mark.kernel
 

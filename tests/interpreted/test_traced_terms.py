@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_ibpo.kernels.traced_terms import TermError, traced_source, traced_term
+from megatron_ibpo.kernels.term_calls import TermError
+from megatron_ibpo.kernels.traced_terms import traced_source, traced_term
 from megatron_ibpo.loss import VARIANTS, Parameter, Variant, resolve_variant
 from megatron_ibpo.loss.objective import KL_ESTIMATORS
 from support import kernel_cases as cases

@@ -1,0 +1,138 @@
+"""A comparison of the source that a term became with the term: value, derivative and clip.
+
+The source runs in torch (`term_language.py`), so that it needs no GPU and no Triton. What a GPU's own
+functions round otherwise is for the tests that run there.
+"""
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from megatron_ibpo.kernels.term_calls import TermError, input_names, place
+from megatron_ibpo.kernels.term_language import run_source
+from megatron_ibpo.kernels.term_trials import TermResults, results_in_torch, row_of, trial_inputs
+from megatron_ibpo.kernels.traced_terms import traced_source
+
+__all__ = ["Agreement", "Disagreement", "compare_with_torch"]
+
+LENGTHS = (1, 2, 5)
+"""Numbers of rows that torch computes apart, too."""
+RELATIVE, TYPICAL = 2e-5, 2e-6
+"""Errors allowed: of the number itself, and of the typical number of the term."""
+ROUNDING = 1.2e-7
+"""Relative change of a parameter by rounding: the kernels compute `1 - eps` in float32, torch in float64."""
+
+
+class Agreement(NamedTuple):
+    """How well a term's source agrees with torch."""
+
+    rows: int
+    error: float
+    """The largest error beyond that of torch in float32, relative to the number or the typical number."""
+
+
+class Disagreement(TermError):
+    """A term's source computes something else than the term."""
+
+
+class _Term(NamedTuple):
+    """A term at its trial inputs, as messages need it."""
+
+    function: Any
+    inputs: Mapping[str, Tensor]
+    """Those that it reads, [N]."""
+    parameters: Mapping[str, float]
+
+    def refuse(self, what: str, wrong: Tensor, found: Tensor, wanted: Tensor) -> NoReturn:
+        row = int(wrong.nonzero()[0])
+        numbers = f"{found[row].item():g}, torch {wanted[row].item():g}"
+        where = row_of(self.inputs, self.parameters, wrong)
+        raise Disagreement(f"{place(self.function)}: its Triton code gives a {what} of {numbers}, at {where}")
+
+
+def compare_with_torch(
+    function: Any, given: Sequence[str], others: Sequence[str], parameters: Mapping[str, float]
+) -> Agreement:
+    """Compare what a term was written out as with the term in torch. Arguments as `traced_source` has them.
+
+    Raises:
+        TermError: as `traced_source`, or an exception in the term.
+        Disagreement: the two differ, or a row depends on how many rows there are.
+    """
+    source = traced_source(function, given, others, parameters)
+    with torch.device("cpu"):
+        inputs = trial_inputs(list(dict.fromkeys([*given, *others])), parameters)
+        loaded, numbers = [inputs[name] for name in others], [*parameters.values()]
+        returned = run_source(source, [inputs[name] for name in given], loaded, numbers)
+        found = TermResults(returned[0], returned[1], returned[2] if len(returned) > 2 else None)
+        term = _Term(function, {name: inputs[name] for name in input_names(function)}, parameters)
+        for result, dtype in zip(found, (torch.float32, torch.float32, torch.bool), strict=True):
+            if result is not None and (result.dtype, result.shape) != (dtype, inputs[given[0]].shape):
+                shape = f"{result.dtype} of shape {list(result.shape)}"
+                raise Disagreement(f"{place(function)}: its Triton code returns {shape}")
+        return _compare(term, found)
+
+
+def _compare(term: _Term, found: TermResults) -> Agreement:
+    references = [results_in_torch(*term, torch.float32)]
+    _check_lengths(term, references[0])
+    with suppress(TermError):  # a term may allow whole numbers only
+        for shift in (1.0 + ROUNDING, 1.0 - ROUNDING) if term.parameters else ():
+            moved = {name: value * shift for name, value in term.parameters.items()}
+            references.append(results_in_torch(term.function, term.inputs, moved, torch.float32))
+    with suppress(TermError):  # a term may hold float32 of its own
+        references.append(results_in_torch(*term, torch.float64))
+    errors = [
+        _largest_error(term, what, getattr(found, what), [getattr(result, what) for result in references])
+        for what in ("value", "derivative")
+    ]
+    clips = [result.clipped for result in references if result.clipped is not None]
+    if clips and found.clipped is not None:
+        wrong = ~(torch.stack(clips) == found.clipped).any(0)
+        if wrong.any():
+            term.refuse("clip", wrong, found.clipped, clips[0])
+    return Agreement(len(found.value), max(errors))
+
+
+def _check_lengths(term: _Term, whole: TermResults) -> None:
+    start = len(whole.value) // 2  # the first log-ratios are 0
+    for length in LENGTHS:
+        rows = slice(start, start := start + length)
+        part = {name: values[rows] for name, values in term.inputs.items()}
+        value = results_in_torch(term.function, part, term.parameters, torch.float32).value
+        if not torch.allclose(value, whole.value[rows], rtol=1e-5, atol=1e-6, equal_nan=True):
+            because = "a row's value depends on the number of rows, or differs from call to call"
+            raise Disagreement(f"{place(term.function)}: {because}")
+
+
+def _largest_error(term: _Term, what: str, found: Tensor, references: Sequence[Tensor]) -> float:
+    """Return the largest error of a result.
+
+    It may lie between those of torch in float32, in float64 and with parameters that are rounded otherwise.
+    NaN among the inputs stays NaN in the value; where torch has NaN else, numbers of any size overflowed.
+
+    Raises:
+        Disagreement: an error that rounding does not explain.
+    """
+    single, own = references[0].double(), found.double()
+    bounds = torch.stack([reference.double() for reference in references])
+    rounding = (single - bounds[-1]).abs().nan_to_num(0.0, 0.0, 0.0)
+    size = single.abs().masked_fill(~single.isfinite(), 0.0)
+    usual = size[(size > 0) & (size < 1e6)]
+    typical = usual.quantile(0.9).item() if len(usual) else 0.0  # 1 - tanh(x)**2 cancels where it is small
+    allowed = RELATIVE * size + TYPICAL * typical + 4 * rounding
+    right = (own >= bounds.amin(0) - allowed) & (own <= bounds.amax(0) + allowed) | (own == single)
+    given_nan = functools.reduce(operator.or_, (values.isnan() for values in term.inputs.values()))
+    if what == "value":
+        right |= single.isnan() & (own.isnan() | ~given_nan)
+    else:
+        right |= single.isnan() | given_nan
+    if not right.all():
+        term.refuse(what, ~right, found, references[0])
+    error = ((own - single).abs() - 4 * rounding) / size.clamp(min=max(typical, 1e-30))
+    return max(0.0, error.nan_to_num(0.0, 0.0, 0.0).max().item())

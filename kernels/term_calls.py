@@ -1,0 +1,293 @@
+"""Calls of a user's loss term: what it returns, which operators it calls, and the line of any mistake.
+
+No kernel is needed for these checks, nor the package triton.
+"""
+
+import functools
+import inspect
+import linecache
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import CodeType, FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "MOST_OPERATORS", "MOVED_BY_LOGPROB", "TermError", "call_term", "check_unchanged", "code_owner",
+    "first_line", "input_names", "located", "place", "record_calls", "running_line", "term_name",
+]  # fmt: skip
+
+MOVED_BY_LOGPROB = ("log_ratio", "logprobs", "gap")
+"""Inputs that change one for one with the policy's log-prob."""
+MOST_OPERATORS = 500
+"""Operators that a term may call to become a kernel; more are refused at the next call."""
+MOST_SECONDS = 10.0
+"""Time for one trial call."""
+ROWS = 7
+"""Length of the inputs in trial calls."""
+HARMLESS = ("dtype.__get__", "device.__get__", "ndim.__get__", "dim", "is_floating_point", "is_complex")
+"""What a term may ask of a tensor to become a kernel: nothing here depends on data or on how many rows a
+micro-batch has."""
+SIZES = ("shape.__get__", "size", "numel", "nelement", "__len__", "stride", "nbytes.__get__")
+
+
+class TermError(ValueError):
+    """A term that cannot be computed, or not in Triton; the message names its file and line."""
+
+
+def term_name(term: Any) -> str:
+    """Return a term's name, for messages; a lambda's and a callable object's are those of its kind."""
+    return getattr(term, "__name__", None) or type(term).__name__
+
+
+def place(term: Any) -> str:
+    """Return the file and line where a term begins."""
+    code = _code(term)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code else f"{term_name(term)}, in no file"
+
+
+def code_owner(term: Any) -> Any:
+    """Return the function or method that a partial, a decorated function or a callable object calls."""
+    while isinstance(term, functools.partial):
+        term = term.func
+    term = inspect.unwrap(term)
+    return term if inspect.isroutine(term) or not callable(term) else type(term).__call__
+
+
+def _code(term: Any) -> CodeType | None:
+    code = getattr(code_owner(term), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def located(term: Any, frames: Sequence[tuple[str, int]]) -> str:
+    """Return the innermost of these lines that is in the term's file, with its text.
+
+    Args:
+        frames: file and line number, the innermost last.
+    """
+    code = _code(term)
+    lines = [number for file, number in frames if code and file == code.co_filename]
+    if code is None or not lines:
+        return place(term)
+    text = linecache.getline(code.co_filename, lines[-1]).strip()
+    return f"{code.co_filename}, line {lines[-1]}" + (f": `{text}`" if text else "")
+
+
+def input_names(term: Any) -> tuple[str, ...]:
+    """Return the names of a term's positional arguments: the inputs that it reads.
+
+    Raises:
+        TermError: no function with named arguments.
+    """
+    try:
+        parameters = inspect.signature(term).parameters.values()
+    except (TypeError, ValueError):
+        raise TermError(
+            f"{place(term)}: wanted a Python function with named arguments, is {term!r}"
+        ) from None
+    if several := [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]:
+        raise TermError(f"{place(term)}: takes *{several[0]}; a term names each input that it reads")
+    return tuple(p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD)
+
+
+def call_term(term: Any, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Any:
+    """Call a term.
+
+    Raises:
+        TermError: any exception of the term, with its line, or its call of torch after MOST_SECONDS.
+    """
+    try:
+        with _Deadline(term):
+            return term(*inputs, **parameters)
+    except TermError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(error.__traceback__)]
+        raise TermError(f"{located(term, frames)}: {first_line(error)}") from error
+
+
+class _Deadline(TorchFunctionMode):
+    """End a term that loops over torch's functions without end."""
+
+    def __init__(self, term: Any):
+        super().__init__()
+        self.term, self.end = term, time.monotonic() + MOST_SECONDS
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if time.monotonic() > self.end:
+            raise TermError(f"{running_line(self.term)}: the term takes more than {MOST_SECONDS:g} s")
+        return func(*args, **(kwargs or {}))
+
+
+def first_line(error: BaseException) -> str:
+    """Return an exception's kind and the first line of what it says."""
+    text = str(error).strip().partition("\n")[0][:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def check_unchanged(
+    term: Any, names: Sequence[str], inputs: Sequence[Tensor], before: Sequence[Tensor]
+) -> None:
+    """Refuse a term that has written into one of its inputs.
+
+    Args:
+        before: the inputs' values before the call.
+
+    Raises:
+        TermError: names the input.
+    """
+    for name, tensor, value in zip(names, inputs, before, strict=True):
+        if not torch.allclose(tensor, value, rtol=0.0, atol=0.0, equal_nan=True):
+            raise TermError(
+                f"{place(term)}: changes its input {name} in place, which others read; copy it first"
+            )
+
+
+def record_calls(term: Any, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Call a term on tensors and return all operators that it calls, with their numbers, as a key.
+
+    Two calls with equal records compute the same, whatever globals, attributes or closures the term reads.
+
+    Args:
+        parameters: numbers, or tensors of one number.
+
+    Raises:
+        TermError: what no kernel can do, with its line: a value of Python that depends on data or on the
+            number of rows, another dtype than float32 and bool, another shape, a sum over rows, random
+            numbers, an input changed in place, a derivative that is not made of torch's operators, or too
+            many operators.
+    """
+    names = input_names(term)
+    with ExitStack() as stack:
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.enable_grad())
+        leaves = [torch.linspace(-1.5, 1.5, ROWS, requires_grad=True) for _ in names]
+        inputs = [leaf + 0.0 for leaf in leaves]  # as in training no leaves: those cannot be changed in place
+        stack.enter_context(_Reads(term))
+        record = stack.enter_context(_Record(term, inputs, [*parameters.values()]))
+        found = call_term(term, inputs, parameters)
+    check_unchanged(term, names, inputs, leaves)
+    results = found if isinstance(found, tuple) else (found,)
+    for tensor in results:
+        if not isinstance(tensor, Tensor) or tensor.shape != inputs[0].shape:
+            kind = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TermError(f"{place(term)}: returns {kind}, wanted tensors of its inputs' shape")
+        _check_derivative(term, tensor)
+    return (*record.calls, *map(record.reference, results))
+
+
+def _check_derivative(term: Any, tensor: Tensor) -> None:
+    waiting, seen = [tensor.grad_fn], set()
+    while waiting:
+        if (node := waiting.pop()) is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            raise TermError(
+                f"{place(term)}: it cannot be a kernel: {type(node).__name__} is the derivative of a "
+                "torch.autograd.Function, not of torch's operators"
+            )
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+
+
+def running_line(term: Any) -> str:
+    """Return the line of the term that is running."""
+    frames, frame = [], cast(FrameType | None, sys._getframe(1))
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return located(term, frames[::-1])
+
+
+class _Reads(TorchFunctionMode):
+    """Refuse values of Python that a term makes of tensors."""
+
+    def __init__(self, term: Any):
+        super().__init__()
+        self.term = term
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        tensors = found if isinstance(found, tuple | list) and not isinstance(found, torch.Size) else (found,)
+        if all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors):
+            return found
+        name = (resolve_name(func) or getattr(func, "__name__", "")).removeprefix("torch.")
+        if name.removeprefix("Tensor.") in HARMLESS:
+            return found
+        because = "is data-dependent: a value of Python"
+        if name.removeprefix("Tensor.") in SIZES:
+            because = "gives the number of rows, which differs between micro-batches"
+        raise TermError(f"{running_line(self.term)}: it cannot be a kernel: {name} {because}")
+
+
+class _Record(TorchDispatchMode):
+    """The operators that a term calls."""
+
+    def __init__(self, term: Any, inputs: Sequence[Tensor], parameters: Sequence[Any]):
+        super().__init__()
+        self.term, self.calls, self.constants = term, cast(list[Any], []), cast(set[int], set())
+        self.tensors = [*inputs, *(p for p in parameters if isinstance(p, Tensor))]
+        self.places = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+        self.inputs = {id(tensor) for tensor in self.tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(self.calls) >= MOST_OPERATORS:
+            self._refuse(func, f"is one of more than {MOST_OPERATORS} operators of the term")
+        kwargs = kwargs or {}
+        given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if func._schema.is_mutable and given and id(given[0]) in self.inputs:
+            self._refuse(func, "changes an input in place")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._refuse(func, "draws random numbers")
+        found = func(*args, **kwargs)
+        call = (str(func), torch.is_grad_enabled(), self.described(args), self.described([*kwargs.items()]))
+        self.calls.append(call)
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(tensor, Tensor):
+                self._check(func, tensor, given)
+                self.places[id(tensor)] = len(self.tensors)
+                self.tensors.append(tensor)
+        return found
+
+    def _refuse(self, func: Any, because: str) -> None:
+        raise TermError(f"{running_line(self.term)}: it cannot be a kernel: {func} {because}")
+
+    def _check(self, func: Any, found: Tensor, given: Sequence[Tensor]) -> None:
+        read = () if str(func).startswith("aten.new_") else given  # that takes a dtype alone
+        fixed = found.dim() == 0 and all(id(t) in self.constants or id(t) not in self.places for t in read)
+        if fixed:
+            self.constants.add(id(found))
+        elif found.dtype not in (torch.float32, torch.bool):
+            self._refuse(func, f"makes a tensor of {found.dtype}; kernels have float32 and bool")
+        elif found.dim() and found.shape != (ROWS,):
+            self._refuse(func, "makes a tensor of another shape; kernels have one number per row")
+        elif not found.dim() and any(tensor.dim() for tensor in given):
+            self._refuse(func, "is data-dependent: it makes one number of all rows, and kernels see one row")
+
+    def reference(self, tensor: Tensor) -> Any:
+        """Return which tensor of the record this is, or its content if it comes from outside."""
+        if id(tensor) in self.places:
+            return self.places[id(tensor)]
+        if tensor.numel() > 1:
+            raise TermError(
+                f"{running_line(self.term)}: it cannot be a kernel: it reads a tensor that is not an input"
+            )
+        return ("constant", str(tensor.dtype), repr(tensor.tolist()))
+
+    def described(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.reference(value)
+        if isinstance(value, tuple | list):
+            return tuple(map(self.described, value))
+        return (type(value).__name__, repr(value))

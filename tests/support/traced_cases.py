@@ -1,0 +1,46 @@
+"""What must hold of the code made of loss terms on any `device`, as tests for two files."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from megatron_ibpo.kernels.term_language import run_source
+from megatron_ibpo.kernels.term_trials import trial_inputs
+from megatron_ibpo.kernels.traced_terms import GIVEN, traced_source, traced_term
+from megatron_ibpo.loss.term_inputs import MORE
+from support.loss_terms import EXACT, PARAMETERS
+
+
+@triton.jit
+def apply_kernel(a, b, c, others, parameters, value, slope, clipped, N, TERM: tl.constexpr):
+    i = tl.arange(0, 1024)
+    kept = i < N
+    x, y, z = tl.load(a + i, mask=kept), tl.load(b + i, mask=kept), tl.load(c + i, mask=kept)
+    found = TERM(x, y, z, others, i, kept, parameters)
+    tl.store(value + i, found[0], mask=kept)
+    tl.store(slope + i, found[1], mask=kept)
+    tl.store(clipped + i, found[2], mask=kept)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_triton_computes_what_the_check_of_a_term_computes(name, device):
+    """The check runs the same source in torch. NaN apart: the interpreter never drops it."""
+    params = PARAMETERS.get(name, {})
+    inputs = {key: values[:-3] for key, values in trial_inputs((*GIVEN, *MORE), params).items()}
+    given, others = [inputs[key] for key in GIVEN], [inputs[key] for key in MORE]
+    wanted = run_source(traced_source(EXACT[name], GIVEN, MORE, params), given, others, [*params.values()])
+    value, slope = torch.empty(2, len(given[0]), device=device)
+    clipped = torch.empty(len(value), dtype=torch.bool, device=device)
+    function, numbers = traced_term(EXACT[name], GIVEN, MORE, params), tuple(params.values())
+    given, others = ([values.to(device) for values in several] for several in (given, others))
+    apply_kernel[(1,)](*given, tuple(others), numbers, value, slope, clipped, len(value), TERM=function)
+    value, slope, clipped = value.cpu(), slope.cpu(), clipped.cpu()
+    near = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True}
+    wrong = ~value.isclose(wanted[0], **near) | ~slope.isclose(wanted[1], **near) | (clipped != wanted[2])
+    # where the last bit of an exponential decides: at the bound of ppo, and in 1 - p for p near 1
+    wrong &= ~inputs["log_ratio"].exp().isclose(torch.tensor(1.2)) & (inputs["logprobs"] < -1e-6)
+    assert not wrong.any(), inputs["log_ratio"][wrong]
