@@ -7,6 +7,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_ibpo.basics.redaction import without_keys
 from megatron_ibpo.basics.text import error_text, printable
 
 REWARD_FAULTS = "reward_faults.log"
@@ -56,7 +57,7 @@ def trace_text(error: BaseException) -> str:
         trace = "".join(traceback.format_exception(error))
     except Exception:  # such as of an exception group that cannot be shown
         trace = "".join(traceback.format_tb(error.__traceback__))
-    return printable(trace[-_LONGEST_TRACE:])
+    return printable(without_keys(trace)[-_LONGEST_TRACE:])
 
 
 def append_trace(path: Path, title: str, trace: str) -> None:

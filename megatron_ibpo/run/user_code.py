@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_ibpo.basics.records import Prompt, token_ids
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, EnvironmentConfig, environment_in
 from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.credit import CreditContext
 from megatron_ibpo.credit.trial import credit_functions, try_credit
@@ -50,7 +50,7 @@ def try_user_code(
     prompts = data.first_prompts
     details = try_rewards(pool, _verified(prompts), config.data, logs)
     if environments is not None:
-        for target, prompt in environments_of(prompts).items():
+        for target, prompt in environments_of(prompts, config.environment).items():
             place = f"{prompt.task}, prompt {prompt.index}"
             details |= try_environment(
                 environments, target, prompt.text, prompt.label, prompt.metadata, place
@@ -88,16 +88,23 @@ def check_user_code(config: Config) -> str | None:
         pool = stack.enter_context(WorkerPool(targets, size=1, timeout=config.data.reward_timeout))
         check_labels(pool, verified, config.data)
         environments = None
-        if environments_of(prompts):
+        if environments_of(prompts, config.environment):
             environments = stack.enter_context(EnvironmentPool(config.environment))
         try_user_code(config, data, pool, environments, trains=True, logs=None)
     return None
 
 
-def environments_of(prompts: Sequence[Prompt]) -> dict[str, Prompt]:
-    """Return each environment that a prompt names, with the first such prompt."""
-    named = {environment_of(prompt): prompt for prompt in reversed(prompts)}
-    return {name: named[name] for name in map(environment_of, prompts) if name is not None}
+def environments_of(prompts: Sequence[Prompt], settings: EnvironmentConfig) -> dict[str, Prompt]:
+    """Return each environment that a prompt names, with the first such prompt.
+
+    Raises:
+        ConfigError: a row names one that the user did not allow.
+    """
+    named: dict[str, Prompt] = {}
+    for prompt in prompts:
+        if (name := environment_in(prompt.metadata, settings)) is not None:
+            named.setdefault(name, prompt)
+    return named
 
 
 def _verified(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -120,7 +120,7 @@ def tried(*more, logs=None):
     config = with_context(config, read_hf_config(TINY))
     data = open_run_data(config)
     with open_pool(config.data) as pool, EnvironmentPool(config.environment) as environments:
-        own = environments if environments_of(data.first_prompts) else None
+        own = environments if environments_of(data.first_prompts, config.environment) else None
         try_user_code(config, data, pool, own, trains=True, logs=logs)
         assert (environments.opened, environments.deaths, sum(environments.faults.values())) == (0, 0, 0)
 
