@@ -98,9 +98,9 @@ def test_tables_and_functions_of_the_user_may_name_no_code_either(tmp_path, trap
     )
     with pytest.raises(DataError, match=r"rows\.parquet, row 1: rm_type 'trap:score'"):
         open_source(str(tmp_path / "rows.parquet"), TINY, DataConfig(), split="train")
-    (tmp_path / "mine.py").write_text(f"def rows(split): return [{row(rm_type='trap:score')!r}]")
+    (tmp_path / "rows_of_user.py").write_text(f"def rows(split): return [{row(rm_type='trap:score')!r}]")
     with pytest.raises(DataError, match=r"train row 0: rm_type 'trap:score'"):
-        open_source(f"import://{tmp_path / 'mine.py'}:rows", TINY, DataConfig(), split="train")
+        open_source(f"import://{tmp_path / 'rows_of_user.py'}:rows", TINY, DataConfig(), split="train")
     assert not trap.exists()
 
 

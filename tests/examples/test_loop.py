@@ -85,8 +85,11 @@ def test_every_step_tells_what_happened_and_what_was_spent_until_then(run):
         assert row["updates_skipped"] == 0
         # the engines got their shards, and nothing twice; messages are padded between precisions
         assert row["weight_update_bytes_ratio"] == pytest.approx(1, abs=1e-4)
-        # bf16 rollouts against the fp32 trainer, with no alarm
-        assert 0 < row["logprob_diff_abs_mean"] < 0.02 < row["logprob_diff_bound"] == 0.03
+    # bf16 rollouts against the fp32 trainer, with no alarm; which steps train depends on last bits
+    trained = [row for row in rows if row["sequences_trained"]]
+    assert trained
+    for row in trained:
+        assert 0 < row["logprob_diff_abs_mean"] < 0.02 < row["logprob_diff_bound"] == 0.03, row["step"]
     tokens = [row["tokens_responses"] + row["tokens_corrections"] + row["tokens_trained"] for row in rows]
     assert rows[-1]["spent_tokens"] > sum(tokens)
     start, end = rows_of(run[0], "evaluation")

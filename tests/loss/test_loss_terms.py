@@ -243,6 +243,8 @@ CASES = {
 def write_module(directory, monkeypatch, text):
     """Write a module of the user and return its path; it is imported anew."""
     sys.modules.pop("own_terms", None)
+    # bytecode of an equally long text of the same second would be read
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     path = Path(directory) / "own_terms.py"
     path.write_text(text)
     monkeypatch.syspath_prepend(directory)

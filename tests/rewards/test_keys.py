@@ -100,7 +100,7 @@ def test_a_server_that_repeats_the_key_has_it_shown_nowhere(case, caplog):
 SPELLINGS = {
     "plain": str,
     "cut": lambda key: key[2:-3],
-    "capitals": str.upper,
+    "capitals": lambda key: "".join(c.upper() if c.upper().lower() == c else c for c in key),
     "JSON": json.dumps,
     "JSON in JSON": lambda key: json.dumps(json.dumps({"key": key})),
     "JSON of PHP": lambda key: json.dumps(key).replace("/", "\\/"),

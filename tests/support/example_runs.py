@@ -65,7 +65,14 @@ def started_by(process):
 
 
 def engines_among(processes):
-    return [p for p in processes if any("engine_process" in word for word in p.cmdline())]
+    return [p for p in processes if any("engine_process" in word for word in command_of(p))]
+
+
+def command_of(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended meanwhile
+        return []
 
 
 def still_running(processes):
