@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -147,6 +148,22 @@ def test_the_root_holds_python_and_nothing_can_be_written_to_it():
     assert set(lines[1:]) <= {"OSError", "PermissionError"}
     for _ in range(2):
         assert said("say(os.listdir()); open('left', 'w').write('x')") == ["[]"], "it is new each time"
+
+
+def test_packages_are_seen_wherever_they_are_installed_also_below_the_directory_that_is_empty_inside(
+    tmp_path,
+):
+    installed = Path("/tmp", f"ibpo-package-{os.getpid()}"), tmp_path / "elsewhere"
+    for directory in installed:
+        directory.mkdir()
+        (directory / "shown.py").write_text(f"PLACE = {str(directory)!r}")
+        source = f"import os, sys; sys.path.append({str(directory)!r}); import shown; print(shown.PLACE)"
+        with Process(
+            "program", source, [""], limits=Limits(), packages=[str(directory / "shown.py")]
+        ) as process:
+            execution = process.finish()
+        shutil.rmtree(directory)
+        assert execution.stdout.decode().strip() == str(directory), execution.stderr
 
 
 def test_no_environment_nor_descriptor_of_the_host_goes_in_and_signals_stay_in(monkeypatch, tmp_path):

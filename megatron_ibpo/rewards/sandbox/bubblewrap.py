@@ -99,6 +99,8 @@ def bubblewrap_command(
     }  # there is no cache of them inside
     for name, value in (ENVIRONMENT | libraries | dict(environment or {})).items():
         command += ["--setenv", name, value]
+    # before what is shown: Python and its packages may be below it
+    command += ["--perms", "1777", "--size", str(disk_bytes), "--tmpfs", WORKING_DIRECTORY]
     for path in _parents((*visible_paths(), *_DEVICES, *packages)):
         command += ["--perms", "0755", "--dir", path]  # bwrap would make them for root alone
     for path in visible_paths():
@@ -111,7 +113,6 @@ def bubblewrap_command(
         command += ["--remount-ro", path]
     for path in _DEVICES:
         command += ["--dev-bind", path, path]
-    command += ["--perms", "1777", "--size", str(disk_bytes), "--tmpfs", WORKING_DIRECTORY]
     command += ["--chdir", WORKING_DIRECTORY, "--remount-ro", "/"]
     command += ["--info-fd", str(info), "--userns-block-fd", str(block), "--seccomp", str(seccomp), "--"]
     return command

@@ -193,11 +193,12 @@ class Process:
         return int(found[1])
 
     def failure(self, what: str) -> SandboxError:
-        """Return the error of a sandbox that fails, with what it has written to stderr."""
+        """Return the error of a sandbox that fails, with the last line that it has written to stderr."""
         with suppress(BlockingIOError):
             os.set_blocking(self._err, False)
             self._stderr += os.read(self._err, _CHUNK)
-        said = self._stderr.decode(errors="replace").strip() or "no message"
+        lines = self._stderr.decode(errors="replace").split("\n")
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
         return SandboxError(f"the sandbox {what}: {said}")
 
     def read(self, enough: Callable[[bytearray], bool], deadline: float) -> bool:
