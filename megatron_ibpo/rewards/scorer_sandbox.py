@@ -245,7 +245,7 @@ def _import_paths() -> str:
 def _judged_here(name: str, answer: str, entry: dict[str, Any]) -> Verdict:
     try:
         with cpu_limit(judges.JUDGE_S):
-            return Verdict("right" if _dataset(name).score_answer(answer, entry) >= 1.0 else "wrong")
+            return Verdict("right" if judges.is_right(_dataset(name), name, answer, entry) else "wrong")
     except ResponseError as error:
         return Verdict("ended", str(error))
     except Exception as error:

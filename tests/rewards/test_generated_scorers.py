@@ -100,6 +100,9 @@ def test_an_answer_that_is_more_than_an_expression_of_its_task_is_wrong_by_its_o
     )
     check_labels(pool, [unsolved], DataConfig())
     product = row("polynomial_multiplication", "x**2 + 2*x + 1")
+    flip = row("coin_flip", "0.0625")
+    ordered = row("number_sorting", "['1.0', '2.5', '9.0']", direction="ascending")
+    imaginary = row("complex_arithmetic", "4.0 - 7.0i", result=[4, -7])
     board = row("n_queens", "Q _\n_ _", valid_answers=["Q _\n_ _"])
     cases = [
         (numbers, "3*2*1", Score(1.0, True)),
@@ -109,6 +112,18 @@ def test_an_answer_that_is_more_than_an_expression_of_its_task_is_wrong_by_its_o
         (puzzle, "3*(1 + 4 + 2 + 1)", WRONG),
         (puzzle, "6*4*1*1", WRONG),  # any four numbers that make 24, for the library
         (puzzle, "1*2*3*4", Score(1.0, True)),
+        (row("puzzle24", "8/(3 - 8/3)", numbers=[3, 3, 8, 8]), "8/(3 - 8/3)", Score(1.0, True)),
+        (row("puzzle24", "8*(9 - 2*3)", numbers=[2, 3, 8, 9]), "8*3 + 2/9", WRONG),  # the library cuts it
+        (flip, "0", WRONG),  # any beginning of the label, for the library
+        (flip, "0.5", WRONG),
+        (flip, "1/16", Score(1.0, True)),
+        (flip, "0.06254", Score(1.0, True)),
+        (ordered, "[NaN, NaN, NaN]", WRONG),
+        (ordered, '["nan", "NaN", "nan"]', WRONG),
+        (ordered, "[1, 2.5, 9]", Score(1.0, True)),
+        (imaginary, "nan", WRONG),
+        (imaginary, "N an + 1i", WRONG),
+        (imaginary, "4 - 7i", Score(1.0, True)),
         (integral, "x*x - C", Score(1.0, True)),
         (integral, "Integral(2*x, x)", FAULT),  # it differentiates to the integrand without being solved
         (integral, "sin(x)**2 + cos(x)**2 + x**2", Score(1.0, True)),
