@@ -11,6 +11,7 @@ import functools
 import pickle
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,10 +72,11 @@ def judge_answers(task: Task, asks: Sequence[Ask]) -> list[Verdict]:
     Raises:
         SandboxError: there is no sandbox, and the scorer needs one, with what to do; or the sandbox fails.
     """
-    sandbox = open_scorers()
+    needs_it = task.name not in EVALUATE_NOTHING - READ_PARAMETERS
+    sandbox = open_scorers(retries=needs_it)
     if isinstance(sandbox, ScorerSandbox):
         return sandbox.judge(task, asks)
-    if task.name not in EVALUATE_NOTHING - READ_PARAMETERS:
+    if needs_it:
         does = "reads parameters of the row" if task.name in READ_PARAMETERS else "may run text as code"
         raise SandboxError(
             f"reasoning_gym's scorer of {task.name} {does}, so it needs the sandbox: {sandbox}"
@@ -84,36 +86,31 @@ def judge_answers(task: Task, asks: Sequence[Ask]) -> list[Verdict]:
 
 _opened: list[ScorerSandbox] = []
 """The sandbox of this process, if it is open."""
+_refusal: tuple[float, str] | None = None
+"""When none could be opened, as of `time.monotonic()`, and why."""
+_RETRY_S = 60.0
+_HINT = "; docs/code_rewards.md says how to allow it, also in a container"
 
 
-def open_scorers() -> ScorerSandbox | str:
-    """Return the sandbox of this process; the reason if none can be had on this machine.
+def open_scorers(*, retries: bool = False) -> ScorerSandbox | str:
+    """Return the sandbox of this process; the reason if none can be had.
 
-    Raises:
-        SandboxError: an earlier one failed, and no other can be opened.
+    Args:
+        retries: a reason that is a minute old may have passed, such as a lack of memory: try again.
     """
+    global _refusal
     if _opened:
         return _opened[0]
-    if (why := _why_not()) is not None:
-        return why
-    if not _opened:
-        _opened.append(ScorerSandbox())
-    return _opened[0]
-
-
-@functools.cache
-def _why_not() -> str | None:
-    """Open the first sandbox of this process; return why there is none."""
+    if _refusal is not None and not (retries and time.monotonic() >= _refusal[0] + _RETRY_S):
+        return _refusal[1]
     try:
         _opened.append(ScorerSandbox())
-    except SandboxError as error:
-        hint = (
-            ""
-            if INSTALL in str(error)
-            else "; docs/code_rewards.md says how to allow it, also in a container"
-        )
-        return f"{error}{hint}"
-    return None
+    except (SandboxError, OSError) as error:
+        hint = "" if INSTALL in str(error) else _HINT
+        _refusal = time.monotonic(), f"{error}{hint}"
+        return _refusal[1]
+    _refusal = None
+    return _opened[0]
 
 
 class ScorerSandbox:

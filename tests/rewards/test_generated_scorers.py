@@ -65,6 +65,13 @@ def attacks(path):
     ]
 
 
+def raiser(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
 @pytest.fixture(scope="module")
 def pool():
     with open_pool(DataConfig(reward_workers=1, reward_timeout=60.0)) as opened:
@@ -107,6 +114,12 @@ def test_an_answer_that_is_more_than_an_expression_of_its_task_is_wrong_by_its_o
     cases = [
         (numbers, "3*2*1", Score(1.0, True)),
         (numbers, "3 + 2 + 2", WRONG),
+        (
+            row("countdown", "20*5 - 99 + 98", numbers=[20, 5, 99, 98], target=99.0),
+            "98 + 5*20 - 99",
+            Score(1.0, True),
+        ),
+        (row("countdown", "97*9 + 1", numbers=[97, 9, 1, 98, 99], target=873), "97*9 + 1/98/99", WRONG),
         (numbers, "(1+2+3)*0e0 + 6e0", FAULT),  # numbers that the library does not count as used
         (numbers, "1*2**3 - 2", FAULT),
         (puzzle, "3*(1 + 4 + 2 + 1)", WRONG),
@@ -306,9 +319,26 @@ def test_without_a_sandbox_only_scorers_that_evaluate_nothing_run(monkeypatch, t
         assert re.search(r"countdown.*needs the sandbox.*no user namespaces here.*code_rewards.md", line)
         assert verifier.score([(numbers[0], numbers[0].label)])[0].reward is None
     monkeypatch.setattr("megatron_ibpo.rewards.sandbox.bubblewrap.shutil.which", lambda *_, **__: None)
-    scorer_sandbox._why_not.cache_clear()
+    monkeypatch.setattr(scorer_sandbox, "_opened", [])
+    monkeypatch.setattr(scorer_sandbox, "_refusal", None)
     assert "apt-get install bubblewrap" in label_problem(numbers[0].label, numbers[0].metadata)
-    scorer_sandbox._why_not.cache_clear()
+
+
+@needs_sandbox
+def test_a_sandbox_that_cannot_be_had_for_now_is_tried_again_later(monkeypatch):
+    monkeypatch.setattr(scorer_sandbox, "_opened", [])
+    monkeypatch.setattr(scorer_sandbox, "_refusal", None)
+    numbers = item("countdown")
+    with monkeypatch.context() as for_now:
+        for_now.setattr("subprocess.Popen", raiser(BlockingIOError("no more processes")))
+        assert "needs the sandbox: no more processes" in label_problem(numbers.label, numbers.metadata)
+        assert label_problem("5", row("chain_sum", "5").metadata) is None
+    assert "no more processes" in label_problem(numbers.label, numbers.metadata)
+    monkeypatch.setattr(scorer_sandbox, "_RETRY_S", 0.0)
+    assert label_problem("5", row("chain_sum", "5").metadata) is None
+    assert not scorer_sandbox._opened
+    assert label_problem(numbers.label, numbers.metadata) is None
+    scorer_sandbox._opened[0].close()
 
 
 # --------------------------------------------------------------------------------------- proofs of the lists

@@ -290,12 +290,22 @@ def _is_close(answer: str, entry: "dict[str, Any]") -> bool:
     return abs(given - wanted) <= 1e-4  # the library's tolerance
 
 
+def _makes_target(answer: str, entry: "dict[str, Any]") -> bool:
+    """Of countdown: the library's scorer also takes what differs by a hundred-thousandth, so that numbers
+    that are left over can be divided away."""
+    return _equals(answer, entry["metadata"]["target"])
+
+
 def _makes_24(answer: str, entry: "dict[str, Any]") -> bool:
     """Of puzzle24: the library's scorer takes any four numbers, and 24.9 for 24."""
+    used = sorted(map(int, re.findall(r"[0-9]+", answer)))
+    return used == sorted(entry["metadata"]["numbers"]) and _equals(answer, 24)
+
+
+def _equals(expression: str, number: float) -> bool:
     import sympy
 
-    used = sorted(map(int, re.findall(r"[0-9]+", answer)))
-    return used == sorted(entry["metadata"]["numbers"]) and bool(sympy.parse_expr(answer.strip()) == 24)
+    return bool(sympy.parse_expr(expression.strip()) == sympy.Rational(number))
 
 
 def _has_numbers(answer: str, _: "dict[str, Any]") -> bool:
@@ -306,6 +316,7 @@ def _has_numbers(answer: str, _: "dict[str, Any]") -> bool:
 _EARNS: "dict[str, Callable[[str, dict[str, Any]], bool]]" = {
     "coin_flip": _is_close,
     "complex_arithmetic": _has_numbers,
+    "countdown": _makes_target,
     "number_sorting": _has_numbers,
     "puzzle24": _makes_24,
 }
