@@ -33,6 +33,9 @@ _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 _START_S = 100.0
 _MOST_ASKS = 64
 """Answers of one request: a judge that answers while it is asked must not wait for its answers to be read."""
+_MOST_BYTES = 16 << 20
+"""Bytes after which a request has no further ask: a data row may have 64 MiB, and so would each of its
+responses' asks."""
 _NAMES: dict[bytes, Literal["right", "wrong", "raised", "unfit", "ended", "silent"]] = {
     judges.RIGHT: "right",
     judges.WRONG: "wrong",
@@ -155,12 +158,12 @@ class ScorerSandbox:
         """
         verdicts: list[Verdict] = []
         while len(verdicts) < len(asks):
-            verdicts += self._judge(task, asks[len(verdicts) :][:_MOST_ASKS])
+            verdicts += self._judge(task, _first_pickled(asks[len(verdicts) :]))
         return verdicts
 
-    def _judge(self, task: Task, asks: Sequence[Ask]) -> list[Verdict]:
+    def _judge(self, task: Task, asks: Sequence[bytes]) -> list[Verdict]:
         is_kept = task.name in EVALUATE_NOTHING
-        request = pickle.dumps((task.name, is_kept, task.parameters, [pickle.dumps(ask) for ask in asks]))
+        request = pickle.dumps((task.name, is_kept, task.parameters, asks))
         most = len(asks) * (_HEAD.size + judges.LONGEST_TEXT)
         seconds = len(asks) * (judges.CREATE_S + judges.JUDGE_S + 2 * judges.WALL_S)
         try:
@@ -205,6 +208,17 @@ class ScorerSandbox:
 
 
 _LENGTH, _HEAD = struct.Struct("<I"), struct.Struct("<cH")
+
+
+def _first_pickled(asks: Sequence[Ask]) -> list[bytes]:
+    """Return as many of the first asks as one request may have, at least one."""
+    pickled, size = list[bytes](), 0
+    for ask in asks[:_MOST_ASKS]:
+        pickled.append(pickle.dumps(ask))
+        size += len(pickled[-1])
+        if size >= _MOST_BYTES:
+            break
+    return pickled
 
 
 def _verdicts(content: bytes, count: int) -> list[Verdict]:

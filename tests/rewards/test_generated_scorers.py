@@ -291,6 +291,14 @@ def test_what_code_does_in_a_judge_ends_with_it_and_touches_no_other(sandbox, tm
 
 
 @needs_sandbox
+@pytest.mark.slow
+def test_many_responses_to_a_row_of_any_size_are_judged_one_after_the_other(sandbox):
+    entry = {"question": "?", "answer": "5", "metadata": {"x": "y" * (48 << 20)}}
+    verdicts = sandbox.judge(Task("chain_sum", pickle.dumps({})), [("5", entry)] * 8)
+    assert [verdict.kind for verdict in verdicts] == ["right"] * 8
+
+
+@needs_sandbox
 def test_a_sandbox_that_ends_is_an_error_of_its_own_and_the_next_answer_gets_another(monkeypatch):
     monkeypatch.setattr(scorer_sandbox, "_opened", [])
     prompt = row("chain_sum", "5")
