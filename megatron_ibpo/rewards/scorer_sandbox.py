@@ -27,8 +27,8 @@ from megatron_ibpo.rewards.sandbox.seccomp import computing_filter
 from megatron_ibpo.rewards.scorer_texts import EVALUATE_NOTHING, READ_PARAMETERS
 
 _LIMITS = Limits(seconds=1e8, memory_bytes=1 << 30, tasks=1 << 15)
-"""Bounds of the sandbox; it lives as long as its owner. A judge starts no task, and before Linux 5.14 those of
-all sandboxes count together."""
+"""Bounds of the sandbox; it lives as long as its owner. A judge starts no task, and before Linux 5.14 those
+of all sandboxes count together."""
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """A fork copies one thread."""
 _START_S = 100.0

@@ -129,6 +129,8 @@ def test_an_answer_that_is_more_than_an_expression_of_its_task_is_wrong_by_its_o
         (row("puzzle24", "8*(9 - 2*3)", numbers=[2, 3, 8, 9]), "8*3 + 2/9", WRONG),  # the library cuts it
         (flip, "0", WRONG),  # any beginning of the label, for the library
         (flip, "0.5", WRONG),
+        (flip, "1e9999999999", WRONG),
+        (flip, "6.25e-2", Score(1.0, True)),
         (flip, "1/16", Score(1.0, True)),
         (flip, "0.06254", Score(1.0, True)),
         (ordered, "[NaN, NaN, NaN]", WRONG),
