@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 
 _RESEMBLANCE = 0.5
 """Smallest share of matching letters for a suggestion; weaker matches would only puzzle the user."""
+_LONGEST = 200
+"""Characters of an unknown name that are compared: a data row may have any number of them."""
 
 
 class ConfigError(ValueError):
@@ -27,5 +29,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
         known: names as the user types them; dashes and underscores are equivalent.
     """
     spellings = {str(other).replace("_", "-"): other for other in known}
-    close = difflib.get_close_matches(str(name).replace("_", "-"), spellings, n=1, cutoff=_RESEMBLANCE)
+    close = difflib.get_close_matches(
+        str(name)[:_LONGEST].replace("_", "-"), spellings, n=1, cutoff=_RESEMBLANCE
+    )
     return f"; did you mean {spellings[close[0]]!r}?" if close else ""

@@ -212,7 +212,7 @@ def read_problem(label: str) -> Problem:
     """
     try:
         content = json.loads(label)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the label of a code problem must be JSON: {error}") from None
     if isinstance(content, dict) and "test" in content:
         return _asserts(content)
@@ -230,8 +230,8 @@ def _asserts(content: dict[str, Any]) -> Problem:
         raise ValueError("`test` must be Python source, and `entry_point` a name or null")
     try:
         tree = ast.parse(test)
-    except SyntaxError as error:
-        raise ValueError(f"`test` is no Python: {error}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"`test` is no Python: {str(error) or 'nested too deeply'}") from None
     if entry_point and not any(
         isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body
     ):
@@ -285,7 +285,7 @@ def _expected(value: Any) -> list[Any]:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"an argument or result is no JSON: {text!r}"[:300]) from None
 
 

@@ -53,7 +53,10 @@ def accepted_answers(label: str) -> tuple[str, ...]:
 
 
 def _distinct(label: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_accepted(label, _MOST_WRAPPED)))
+    try:
+        return tuple(dict.fromkeys(_accepted(label, _MOST_WRAPPED)))
+    except RecursionError:
+        raise LabelError(f"it is nested too deeply; {_HINT}") from None
 
 
 _read_once = functools.lru_cache(maxsize=4096)(_distinct)
@@ -62,10 +65,7 @@ _read_once = functools.lru_cache(maxsize=4096)(_distinct)
 def _accepted(label: str, layers: int) -> list[str]:
     if label.strip() == "null":
         raise LabelError(f"it is null; {_HINT}")
-    try:
-        value = _read(label)
-    except RecursionError:
-        raise LabelError(f"it is nested too deeply; {_HINT}") from None
+    value = _read(label)
     if value is None:
         return [label]
     if isinstance(value, list) and _is_mathematics(value):
@@ -148,14 +148,14 @@ def _python_value(text: str) -> Any:
         if len(text) > _LONGEST_PYTHON or _NO_COMMA.search(text):  # without commas Python joins the texts
             raise ValueError(text)
         with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of a single backslash
-            value = ast.literal_eval(text)
+            value = _as_json(ast.literal_eval(text))
     except (ValueError, SyntaxError, MemoryError, TypeError):
         if not _QUOTED.match(text):
             return None
         raise LabelError(
             f"it begins as a list or object of texts, and is neither JSON nor Python; {_HINT}"
         ) from None
-    return _as_json(value) if isinstance(value, list | dict) else None
+    return value if isinstance(value, list | dict) else None
 
 
 def _as_json(value: Any) -> Any:

@@ -13,7 +13,7 @@ from megatron_ibpo.config import nearest
 from megatron_ibpo.rewards.final_answer import final_boxes, final_part
 from megatron_ibpo.rewards.sandbox import SandboxError
 from megatron_ibpo.rewards.scorer_sandbox import Task, Verdict, judge_answers, open_scorers
-from megatron_ibpo.rewards.scorer_texts import GRADABLE, has_own_numbers, is_expression, unfit_row
+from megatron_ibpo.rewards.scorer_texts import GRADABLE, is_expression, unfit_row
 
 UNGRADABLE = {
     "boxnet": "its items have no answer (None), and its scorer gives marks for parts of a plan",
@@ -25,7 +25,7 @@ UNGRADABLE = {
     "rush_hour": "its items have no answer (None), and no known answer gets full marks from its scorer",
 }
 """Tasks that cannot be graded whatever their parameters, with the reason."""
-_MARK_IN_ANSWERS = frozenset({"ab"})
+_MARK_IN_ANSWERS = ("ab",)
 """Tasks whose answers contain `#`, which elsewhere comes before an answer."""
 _NO_ANSWERS = ("I do not know", "")
 _FAULTS = ("raised", "ended")
@@ -143,9 +143,9 @@ def _graded(
             values[place] = WRONG
     failed = []
     verdicts = _judged([(item, answer) for _, item, answer in asked])
-    for (place, item, answer), verdict in zip(asked, verdicts, strict=True):
+    for (place, item, _), verdict in zip(asked, verdicts, strict=True):
         if verdict.kind == "right":
-            values[place] = float(has_own_numbers(item.task.name, answer, item.entry["metadata"]))
+            values[place] = 1.0
         elif verdict.kind in _FAULTS:
             values[place] = WRONG
             failed.append(item)

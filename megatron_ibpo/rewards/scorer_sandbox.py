@@ -11,6 +11,7 @@ import functools
 import pickle
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,13 +26,17 @@ from megatron_ibpo.rewards.sandbox.bubblewrap import INSTALL, packages_of
 from megatron_ibpo.rewards.sandbox.seccomp import computing_filter
 from megatron_ibpo.rewards.scorer_texts import EVALUATE_NOTHING, READ_PARAMETERS
 
-_LIMITS = Limits(seconds=1e8, memory_bytes=1 << 30)
-"""Bounds of the sandbox; it lives as long as its owner."""
+_LIMITS = Limits(seconds=1e8, memory_bytes=1 << 30, tasks=1 << 15)
+"""Bounds of the sandbox; it lives as long as its owner. A judge starts no task, and before Linux 5.14 those
+of all sandboxes count together."""
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """A fork copies one thread."""
 _START_S = 100.0
 _MOST_ASKS = 64
 """Answers of one request: a judge that answers while it is asked must not wait for its answers to be read."""
+_MOST_BYTES = 16 << 20
+"""Bytes after which a request has no further ask: a data row may have 64 MiB, and so would each of its
+responses' asks."""
 _NAMES: dict[bytes, Literal["right", "wrong", "raised", "unfit", "ended", "silent"]] = {
     judges.RIGHT: "right",
     judges.WRONG: "wrong",
@@ -71,10 +76,11 @@ def judge_answers(task: Task, asks: Sequence[Ask]) -> list[Verdict]:
     Raises:
         SandboxError: there is no sandbox, and the scorer needs one, with what to do; or the sandbox fails.
     """
-    sandbox = open_scorers()
+    needs_it = task.name not in EVALUATE_NOTHING - READ_PARAMETERS
+    sandbox = open_scorers(retries=needs_it)
     if isinstance(sandbox, ScorerSandbox):
         return sandbox.judge(task, asks)
-    if task.name not in EVALUATE_NOTHING - READ_PARAMETERS:
+    if needs_it:
         does = "reads parameters of the row" if task.name in READ_PARAMETERS else "may run text as code"
         raise SandboxError(
             f"reasoning_gym's scorer of {task.name} {does}, so it needs the sandbox: {sandbox}"
@@ -84,36 +90,31 @@ def judge_answers(task: Task, asks: Sequence[Ask]) -> list[Verdict]:
 
 _opened: list[ScorerSandbox] = []
 """The sandbox of this process, if it is open."""
+_refusal: tuple[float, str] | None = None
+"""When none could be opened, as of `time.monotonic()`, and why."""
+_RETRY_S = 60.0
+_HINT = "; docs/code_rewards.md says how to allow it, also in a container"
 
 
-def open_scorers() -> ScorerSandbox | str:
-    """Return the sandbox of this process; the reason if none can be had on this machine.
+def open_scorers(*, retries: bool = False) -> ScorerSandbox | str:
+    """Return the sandbox of this process; the reason if none can be had.
 
-    Raises:
-        SandboxError: an earlier one failed, and no other can be opened.
+    Args:
+        retries: a reason that is a minute old may have passed, such as a lack of memory: try again.
     """
+    global _refusal
     if _opened:
         return _opened[0]
-    if (why := _why_not()) is not None:
-        return why
-    if not _opened:
-        _opened.append(ScorerSandbox())
-    return _opened[0]
-
-
-@functools.cache
-def _why_not() -> str | None:
-    """Open the first sandbox of this process; return why there is none."""
+    if _refusal is not None and not (retries and time.monotonic() >= _refusal[0] + _RETRY_S):
+        return _refusal[1]
     try:
         _opened.append(ScorerSandbox())
-    except SandboxError as error:
-        hint = (
-            ""
-            if INSTALL in str(error)
-            else "; docs/code_rewards.md says how to allow it, also in a container"
-        )
-        return f"{error}{hint}"
-    return None
+    except (SandboxError, OSError) as error:
+        hint = "" if INSTALL in str(error) else _HINT
+        _refusal = time.monotonic(), f"{error}{hint}"
+        return _refusal[1]
+    _refusal = None
+    return _opened[0]
 
 
 class ScorerSandbox:
@@ -158,12 +159,12 @@ class ScorerSandbox:
         """
         verdicts: list[Verdict] = []
         while len(verdicts) < len(asks):
-            verdicts += self._judge(task, asks[len(verdicts) :][:_MOST_ASKS])
+            verdicts += self._judge(task, _first_pickled(asks[len(verdicts) :]))
         return verdicts
 
-    def _judge(self, task: Task, asks: Sequence[Ask]) -> list[Verdict]:
+    def _judge(self, task: Task, asks: Sequence[bytes]) -> list[Verdict]:
         is_kept = task.name in EVALUATE_NOTHING
-        request = pickle.dumps((task.name, is_kept, task.parameters, [pickle.dumps(ask) for ask in asks]))
+        request = pickle.dumps((task.name, is_kept, task.parameters, asks))
         most = len(asks) * (_HEAD.size + judges.LONGEST_TEXT)
         seconds = len(asks) * (judges.CREATE_S + judges.JUDGE_S + 2 * judges.WALL_S)
         try:
@@ -210,6 +211,17 @@ class ScorerSandbox:
 _LENGTH, _HEAD = struct.Struct("<I"), struct.Struct("<cH")
 
 
+def _first_pickled(asks: Sequence[Ask]) -> list[bytes]:
+    """Return as many of the first asks as one request may have, at least one."""
+    pickled, size = list[bytes](), 0
+    for ask in asks[:_MOST_ASKS]:
+        pickled.append(pickle.dumps(ask))
+        size += len(pickled[-1])
+        if size >= _MOST_BYTES:
+            break
+    return pickled
+
+
 def _verdicts(content: bytes, count: int) -> list[Verdict]:
     """Return the verdicts that the sandbox sends.
 
@@ -245,7 +257,7 @@ def _import_paths() -> str:
 def _judged_here(name: str, answer: str, entry: dict[str, Any]) -> Verdict:
     try:
         with cpu_limit(judges.JUDGE_S):
-            return Verdict("right" if _dataset(name).score_answer(answer, entry) >= 1.0 else "wrong")
+            return Verdict("right" if judges.is_right(_dataset(name), name, answer, entry) else "wrong")
     except ResponseError as error:
         return Verdict("ended", str(error))
     except Exception as error:

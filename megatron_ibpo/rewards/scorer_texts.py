@@ -103,14 +103,6 @@ def is_expression(task: str, answer: str) -> bool:
     return may_be is None or may_be(answer)
 
 
-def has_own_numbers(task: str, answer: str, metadata: dict[str, Any]) -> bool:
-    """Return whether an answer to puzzle24 uses the numbers of its item, each once: the library's scorer
-    takes any four. Other tasks' scorers compare them themselves."""
-    if task != "puzzle24":
-        return True
-    return sorted(map(int, re.findall(r"\d+", answer))) == sorted(metadata["numbers"])
-
-
 def unfit_row(task: str, label: str, metadata: dict[str, Any]) -> str | None:
     """Return why the scorer must not evaluate what a data row holds; None if it may."""
     may_be_of = _EVALUATED.get(task, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_ibpo.basics.supervised import Supervised
-from megatron_ibpo.basics.text import counted
+from megatron_ibpo.basics.text import counted, error_text
 from megatron_ibpo.rewards.sandbox.control_groups import remove_groups
 
 _START_TIMEOUT = 120.0
@@ -321,7 +322,11 @@ class _Worker:
         """
         seconds = timeout * len(calls)
         try:
-            self._connection.send((target, calls))
+            message = pickle.dumps((target, calls))
+        except Exception as error:  # say, metadata that nest a thousand levels deep
+            return [], _Fault(f"what it is called with cannot be sent: {error_text(error)}")
+        try:
+            self._connection.send_bytes(message)
             if not self._connection.poll(seconds):
                 self.end()
                 return [], _Fault(f"timed out after {seconds:g} s")

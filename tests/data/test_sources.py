@@ -231,6 +231,10 @@ def test_a_label_may_be_a_list_or_an_object_in_every_layout(tmp_path, any_size):
     array = np.array(names, dtype=object)
     assert plain_row({"prompt": question, "label": array}, "prompt", "label").label == '["2", "two"]'
     assert plain_row({"prompt": question, "label": np.int64(2)}, "prompt", "label").label == "2"
+    endless: dict = {}
+    endless["x"] = [endless]  # as a user's function may return it
+    with pytest.raises(DataError, match="nests deeper than 100 levels"):
+        plain_row({"prompt": question, "label": "2", "metadata": endless}, "prompt", "label")
     for row, says in (
         (
             {"prompt": question, "label": [2, 3]},

@@ -222,13 +222,14 @@ def test_neither_stderr_nor_what_it_answers_to_calls_stops_a_program_or_passes_f
 
 def test_labels_that_cannot_be_graded_are_named():
     for label, why in (
-        ("x", "must be JSON"), ("[]", "must be"),
+        ("x", "must be JSON"), ("[]", "must be"), ("[" * 9999, "must be JSON"),
         ('{"inputs": ["1"], "outputs": []}', "same length"),
         ('{"inputs": [], "outputs": []}', "one test or more"),
         ('{"inputs": [1], "outputs": ["1"]}', "must be texts"),
         ('{"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}', "is no JSON"),
         ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "a b"}', "name of a function"),
         ('{"test": "def", "entry_point": null}', "is no Python"),
+        (json.dumps({"test": "-" * 99999 + "1"}), "is no Python: nested too deeply"),
         ('{"test": "x = 1", "entry_point": null}', "asserts nothing"),
         ('{"test": "assert True", "entry_point": "f"}', "must define check"),
     ):  # fmt: skip

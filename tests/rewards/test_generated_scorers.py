@@ -65,6 +65,13 @@ def attacks(path):
     ]
 
 
+def raiser(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
 @pytest.fixture(scope="module")
 def pool():
     with open_pool(DataConfig(reward_workers=1, reward_timeout=60.0)) as opened:
@@ -100,15 +107,38 @@ def test_an_answer_that_is_more_than_an_expression_of_its_task_is_wrong_by_its_o
     )
     check_labels(pool, [unsolved], DataConfig())
     product = row("polynomial_multiplication", "x**2 + 2*x + 1")
+    flip = row("coin_flip", "0.0625")
+    ordered = row("number_sorting", "['1.0', '2.5', '9.0']", direction="ascending")
+    imaginary = row("complex_arithmetic", "4.0 - 7.0i", result=[4, -7])
     board = row("n_queens", "Q _\n_ _", valid_answers=["Q _\n_ _"])
     cases = [
         (numbers, "3*2*1", Score(1.0, True)),
         (numbers, "3 + 2 + 2", WRONG),
+        (
+            row("countdown", "20*5 - 99 + 98", numbers=[20, 5, 99, 98], target=99.0),
+            "98 + 5*20 - 99",
+            Score(1.0, True),
+        ),
+        (row("countdown", "97*9 + 1", numbers=[97, 9, 1, 98, 99], target=873), "97*9 + 1/98/99", WRONG),
         (numbers, "(1+2+3)*0e0 + 6e0", FAULT),  # numbers that the library does not count as used
         (numbers, "1*2**3 - 2", FAULT),
         (puzzle, "3*(1 + 4 + 2 + 1)", WRONG),
         (puzzle, "6*4*1*1", WRONG),  # any four numbers that make 24, for the library
         (puzzle, "1*2*3*4", Score(1.0, True)),
+        (row("puzzle24", "8/(3 - 8/3)", numbers=[3, 3, 8, 8]), "8/(3 - 8/3)", Score(1.0, True)),
+        (row("puzzle24", "8*(9 - 2*3)", numbers=[2, 3, 8, 9]), "8*3 + 2/9", WRONG),  # the library cuts it
+        (flip, "0", WRONG),  # any beginning of the label, for the library
+        (flip, "0.5", WRONG),
+        (flip, "1e9999999999", WRONG),
+        (flip, "6.25e-2", Score(1.0, True)),
+        (flip, "1/16", Score(1.0, True)),
+        (flip, "0.06254", Score(1.0, True)),
+        (ordered, "[NaN, NaN, NaN]", WRONG),
+        (ordered, '["nan", "NaN", "nan"]', WRONG),
+        (ordered, "[1, 2.5, 9]", Score(1.0, True)),
+        (imaginary, "nan", WRONG),
+        (imaginary, "N an + 1i", WRONG),
+        (imaginary, "4 - 7i", Score(1.0, True)),
         (integral, "x*x - C", Score(1.0, True)),
         (integral, "Integral(2*x, x)", FAULT),  # it differentiates to the integrand without being solved
         (integral, "sin(x)**2 + cos(x)**2 + x**2", Score(1.0, True)),
@@ -263,6 +293,14 @@ def test_what_code_does_in_a_judge_ends_with_it_and_touches_no_other(sandbox, tm
 
 
 @needs_sandbox
+@pytest.mark.slow
+def test_many_responses_to_a_row_of_any_size_are_judged_one_after_the_other(sandbox):
+    entry = {"question": "?", "answer": "5", "metadata": {"x": "y" * (48 << 20)}}
+    verdicts = sandbox.judge(Task("chain_sum", pickle.dumps({})), [("5", entry)] * 8)
+    assert [verdict.kind for verdict in verdicts] == ["right"] * 8
+
+
+@needs_sandbox
 def test_a_sandbox_that_ends_is_an_error_of_its_own_and_the_next_answer_gets_another(monkeypatch):
     monkeypatch.setattr(scorer_sandbox, "_opened", [])
     prompt = row("chain_sum", "5")
@@ -291,9 +329,26 @@ def test_without_a_sandbox_only_scorers_that_evaluate_nothing_run(monkeypatch, t
         assert re.search(r"countdown.*needs the sandbox.*no user namespaces here.*code_rewards.md", line)
         assert verifier.score([(numbers[0], numbers[0].label)])[0].reward is None
     monkeypatch.setattr("megatron_ibpo.rewards.sandbox.bubblewrap.shutil.which", lambda *_, **__: None)
-    scorer_sandbox._why_not.cache_clear()
+    monkeypatch.setattr(scorer_sandbox, "_opened", [])
+    monkeypatch.setattr(scorer_sandbox, "_refusal", None)
     assert "apt-get install bubblewrap" in label_problem(numbers[0].label, numbers[0].metadata)
-    scorer_sandbox._why_not.cache_clear()
+
+
+@needs_sandbox
+def test_a_sandbox_that_cannot_be_had_for_now_is_tried_again_later(monkeypatch):
+    monkeypatch.setattr(scorer_sandbox, "_opened", [])
+    monkeypatch.setattr(scorer_sandbox, "_refusal", None)
+    numbers = item("countdown")
+    with monkeypatch.context() as for_now:
+        for_now.setattr("subprocess.Popen", raiser(BlockingIOError("no more processes")))
+        assert "needs the sandbox: no more processes" in label_problem(numbers.label, numbers.metadata)
+        assert label_problem("5", row("chain_sum", "5").metadata) is None
+    assert "no more processes" in label_problem(numbers.label, numbers.metadata)
+    monkeypatch.setattr(scorer_sandbox, "_RETRY_S", 0.0)
+    assert label_problem("5", row("chain_sum", "5").metadata) is None
+    assert not scorer_sandbox._opened
+    assert label_problem(numbers.label, numbers.metadata) is None
+    scorer_sandbox._opened[0].close()
 
 
 # --------------------------------------------------------------------------------------- proofs of the lists

@@ -70,6 +70,8 @@ def test_other_structures_are_refused_before_work_with_their_prompt_and_what_to_
         "['a' 'b']": "neither JSON nor Python", "{'target': array(['a'], dtype=object)}": "neither JSON",
         '{"answer": {"answer": {"answer": {"answer": ["5"]}}}}': "nested too deeply",
         "[" * 9999: "nested too deeply",
+        "[" * 400 + '"5"' + "]" * 400: "nested too deeply",
+        "['5', 0x" + "f" * 9999 + "]": "neither JSON nor Python",  # Python writes no number of so many digits
         json.dumps(["5"] * 1001): "a list of 1,001 answers",
     }  # fmt: skip
     for index, (label, says) in enumerate(refused.items()):

@@ -135,6 +135,12 @@ def test_a_fault_is_an_error_and_no_reward_and_one_of_the_response_a_wrong_answe
     for fault, error in zip(found, faults.values(), strict=True):
         assert (fault.reward, fault.correct) == (None, False)
         assert error in fault.error
+    deep = []
+    for _ in range(10_000):
+        deep = [deep]
+    (fault,), (after,) = (verifier(pool).score(asked("1", level=level)) for level in (deep, 3))
+    assert "what it is called with cannot be sent: RecursionError" in fault.error
+    assert after.reward == 1.0
     for rm_type in (GRADED, TOGETHER):
         pairs = asked("1", "fail(ResponseError('a tower of powers'))", "1")
         before, fault, after = verifier(pool, rm_type).score(pairs)

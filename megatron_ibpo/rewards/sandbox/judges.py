@@ -12,9 +12,11 @@ descriptor, its socket. It ends after one answer, unless its task's scorer evalu
 """
 
 import ctypes
+import fractions
 import gc
 import os
 import pickle
+import re
 import resource
 import select
 import signal
@@ -266,11 +268,63 @@ def score(task: str, parameters: bytes) -> None:
     while (ask := receive(0)) is not None:
         try:
             answer, entry = pickle.loads(ask)
-            is_right = bool(dataset.score_answer(answer, entry) >= 1.0)
+            verdict = RIGHT if is_right(dataset, task, answer, entry) else WRONG
         except BaseException as error:
             _tell(RAISED, error)
         else:
-            _tell(RIGHT if is_right else WRONG)
+            _tell(verdict)
+
+
+_ENDLESS = re.compile(r"[eE][+-]?[0-9_]{4}")
+
+
+def is_right(dataset: "Any", task: str, answer: str, entry: "dict[str, Any]") -> bool:
+    """Return whether the scorer of a task gives full marks to an answer, and the answer earns them: it does
+    not if it is one of those to which the library's scorer gives them for another reason."""
+    if task == "coin_flip" and _ENDLESS.search(answer):  # a fraction of 1e99999999 has as many digits
+        return False
+    if not dataset.score_answer(answer, entry) >= 1.0:
+        return False
+    earns = _EARNS.get(task)
+    return earns is None or earns(answer, entry)
+
+
+def _is_close(answer: str, entry: "dict[str, Any]") -> bool:
+    """Of coin_flip: the library's scorer also gives full marks to any beginning of the label, such as 0."""
+    wanted, given = (float(fractions.Fraction(text.replace(",", ""))) for text in (entry["answer"], answer))
+    return abs(given - wanted) <= 1e-4  # the library's tolerance
+
+
+def _makes_target(answer: str, entry: "dict[str, Any]") -> bool:
+    """Of countdown: the library's scorer also takes what differs by a hundred-thousandth, so that numbers
+    that are left over can be divided away."""
+    return _equals(answer, entry["metadata"]["target"])
+
+
+def _makes_24(answer: str, entry: "dict[str, Any]") -> bool:
+    """Of puzzle24: the library's scorer takes any four numbers, and 24.9 for 24."""
+    used = sorted(map(int, re.findall(r"[0-9]+", answer)))
+    return used == sorted(entry["metadata"]["numbers"]) and _equals(answer, 24)
+
+
+def _equals(expression: str, number: float) -> bool:
+    import sympy
+
+    return bool(sympy.parse_expr(expression.strip()) == sympy.Rational(number))
+
+
+def _has_numbers(answer: str, _: "dict[str, Any]") -> bool:
+    """Of tasks that compare numbers so that NaN is close to all of them."""
+    return "nan" not in answer.replace(" ", "").lower()
+
+
+_EARNS: "dict[str, Callable[[str, dict[str, Any]], bool]]" = {
+    "coin_flip": _is_close,
+    "complex_arithmetic": _has_numbers,
+    "countdown": _makes_target,
+    "number_sorting": _has_numbers,
+    "puzzle24": _makes_24,
+}
 
 
 def _dataset(task: str, parameters: "dict[str, Any]") -> "Any":
