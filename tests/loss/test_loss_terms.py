@@ -93,6 +93,21 @@ def test_other_parameters_compile_nothing_unless_python_needs_their_values():
     assert {name: len(texts) for name, texts in sources.items()} == {"ppo": 1, "by_python_value": 3}
 
 
+def test_terms_that_tell_a_parameter_from_its_neighbours_are_refused():
+    """Tensors have a hash of their own, so that the parameter is not found; nor are numbers beside it."""
+    weights = {0.5: 2.0}
+
+    def by_value(log_ratio, *, eps):
+        return log_ratio * weights.get(eps, 1.0), log_ratio > 0
+
+    def by_clip(log_ratio, *, eps):
+        return log_ratio * eps, log_ratio > weights.get(eps, 1.0)
+
+    for term, what in (by_value, "value"), (by_clip, "clip"):
+        with pytest.raises(TermError, match=f"its Triton code gives a {what} of"):
+            compare_with_torch(term, GIVEN, (), {"eps": 0.5})
+
+
 def test_a_long_term_is_refused_at_once():
     def repeated(log_ratio):
         for _ in range(3000):

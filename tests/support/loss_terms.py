@@ -86,7 +86,7 @@ def powers(log_ratio, logprobs):
     size = log_ratio.abs() + 0.1
     low = log_ratio.clamp(-3, 3)
     grown = 2.0**low + torch.pow(0.9, low) + logprobs**0
-    return size**1.5 + size**-0.5 + low**3 + size**-2 + grown, low != log_ratio
+    return size**1.5 + size**-0.5 + low**3 + size**-2 + grown + 1.0**log_ratio, low != log_ratio
 
 
 def saturating(log_ratio, logprobs, advantages):
@@ -94,6 +94,11 @@ def saturating(log_ratio, logprobs, advantages):
     near = torch.expm1(logprobs) + torch.log1p(log_ratio.abs()) + F.logsigmoid(log_ratio) + F.silu(advantages)
     near += F.binary_cross_entropy_with_logits(log_ratio, advantages, reduction="none")
     return far * advantages + near + F.gelu(log_ratio) + F.elu(log_ratio), unclipped(log_ratio)
+
+
+def overflowing(log_ratio, logprobs):
+    """Its derivative overflows in torch on the way to a number that float32 holds."""
+    return torch.special.xlogy(log_ratio.exp(), logprobs.exp()), unclipped(log_ratio)
 
 
 def smooth(log_ratio, advantages):
@@ -193,7 +198,7 @@ EXACT: dict[str, Any] = {
     for term in (
         ppo, focal, parameter_to_a_parameter, colliding_names, by_python_value, alpha, fused_multiply,
         global_number, bools_as_numbers, bool_of_number, where_scalars, extrema, selected, powers, saturating,
-        smooth, steps, without_gradient, in_place, constants, huge_constants, infinities, every_input,
+        overflowing, smooth, steps, without_gradient, in_place, constants, huge_constants, infinities, every_input,
         nested, many_operators, scalar_results,
     )
 }  # fmt: skip
