@@ -198,8 +198,8 @@ EXACT: dict[str, Any] = {
     for term in (
         ppo, focal, parameter_to_a_parameter, colliding_names, by_python_value, alpha, fused_multiply,
         global_number, bools_as_numbers, bool_of_number, where_scalars, extrema, selected, powers, saturating,
-        overflowing, smooth, steps, without_gradient, in_place, constants, huge_constants, infinities, every_input,
-        nested, many_operators, scalar_results,
+        overflowing, smooth, steps, without_gradient, in_place, constants, huge_constants, infinities,
+        every_input, nested, many_operators, scalar_results,
     )
 }  # fmt: skip
 """Terms by name; those with parameters have theirs in PARAMETERS."""
