@@ -105,7 +105,7 @@ def smooth(log_ratio, advantages):
     huber = F.huber_loss(log_ratio, advantages, reduction="none") + F.smooth_l1_loss(
         log_ratio, torch.zeros_like(log_ratio), reduction="none"
     )
-    return huber + F.leaky_relu(log_ratio, 0.1) + F.hardtanh(log_ratio), unclipped(log_ratio)
+    return huber + log_ratio.abs().log1p() + F.leaky_relu(log_ratio, 0.1) + F.hardtanh(log_ratio), unclipped(log_ratio)
 
 
 def steps(log_ratio, advantages):
@@ -252,6 +252,7 @@ REFUSED = {
     "log_ratio + 1e-40": "too small",
     "torch.outer(log_ratio, advantages).sum(0)": "another shape",
     "log_ratio * float(advantages.numpy()[0])": "numpy",
+    "F.prelu(log_ratio, torch.tensor(0.25))": "another shape",
 }
 """Expressions of the value, and what the refusal names."""
 
