@@ -105,7 +105,8 @@ def smooth(log_ratio, advantages):
     huber = F.huber_loss(log_ratio, advantages, reduction="none") + F.smooth_l1_loss(
         log_ratio, torch.zeros_like(log_ratio), reduction="none"
     )
-    return huber + log_ratio.abs().log1p() + F.leaky_relu(log_ratio, 0.1) + F.hardtanh(log_ratio), unclipped(log_ratio)
+    huber += log_ratio.abs().log1p()
+    return huber + F.leaky_relu(log_ratio, 0.1) + F.hardtanh(log_ratio), unclipped(log_ratio)
 
 
 def steps(log_ratio, advantages):
