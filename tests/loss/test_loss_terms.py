@@ -1,5 +1,6 @@
 """What becomes of loss terms: each is exact Triton code or refused, and mistakes end in one line."""
 
+import functools
 import re
 import sys
 import time
@@ -11,7 +12,7 @@ import torch
 
 from megatron_ibpo.commands import loss as command
 from megatron_ibpo.config import Config, ConfigError, LossConfig
-from megatron_ibpo.kernels import term_calls, term_tables, traced_terms
+from megatron_ibpo.kernels import term_agreement, term_calls, term_tables, traced_terms
 from megatron_ibpo.kernels.term_agreement import compare_with_torch
 from megatron_ibpo.kernels.term_calls import TermError
 from megatron_ibpo.kernels.term_trials import check_call
@@ -107,6 +108,27 @@ def test_terms_that_tell_a_parameter_from_its_neighbours_are_refused():
     for term, what in (by_value, "value"), (by_clip, "clip"):
         with pytest.raises(TermError, match=f"its Triton code gives a {what} of"):
             compare_with_torch(term, GIVEN, (), {"eps": 0.5})
+
+
+def test_a_wrong_number_is_noticed_beside_a_jump_of_a_parameter_and_beside_large_numbers(monkeypatch):
+    def jumping(log_ratio, *, p):
+        return log_ratio * round(p), log_ratio > 0
+
+    def growing(log_ratio, advantages):
+        return log_ratio**3 * advantages**2 + 1.0, log_ratio > 0
+
+    for term, parameters, right, wrong in (
+        (jumping, {"p": 2.5}, "(2.0)", "(2.002)"),
+        (growing, {}, "+ (1.0)", "+ (1.005)"),
+    ):
+        source = traced_source(term, GIVEN, (), parameters)
+        compare_with_torch(term, GIVEN, (), parameters)
+        assert right in source, source
+        wrong_source = functools.partial(lambda text, *_: text, source.replace(right, wrong))
+        with monkeypatch.context() as patched:
+            patched.setattr(term_agreement, "traced_source", wrong_source)
+            with pytest.raises(TermError, match="its Triton code gives a value of"):
+                compare_with_torch(term, GIVEN, (), parameters)
 
 
 def test_a_long_term_is_refused_at_once():
