@@ -8,12 +8,12 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from megatron_ibpo.kernels.term_calls import TermError, input_names, place
+from megatron_ibpo.kernels.term_calls import MOVED_BY_LOGPROB, TermError, input_names, place
 from megatron_ibpo.kernels.term_language import run_source
 from megatron_ibpo.kernels.term_trials import TermResults, results_in_torch, row_of, trial_inputs
 from megatron_ibpo.kernels.traced_terms import traced_source
@@ -24,6 +24,8 @@ LENGTHS = (1, 2, 5)
 """Numbers of rows that torch computes apart, too."""
 RELATIVE, TYPICAL = 2e-5, 2e-6
 """Errors allowed: of the number itself, and of the typical number of the term."""
+NEAR = 4.0
+"""Log-ratios and log-probs up to this size have a typical number of their own."""
 ROUNDING = 1.2e-7
 """Relative change of a parameter by rounding: the kernels compute `1 - eps` in float32, torch in float64."""
 
@@ -75,27 +77,31 @@ def compare_with_torch(
             if result is not None and (result.dtype, result.shape) != (dtype, inputs[given[0]].shape):
                 shape = f"{result.dtype} of shape {list(result.shape)}"
                 raise Disagreement(f"{place(function)}: its Triton code returns {shape}")
-        return _compare(term, found)
+        return _compare(term, found, reads_parameters="= parameters[" in source)
 
 
-def _compare(term: _Term, found: TermResults) -> Agreement:
-    references = [results_in_torch(*term, torch.float32)]
-    _check_lengths(term, references[0])
+def _compare(term: _Term, found: TermResults, *, reads_parameters: bool) -> Agreement:
+    single = results_in_torch(*term, torch.float32)
+    _check_lengths(term, single)
+    moved, exact = [], single
     with suppress(TermError):  # a term may allow whole numbers only
-        for shift in (1.0 + ROUNDING, 1.0 - ROUNDING) if term.parameters else ():
-            moved = {name: value * shift for name, value in term.parameters.items()}
-            references.append(results_in_torch(term.function, term.inputs, moved, torch.float32))
+        for shift in (1.0 + ROUNDING, 1.0 - ROUNDING) if reads_parameters else ():
+            parameters = {name: value * shift for name, value in term.parameters.items()}
+            moved.append(results_in_torch(term.function, term.inputs, parameters, torch.float32))
     with suppress(TermError):  # a term may hold float32 of its own
-        references.append(results_in_torch(*term, torch.float64))
+        exact = results_in_torch(*term, torch.float64)
+    references = [single, *(moved if len(moved) == 2 else ()), exact]
     errors = [
         _largest_error(term, what, getattr(found, what), [getattr(result, what) for result in references])
         for what in ("value", "derivative")
     ]
-    clips = [result.clipped for result in references if result.clipped is not None]
-    if clips and found.clipped is not None:
-        wrong = ~(torch.stack(clips) == found.clipped).any(0)
-        if wrong.any():
-            term.refuse("clip", wrong, found.clipped, clips[0])
+    if single.clipped is not None and found.clipped is not None:
+        first, *between, last = (cast(Tensor, result.clipped) for result in references)
+        right = (found.clipped == first) | (found.clipped == last)
+        if between:  # else a parameter is one number of several that the term tells apart
+            right |= between[0] != between[1]
+        if not right.all():
+            term.refuse("clip", ~right, found.clipped, first)
     return Agreement(len(found.value), max(errors))
 
 
@@ -114,18 +120,29 @@ def _largest_error(term: _Term, what: str, found: Tensor, references: Sequence[T
     """Return the largest error of a result.
 
     It may lie between those of torch in float32, in float64 and with parameters that are rounded otherwise.
-    NaN among the inputs stays NaN in the value; where torch has NaN else, numbers of any size overflowed.
+    Where these leave torch's own number on one side, no rounding of a parameter gave it: the term tells this
+    parameter from its neighbours (`weight[eps]`). NaN among the inputs stays NaN in the value; where torch
+    has NaN else, numbers of any size overflowed.
+
+    Args:
+        references: in float32; twice with other parameters, or not; in float64.
 
     Raises:
         Disagreement: an error that rounding does not explain.
     """
     single, own = references[0].double(), found.double()
-    bounds = torch.stack([reference.double() for reference in references])
-    rounding = (single - bounds[-1]).abs().nan_to_num(0.0, 0.0, 0.0)
-    size = single.abs().masked_fill(~single.isfinite(), 0.0)
-    usual = size[(size > 0) & (size < 1e6)]
-    typical = usual.quantile(0.9).item() if len(usual) else 0.0  # 1 - tanh(x)**2 cancels where it is small
+    moved, exact = [reference.double() for reference in references[1:-1]], references[-1].double()
+    rounding = (single - exact).abs().nan_to_num(0.0, 0.0, 0.0)
+    size = single.where(single.isfinite(), exact).abs().nan_to_num(0.0, 0.0, 0.0)
+    moving = next(values for name, values in term.inputs.items() if name in MOVED_BY_LOGPROB)
+    near = moving.abs() <= NEAR  # far log-ratios make numbers beside which errors of others are small
+    typical = torch.where(near, _typical(size[near]), _typical(size))
     allowed = RELATIVE * size + TYPICAL * typical + 4 * rounding
+    bounds = torch.stack([single, exact])
+    if moved:
+        low, high = torch.minimum(*moved) - allowed, torch.maximum(*moved) + allowed
+        passes = (low <= single) & (single <= high)
+        bounds = torch.stack([single, exact, *(one.where(passes, single) for one in moved)])
     right = (own >= bounds.amin(0) - allowed) & (own <= bounds.amax(0) + allowed) | (own == single)
     given_nan = functools.reduce(operator.or_, (values.isnan() for values in term.inputs.values()))
     if what == "value":
@@ -134,5 +151,11 @@ def _largest_error(term: _Term, what: str, found: Tensor, references: Sequence[T
         right |= single.isnan() | given_nan
     if not right.all():
         term.refuse(what, ~right, found, references[0])
-    error = ((own - single).abs() - 4 * rounding) / size.clamp(min=max(typical, 1e-30))
+    error = ((own - single).abs() - 4 * rounding) / torch.maximum(size, typical.clamp(min=1e-30))
     return max(0.0, error.nan_to_num(0.0, 0.0, 0.0).max().item())
+
+
+def _typical(size: Tensor) -> Tensor:
+    """Return the size of a term's larger numbers: `1 - tanh(x)**2` cancels where it is small."""
+    usual = size[(size > 0) & (size < 1e6)]
+    return usual.quantile(0.9) if len(usual) else size.new_zeros(())

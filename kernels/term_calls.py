@@ -225,7 +225,7 @@ class _Reads(TorchFunctionMode):
         name = (resolve_name(func) or getattr(func, "__name__", "")).removeprefix("torch.")
         if name.removeprefix("Tensor.") in HARMLESS:
             return found
-        because = "is data-dependent: a value of Python"
+        because = "gives a value of Python, which may be data-dependent"
         if name.removeprefix("Tensor.") in SIZES:
             because = "gives the number of rows, which differs between micro-batches"
         raise TermError(f"{running_line(self.term)}: it cannot be a kernel: {name} {because}")

@@ -235,6 +235,8 @@ def _product(left: Value, right: Value, names: Mapping[str, str]) -> Value:
 
 
 def _power(operand: Callable[[Any], Value], base: Any, exponent: Any) -> str:
+    if base == 1 and not isinstance(base, fx.Node):  # also to the power of infinity
+        return "(1.0)"
     if isinstance(base, int | float) and base > 0:
         text = str(operand(exponent))
         return f"tl.exp2({text})" if base == 2 else f"tl.exp({_number(math.log(base))} * {text})"

@@ -54,13 +54,14 @@ def trial_inputs(names: Sequence[str], parameters: Mapping[str, float]) -> dict[
     pairs = [*itertools.product([*LOG_RATIOS, *bounds, *ratios], ADVANTAGES)]
     first, advantages = (torch.tensor(column) for column in zip(*pairs, strict=True))
     spread = torch.randn(RANDOM_ROWS, generator=generator) * torch.logspace(-6, 1, RANDOM_ROWS)
-    log_ratio = torch.cat([first, spread, torch.zeros(3)])
+    even = torch.linspace(-4.0, 4.0, RANDOM_ROWS)  # numbers of the term's own lie there
+    log_ratio = torch.cat([first, spread, even, torch.zeros(3)])
 
     def uniform(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(len(log_ratio), generator=generator)
 
     ties = torch.arange(len(log_ratio)) % 7 == 3  # of a log-ratio and an advantage
-    advantages = torch.cat([advantages, torch.randn(RANDOM_ROWS + 3, generator=generator)])
+    advantages = torch.cat([advantages, torch.randn(2 * RANDOM_ROWS + 3, generator=generator)])
     inputs = {
         "log_ratio": log_ratio,
         "gap": log_ratio,

@@ -88,6 +88,13 @@ def test_engines_that_record_what_was_left_are_not_refused():
         ("--rollout-backend lean", False, None),
         (WITH_RECORD, True, None),
         ("--rollout-top-k 20 --eval-top-k -1", True, "set --eval-top-k 1000"),
+        ("--rollout-top-k 20 --eval-top-k -1 --eval-num-prompts 0", True, None),
+        ("--rollout-top-k 20 --eval-top-k -1 --eval-temperature 0", True, None),
+        (
+            "--rollout-top-k 20 --eval-top-k -1 --eval-temperature 0 --eval-other-temperatures 1",
+            True,
+            "set --eval-top-k 1000",
+        ),
         ("--rollout-top-k 20 --rollout-top-k-cycle 5 -1", True, "add --rollout-top-k 1000"),
         ("--rollout-backend engines_of_mine:Recording", False, None),
         ("--rollout-backend engines_of_mine:Counted --rollout-top-k 20", True, None),

@@ -1,5 +1,6 @@
 """What becomes of loss terms: each is exact Triton code or refused, and mistakes end in one line."""
 
+import functools
 import re
 import sys
 import time
@@ -11,7 +12,7 @@ import torch
 
 from megatron_ibpo.commands import loss as command
 from megatron_ibpo.config import Config, ConfigError, LossConfig
-from megatron_ibpo.kernels import term_calls, term_tables, traced_terms
+from megatron_ibpo.kernels import term_agreement, term_calls, term_tables, traced_terms
 from megatron_ibpo.kernels.term_agreement import compare_with_torch
 from megatron_ibpo.kernels.term_calls import TermError
 from megatron_ibpo.kernels.term_trials import check_call
@@ -38,7 +39,8 @@ def run_command(capsys, *arguments):
 @pytest.mark.parametrize("name", EXACT)
 def test_the_code_of_a_term_is_exact(name, capsys):
     """tests/interpreted/ runs the same code in Triton."""
-    _, said, _ = run_command(capsys, f"support.loss_terms:exact_{name}")
+    status, said, _ = run_command(capsys, f"support.loss_terms:exact_{name}")
+    assert status == 0, said
     verdict = re.search(r"Triton code of the token term: right \(([\d,]+) rows .* error (\S+)\)", said)
     assert int(verdict[1].replace(",", "")) > 400, said
     assert float(verdict[2]) < 1e-6, said
@@ -91,6 +93,42 @@ def test_other_parameters_compile_nothing_unless_python_needs_their_values():
         for name in ("ppo", "by_python_value")
     }
     assert {name: len(texts) for name, texts in sources.items()} == {"ppo": 1, "by_python_value": 3}
+
+
+def test_terms_that_tell_a_parameter_from_its_neighbours_are_refused():
+    """Tensors have a hash of their own, so that the parameter is not found; nor are numbers beside it."""
+    weights = {0.5: 2.0}
+
+    def by_value(log_ratio, *, eps):
+        return log_ratio * weights.get(eps, 1.0), log_ratio > 0
+
+    def by_clip(log_ratio, *, eps):
+        return log_ratio * eps, log_ratio > weights.get(eps, 1.0)
+
+    for term, what in (by_value, "value"), (by_clip, "clip"):
+        with pytest.raises(TermError, match=f"its Triton code gives a {what} of"):
+            compare_with_torch(term, GIVEN, (), {"eps": 0.5})
+
+
+def test_a_wrong_number_is_noticed_beside_a_jump_of_a_parameter_and_beside_large_numbers(monkeypatch):
+    def jumping(log_ratio, *, p):
+        return log_ratio * round(p), log_ratio > 0
+
+    def growing(log_ratio, advantages):
+        return log_ratio**3 * advantages**2 + 1.0, log_ratio > 0
+
+    for term, parameters, right, wrong in (
+        (jumping, {"p": 2.5}, "(2.0)", "(2.002)"),
+        (growing, {}, "+ (1.0)", "+ (1.005)"),
+    ):
+        source = traced_source(term, GIVEN, (), parameters)
+        compare_with_torch(term, GIVEN, (), parameters)
+        assert right in source, source
+        wrong_source = functools.partial(lambda text, *_: text, source.replace(right, wrong))
+        with monkeypatch.context() as patched:
+            patched.setattr(term_agreement, "traced_source", wrong_source)
+            with pytest.raises(TermError, match="its Triton code gives a value of"):
+                compare_with_torch(term, GIVEN, (), parameters)
 
 
 def test_a_long_term_is_refused_at_once():
@@ -315,3 +353,7 @@ def test_the_command_says_what_a_run_does(tmp_path, monkeypatch, capsys):
     with pytest.raises(ConfigError, match=re.escape(refusal)):
         check_loss_of_run(run)
     check_loss_of_run(Config(loss=LossConfig(loss_variant=f"{path}:V", loss_backend="torch")))
+    prelu = f"support.loss_terms:refused_{[*REFUSED].index('F.prelu(log_ratio, torch.tensor(0.25))')}"
+    status, said, _ = run_command(capsys, prelu)
+    assert status == 0
+    assert "not checked, since it fails in float64 (RuntimeError: prelu: " in said

@@ -86,7 +86,7 @@ def powers(log_ratio, logprobs):
     size = log_ratio.abs() + 0.1
     low = log_ratio.clamp(-3, 3)
     grown = 2.0**low + torch.pow(0.9, low) + logprobs**0
-    return size**1.5 + size**-0.5 + low**3 + size**-2 + grown, low != log_ratio
+    return size**1.5 + size**-0.5 + low**3 + size**-2 + grown + 1.0**log_ratio, low != log_ratio
 
 
 def saturating(log_ratio, logprobs, advantages):
@@ -96,10 +96,16 @@ def saturating(log_ratio, logprobs, advantages):
     return far * advantages + near + F.gelu(log_ratio) + F.elu(log_ratio), unclipped(log_ratio)
 
 
+def overflowing(log_ratio, logprobs):
+    """Its derivative overflows in torch on the way to a number that float32 holds."""
+    return torch.special.xlogy(log_ratio.exp(), logprobs.exp()), unclipped(log_ratio)
+
+
 def smooth(log_ratio, advantages):
     huber = F.huber_loss(log_ratio, advantages, reduction="none") + F.smooth_l1_loss(
         log_ratio, torch.zeros_like(log_ratio), reduction="none"
     )
+    huber += log_ratio.abs().log1p()
     return huber + F.leaky_relu(log_ratio, 0.1) + F.hardtanh(log_ratio), unclipped(log_ratio)
 
 
@@ -193,8 +199,8 @@ EXACT: dict[str, Any] = {
     for term in (
         ppo, focal, parameter_to_a_parameter, colliding_names, by_python_value, alpha, fused_multiply,
         global_number, bools_as_numbers, bool_of_number, where_scalars, extrema, selected, powers, saturating,
-        smooth, steps, without_gradient, in_place, constants, huge_constants, infinities, every_input,
-        nested, many_operators, scalar_results,
+        overflowing, smooth, steps, without_gradient, in_place, constants, huge_constants, infinities,
+        every_input, nested, many_operators, scalar_results,
     )
 }  # fmt: skip
 """Terms by name; those with parameters have theirs in PARAMETERS."""
@@ -247,6 +253,7 @@ REFUSED = {
     "log_ratio + 1e-40": "too small",
     "torch.outer(log_ratio, advantages).sum(0)": "another shape",
     "log_ratio * float(advantages.numpy()[0])": "numpy",
+    "F.prelu(log_ratio, torch.tensor(0.25))": "another shape",
 }
 """Expressions of the value, and what the refusal names."""
 

@@ -17,7 +17,7 @@ from support.loss_terms import EXACT, PARAMETERS
 
 @triton.jit
 def apply_kernel(a, b, c, others, parameters, value, slope, clipped, N, TERM: tl.constexpr):
-    i = tl.arange(0, 1024)
+    i = tl.arange(0, 2048)
     kept = i < N
     x, y, z = tl.load(a + i, mask=kept), tl.load(b + i, mask=kept), tl.load(c + i, mask=kept)
     found = TERM(x, y, z, others, i, kept, parameters)

@@ -74,7 +74,9 @@ def sampling_mask_obstacle(config: Config, on_gpu: bool) -> str | None:
         return "vLLM records what was left only on GPUs; take --rollout-backend lean"
     if min([rollout.rollout_top_k, *rollout.rollout_top_k_cycle]) <= 0:
         return f"vLLM records what was left only on GPUs and with top-k; add --rollout-top-k {TOP_K} there"
-    if eval_sampling(config).top_k <= 0:
+    held_out, run = eval_sampling(config), config.run
+    is_random = max([held_out.temperature, *run.eval_other_temperatures]) > 0
+    if held_out.top_k <= 0 and is_random and run.eval_num_prompts != 0:
         return f"vLLM then needs top-k in evaluation too; set --eval-top-k {TOP_K}"
     return None
 
