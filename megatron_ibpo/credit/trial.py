@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_ibpo.basics.faults import fault_text
-from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, token_ids
+from megatron_ibpo.basics.records import Floats, Group, Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import AlgorithmConfig, ConfigError
 from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.credit.assign import assign_credit
@@ -15,8 +15,9 @@ from megatron_ibpo.credit.group_filters import find_group_filter
 from megatron_ibpo.credit.operator import CreditContext
 from megatron_ibpo.credit.registries import find_operator
 
-_TOKENS = 8
-"""Tokens of a made-up response."""
+_LONGEST = 8
+"""Tokens of the longest made-up response. They differ in length, as honest functions may divide by the spread
+of lengths."""
 
 
 def credit_functions(algorithm: AlgorithmConfig) -> list[str]:
@@ -46,12 +47,12 @@ def try_credit(prompt: Prompt, context: CreditContext, details: Mapping[str, flo
         return
     context = replace(
         context,
-        logprobs=lambda queries: [np.full(len(query.continuation), -1.0, np.float32) for query in queries],
+        logprobs=lambda queries: [_logprobs(i, len(query.continuation)) for i, query in enumerate(queries)],
         values=lambda sequences: [np.zeros(len(s.response_token_ids), np.float32) for s in sequences],
         price=lambda prompt, response, *, sharing, trained: float(prompt + response + trained),
     )
     count = context.rollout.n_samples_per_prompt
-    request = SampleRequest(prompt.token_ids, 0, _TOKENS)
+    request = SampleRequest(prompt.token_ids, 0, _LONGEST)
     responses = [_sample(request, i, context, details) for i in range(count)]
     group = Group(prompt, responses)
     try:
@@ -73,18 +74,24 @@ def _sample(
 ) -> Sample:
     """Return a response of which every second one is right, each with other tokens of the prompt."""
     source = request.prompt_token_ids if len(request.prompt_token_ids) else token_ids([0])
-    ids = np.resize(np.roll(source, index), _TOKENS)
+    ids = np.resize(np.roll(source, index), _LONGEST - index % (_LONGEST // 2))
     correct = index % 2 == 0
+    threshold = context.reward_threshold
     return Sample(
         prompt_token_ids=request.prompt_token_ids,
         token_ids=ids,
-        logprobs=np.full(len(ids), -1.0, np.float32),
-        finish_reason="length",
+        logprobs=_logprobs(index, len(ids)),
+        finish_reason="stop",
         temperature=request.temperature,
         versions=((0, 0),),
         loss_mask=np.ones(len(ids), bool),
         index=index,
-        reward=context.reward_threshold if correct else 0.0,
+        reward=threshold if correct else min(0.0, threshold - 1),
         correct=correct,
         reward_details=defaultdict(float, details),  # a server's numbers are not known
     )
+
+
+def _logprobs(number: int, length: int) -> Floats:
+    """Return made-up log-probs, which differ between tokens and between texts."""
+    return np.linspace(-1.0, -0.25 - 0.5 / (number + 1), length, dtype=np.float32)

@@ -118,7 +118,8 @@ class TemplateChat:
         self._marks_call = self._shows_tools = False
         self._following([_USER])
         prompt = self._render([_USER])
-        self._read: Reader = self._text_reader(prompt)
+        self._opened = open_at_end(prompt)  # the mark of thinking in which every turn begins
+        self._read: Reader = self._text_reader()
         family = self._own_format(prompt)
         self._shows_tools = family is not None
         tools = (
@@ -137,8 +138,9 @@ class TemplateChat:
     def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
         said = _without_end(ids, self._ends)
         if len(said) > LONGEST_READ:
-            return _read_long(self._tokenizer.decode(said))
-        return _without_calls(self._read(said, tools), lambda: self._tokenizer.decode_all(said), tools)
+            return _read_long(self._opened + self._tokenizer.decode(said))
+        message, decode = self._read(said, tools), self._tokenizer.decode_all
+        return _without_calls(message, lambda: self._opened + decode(said), tools)
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         _check_ended(ids, self._ends)
@@ -179,8 +181,8 @@ class TemplateChat:
                 break
         return following
 
-    def _text_reader(self, prompt: str) -> Reader:
-        decode, thinks = _call_decoder(self._tokenizer), open_at_end(prompt) == "<think>"
+    def _text_reader(self) -> Reader:
+        decode, thinks = _call_decoder(self._tokenizer), self._opened == "<think>"
         return lambda ids, tools: read_text(decode(ids), thinks=thinks)
 
     def _own_format(self, prompt: str) -> str | None:
@@ -231,7 +233,7 @@ def _without_calls(message: Message, text: Callable[[], str], tools: Sequence[To
     """Return the message of an episode without tools: what is a call elsewhere is content.
 
     Args:
-        text: returns the turn's text, with special tokens.
+        text: returns the turn's text, with special tokens, and before it the mark that its prompt left open.
     """
     if tools is None or tools or not ("tool_calls" in message or "malformed_tool_calls" in message):
         return message

@@ -12,7 +12,7 @@ _OPENING = (
     "<|channel>thought",  # Gemma
 )
 _CLOSING = ("</think>", "</seed:think>", "[/THINK]", "<|END_THINKING|>", "<channel|>")
-_FIXED = (*_OPENING, *_CLOSING)
+_QUOTES = "`'\""
 _CHANNEL_MARK = "<|channel|>"
 _CHANNEL = re.compile(r"<\|channel\|>(?:(?P<opens>analysis|commentary)|final)(?:[^<]{0,100}<\|message\|>)?")
 """The start of a channel of gpt-oss, which thinks in some of them, and answers in `final`."""
@@ -65,10 +65,24 @@ class _Mark(NamedTuple):
 
 def _last_mark(text: str) -> _Mark | None:
     # `in` is ten times as fast as `rfind`, and most marks are in no text
-    marks = [_Mark(text.rfind(mark), mark, mark in _OPENING) for mark in _FIXED if mark in text]
+    marks = [_Mark(text.rfind(mark), mark, opens=False) for mark in _CLOSING if mark in text]
+    openings = [(_last_unquoted(mark, text), mark) for mark in _OPENING if mark in text]
+    marks += [_Mark(start, mark, opens=True) for start, mark in openings if start >= 0]
     if _CHANNEL_MARK in text and (channel := _last_channel(text)) is not None:
         marks.append(channel)
     return max(marks, default=None)
+
+
+def _last_unquoted(mark: str, text: str) -> int:
+    """Return where the last mark without quotation marks or backticks around it begins; -1 if there is none.
+    An answer that mentions `<think>` opens no thinking."""
+    end = len(text)
+    while (start := text.rfind(mark, 0, end)) > 0:
+        after = start + len(mark)
+        if text[start - 1] not in _QUOTES or text[start - 1] != text[after : after + 1]:
+            break
+        end = start
+    return start
 
 
 def _last_channel(text: str) -> _Mark | None:

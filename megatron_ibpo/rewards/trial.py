@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_ibpo.basics.faults import REWARD_FAULTS, append_trace
 from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config import ConfigError, DataConfig, load_module
 from megatron_ibpo.rewards.verifier import VERIFIERS, Pool, functions_of
 from megatron_ibpo.rewards.workers import Outcome
@@ -46,16 +47,28 @@ def try_rewards(
         response = trial_response(prompt)
         scored = pool.submit(target, (prompt.text, response, prompt.label, prompt.metadata))
         extracted = pool.submit(f"{__name__}:extraction", (target, response, prompt.metadata))
-        for what, outcome in (("", scored.result()), ("its extract_answer: ", extracted.result())):
-            _check(f"--rm-type {target}: {what}", outcome, prompt, logs)
+        for what, unread, outcome in (
+            ("", "return 0 or raise ResponseError", scored.result()),
+            ("its extract_answer: ", "return None", extracted.result()),
+        ):
+            _check(f"--rm-type {target}: {what}", unread, outcome, prompt, logs)
             details |= outcome.details
     return details
 
 
-def _check(what: str, outcome: Outcome, prompt: Prompt, logs: Path | None) -> None:
+def _check(what: str, unread: str, outcome: Outcome, prompt: Prompt, logs: Path | None) -> None:
+    """
+    Args:
+        unread: what the function should do with a response that it cannot read.
+    """
     if outcome.error is None:
         return
-    message = f"{what}{outcome.error} on {prompt.task}, prompt {prompt.index}, with a made-up response"
+    response = shown(trial_response(prompt))
+    message = (
+        f"{what}{outcome.error} on {prompt.task}, prompt {prompt.index}, with a made-up response, {response}"
+    )
+    if outcome.trace is not None:
+        message += f" ({unread} for one that it cannot read)"
     if outcome.trace is not None and logs is not None:
         append_trace(logs / REWARD_FAULTS, message, outcome.trace)
         message += f"; the traceback is in {logs / REWARD_FAULTS}"

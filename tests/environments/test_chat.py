@@ -243,6 +243,15 @@ def test_calls_are_looked_for_in_so_many_ids_and_what_a_longer_turn_says_at_last
     assert not {"tool_calls", "malformed_tool_calls"} & {*read}
 
 
+def test_a_draft_in_thinking_that_the_template_opened_is_no_content(chat_of):
+    for name, content in (("qwen3_5", ""), ("qwen2_5", "7")):
+        tokenizer, chat, _ = chat_of(name)
+        call = '<tool_call>{"name": "calc", "arguments": {}}</tool_call>'
+        for text, tools in (("7", []), (f"7{call}", []), ("7" + " " * LONGEST_READ, None)):
+            read = chat.read(tokenizer.encode(text), tools)
+            assert read["content"][:1] == content, (name, text[:20])
+
+
 def test_arguments_are_an_object_with_the_types_of_the_schema(chat_of):
     tokenizer, chat, _ = chat_of("qwen2_5")
     text = '<tool_call>{"name": "calc", "arguments": "{\\"count\\": 3}"}</tool_call>'

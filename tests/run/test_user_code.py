@@ -23,6 +23,8 @@ CODE = """
     from pathlib import Path
 
     import json, time
+    from statistics import fmean, pstdev, stdev
+    from megatron_ibpo.credit import LogProbQuery, TokenFactors
     from megatron_ibpo.environments import Opening, Turn
     from megatron_ibpo.rewards import ResponseError
 
@@ -64,6 +66,22 @@ CODE = """
     def wordy(group):
         note("wordy")
         return group.responses[0].reward_details["words"] == 4
+
+    def standardised(rewards):
+        return [(reward - fmean(rewards)) / stdev(rewards) for reward in rewards]
+
+    def finished(group):
+        lengths = [len(each.token_ids) for each in group.responses if each.finish_reason == "stop"]
+        return max(lengths) / pstdev(lengths) > 1
+
+    def surprising(groups, advantages, context):
+        rows = [[(each - each.mean()) / each.std() for each in lps] for lps in map(logprobs, groups)]
+        asked = [LogProbQuery(r.prompt_token_ids, r.token_ids, 1.0) for g in groups for r in g.responses]
+        first, second, *_ = map(sum, context.logprobs(asked))
+        return TokenFactors([[abs(each) / abs(first - second) for each in group] for group in rows])
+
+    def logprobs(group):
+        return [response.logprobs for response in group.responses]
 
     def filter_fails(group):
         return group.answers
@@ -134,6 +152,12 @@ def test_functions_that_work_are_called_once_and_nothing_is_counted(directory):
     assert (directory / "calls").read_text().split()[-2:] == ["reset", "step"]
 
 
+def test_functions_that_divide_by_what_differs_in_an_honest_group_are_not_refused():
+    for threshold in ("0", "0.5"):
+        functions = ("--advantages", "own_code.py:standardised", "--group-filter", "own_code.py:finished")
+        tried(*functions, "--token-credit", "own_code.py:surprising", "--reward-threshold", threshold)
+
+
 def test_a_fault_stops_the_start_with_its_line_and_the_prompt(tmp_path):
     for flag, name, says, line in (
         ("--rm-type", "misses_key", "KeyError: 'answer'", 'metadata["answer"] =='),
@@ -149,6 +173,8 @@ def test_a_fault_stops_the_start_with_its_line_and_the_prompt(tmp_path):
         assert said.startswith(f"{flag} own_code.py:{name}: {says}"), said
         assert re.search(PLACE.format(file="own_code", line=line_of(line)), said), said
         assert "\n" not in said, said
+        hint = "response, 'The answer is 2.' (return 0 or raise ResponseError for one that it cannot read)"
+        assert (hint in said) == (flag == "--rm-type"), said
     trace = (tmp_path / "logs/reward_faults.log").read_text()
     assert trace.count("Traceback (most recent call last)") == 3
     assert 'return float(metadata["answer"] == response)' in trace
