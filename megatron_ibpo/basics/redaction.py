@@ -35,9 +35,18 @@ def without_keys(text: str) -> str:
         searched = text if len(piece) < _PIECE else lowered
         place = searched.find(piece)
         while place >= 0:
-            hidden[place : place + len(piece)] = b"\1" * len(piece)
+            end = place + len(piece)
+            if len(piece) >= _PIECE or not piece.isalpha() or _is_word(text, place, end):
+                hidden[place:end] = b"\1" * len(piece)
             place = searched.find(piece, place + 1)
     return "".join(_parts(text, hidden))
+
+
+def _is_word(text: str, start: int, end: int) -> bool:
+    """Return whether this part of the text is no part of a longer word. A short key of letters is a made-up
+    one, such as `token`, which is not hidden in `tokenizer`."""
+    before, after = text[max(0, start - 2) : start], text[end : end + 1]
+    return not after.isalnum() and (before in (r"\n", r"\r", r"\t") or not before[-1:].isalnum())
 
 
 def _parts(text: str, hidden: bytearray) -> Iterator[str]:

@@ -24,11 +24,13 @@ def largest_row(rows: Any) -> int:
 
 def _most_bytes(array: Any, times: int) -> int:
     """Return a bound on the bytes of so many values of an array."""
-    from pyarrow import types
+    from pyarrow import BaseExtensionType, types
 
     kind, size = array.type, _POINTER * times
     if not len(array) or types.is_null(kind):
         return size
+    if isinstance(kind, BaseExtensionType):
+        return size + _most_bytes(array.storage, times)
     if types.is_dictionary(kind):
         nested = types.is_nested(array.dictionary.type)  # no writer of data sets makes any
         return UNBOUNDED if nested else size + _most_bytes(array.dictionary, times)
@@ -40,6 +42,8 @@ def _most_bytes(array: Any, times: int) -> int:
         longest = int(np.diff(array.offsets.to_numpy()).max())
         entries = [array.keys, array.items] if types.is_map(kind) else [array.flatten()]
         return size + sum(_most_bytes(entry, times * longest) for entry in entries)
+    if types.is_list_view(kind) or types.is_large_list_view(kind):
+        return size + _most_bytes(array.values, times * int(array.sizes.to_numpy().max()))
     if types.is_primitive(kind) or types.is_decimal(kind):
         return 2 * size
     if types.is_fixed_size_binary(kind):
@@ -48,12 +52,19 @@ def _most_bytes(array: Any, times: int) -> int:
         return size + times * _longest(array, np.int32)
     if types.is_large_string(kind) or types.is_large_binary(kind):
         return size + times * _longest(array, np.int64)
-    return UNBOUNDED  # views may show one value many times, and `datasets` writes none
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        return size + times * _longest_view(array)
+    return UNBOUNDED  # unions and runs, of which no writer of data sets makes any
 
 
 def _longest(array: Any, offset_type: type) -> int:
     offsets: Any = np.frombuffer(array.buffers()[1], offset_type)
     return int(np.diff(offsets[array.offset : array.offset + len(array) + 1]).max())
+
+
+def _longest_view(array: Any) -> int:
+    views: Any = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)  # each begins with its length
+    return int(views[array.offset : array.offset + len(array), 0].max())
 
 
 def is_compressed(metadata: bytes) -> bool:

@@ -20,6 +20,8 @@ WINDOW_BYTES = 4 * 1024**3
 """Most memory of the row groups of one parquet file that are held at one time."""
 _MOST_GROUP_ROWS, _MOST_GROUP_VALUES = 2**22, 2**26
 """Most rows of a row group, and most values of one of its columns."""
+_UNREAD_ENCODINGS = {"DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"}
+"""Encodings of text in which the library cannot read repeated values as one."""
 _ARROW_MAGIC, _ARROW_PADDING = b"ARROW1", 8
 """Beginning of an Arrow file that is no stream, and where its messages start."""
 
@@ -85,8 +87,12 @@ class Parquet:
                 f"{self.path}: row group {number} has {size / 1024**2:,.0f} MiB and {values:,} values; "
                 f"{smaller}"
             )
-        if any("DELTA_BYTE_ARRAY" in column.encodings for column in needed):
-            raise DataError(f"{self.path}: has the encoding DELTA_BYTE_ARRAY; write it with another one")
+        encodings = {encoding for column in needed for encoding in column.encodings}
+        if unread := sorted(encodings & _UNREAD_ENCODINGS):
+            raise DataError(
+                f"{self.path}: has the encoding {unread[0]}; write it with another one, such as by "
+                "pandas.read_parquet(FILE).to_parquet(FILE)"
+            )
         return size
 
     def _read_group(self, block: int) -> _Block:
@@ -158,7 +164,7 @@ class _Block:
         if not row.num_rows:
             raise DataError("the file is damaged: it counts more rows than it has")
         if not self.is_small and largest_row(row) > LONGEST_LINE:
-            raise DataError(f"the row is larger than {LONGEST_LINE // 1024**2} MiB")
+            raise DataError(f"the row is larger than {LONGEST_LINE // 1024**2} MiB, or has unions or runs")
         try:
             return row.to_pylist()[0]
         except UnicodeDecodeError as error:
@@ -173,7 +179,9 @@ def _record_batches(path: Path) -> list[Any]:
     mapped.seek(_ARROW_PADDING if is_file else 0)
     for message in pyarrow.ipc.MessageReader.open_stream(mapped):
         if is_compressed(message.metadata.to_pybytes()):
-            raise ValueError("its buffers are compressed, and `datasets` writes plain ones")
+            raise ValueError(
+                "its buffers are compressed; write plain ones, as `save_to_disk` does, or parquet"
+            )
     mapped.seek(0)
     if not is_file:
         return list(pyarrow.ipc.open_stream(mapped))

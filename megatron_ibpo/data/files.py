@@ -9,14 +9,15 @@ from typing import TypeVar
 from megatron_ibpo.basics.user_files import check_user_file
 from megatron_ibpo.config import nearest, searched
 from megatron_ibpo.data.arrow_tables import ArrowFile, Parquet
-from megatron_ibpo.data.row_prompts import LARGEST_COMPRESSED, Budget, Rows, read_jsonl
+from megatron_ibpo.data.row_prompts import LARGEST_COMPRESSED, Budget, Rows, check_budget, read_jsonl
 from megatron_ibpo.data.tables import Files, JsonLines, Row, Table
 from megatron_ibpo.data.tokenizer import DataError, read_object
 
 SMALL_ROWS = 8192
 """Rows up to which a source is read and checked whole before the run starts."""
 SMALL_BYTES = 64 * 1024**2
-SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
+LINES = (".jsonl", ".jsonl.gz")
+SUFFIXES = (*LINES, ".parquet", ".arrow")
 T = TypeVar("T")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 HELD_OUT = ("test", "validation", "eval", "dev", "held_out")
@@ -76,6 +77,7 @@ def small_rows(files: Sequence[Path], columns: Sequence[str]) -> Rows | None:
                 f"{files[0].parent}: more than {LARGEST_COMPRESSED // 1024**2} MiB, with compressed files, "
                 "which are read whole; `gunzip`"
             )
+        check_budget(file for file in files if file.name.endswith(LINES))
         return _all_rows(files, columns)
     if size > SMALL_BYTES:
         return None
@@ -108,7 +110,7 @@ def _table(file: Path, columns: Sequence[str]) -> Table:
 def _all_rows(files: Sequence[Path], columns: Sequence[str]) -> Iterator[tuple[str, Row | DataError]]:
     budget = Budget()
     for file in files:
-        if file.name.endswith((".jsonl", ".jsonl.gz")):
+        if file.name.endswith(LINES):
             yield from read_jsonl(file, budget)
         else:
             yield from _rows_of(_table(file, columns))

@@ -3,6 +3,7 @@
 import gzip
 import json
 import zlib
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -323,17 +324,29 @@ def read_jsonl(path: Path, budget: Budget | None = None) -> Iterator[tuple[str, 
     Raises:
         DataError: file missing or in another encoding, damaged, or over the budget.
     """
+    for number, line in enumerate(_lines(path, budget or Budget()), start=1):
+        if number == 1:
+            check_encoding(path, line)
+        if line.strip():
+            yield f"{path}, line {number}", _row_or_error(line)
+
+
+def check_budget(paths: Iterable[Path]) -> None:
+    """Raise DataError if JSONL files hold more than is read whole. It takes a second, and making prompts of
+    all rows up to there a minute."""
+    budget = Budget()
+    for path in paths:
+        deque(_lines(path, budget), maxlen=0)
+
+
+def _lines(path: Path, budget: Budget) -> Iterator[bytes]:
+    """Yield the lines of a file; raises as `read_jsonl` does."""
     if not path.is_file():
         raise DataError(f"prompt file {path}: no such file{searched(path)}")
     check_user_file(path, RECORD_BYTES)
-    budget = budget or Budget()
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(_bounded_lines(file, path, budget), start=1):
-                if number == 1:
-                    check_encoding(path, line)
-                if line.strip():
-                    yield f"{path}, line {number}", _row_or_error(line)
+            yield from _bounded_lines(file, path, budget)
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path}: damaged or cut off: {error}") from error
 

@@ -138,7 +138,8 @@ def _serve(fd: int, render: Callable[..., str]) -> None:
     """Render until the owner is gone."""
     gc.disable()
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a Ctrl-C that ends the owner
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; the owner's handlers answer them
+        signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     for other in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, fd}:
@@ -146,7 +147,9 @@ def _serve(fd: int, render: Callable[..., str]) -> None:
             os.close(other)
     with open("/proc/self/statm", encoding="utf-8") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MOST_BYTES, size + MOST_BYTES))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = size + MOST_BYTES if hard == resource.RLIM_INFINITY else min(size + MOST_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     connection = Connection(fd)
     while True:
         with suppress(EOFError, OSError):

@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.basics.user_files import GIB, RECORD_BYTES, check_user_file, read_user_file, user_lines
+from megatron_ibpo.basics.user_files import (
+    GIB,
+    RECORD_BYTES,
+    UserFileError,
+    check_user_file,
+    read_user_file,
+    user_lines,
+)
 from megatron_ibpo.config import path_in_recipe, searched
 from megatron_ibpo.data import DataError
 from megatron_ibpo.data.arrow_tables import Parquet
-from megatron_ibpo.data.row_prompts import LARGEST_COMPRESSED, MOST_LINES
+from megatron_ibpo.data.row_prompts import LARGEST_COMPRESSED, MOST_BRACKETS, MOST_LINES
+from megatron_ibpo.data.tables import num_brackets
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
@@ -80,13 +88,11 @@ def _of_lines(file: Path) -> Iterator[tuple[str, Row]]:
     number = 0
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
-            size = 0
             for number, line in enumerate(user_lines(opened, file), start=1):
-                size += len(line)
-                if number > MOST_LINES or size > RECORD_BYTES:
+                if number > MOST_LINES or (file.suffix == ".gz" and opened.tell() > RECORD_BYTES):
                     raise DataError(
                         f"{file}: more than {MOST_LINES:,} lines, blank ones included, or "
-                        f"{RECORD_BYTES // GIB} GiB of content; no benchmark has as many"
+                        f"{RECORD_BYTES // GIB} GiB of content in a compressed file"
                     )
                 if line.strip():
                     where = f"{file}, line {number}"
@@ -96,7 +102,10 @@ def _of_lines(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _of_list(file: Path) -> Iterator[tuple[str, Row]]:
-    content = _json(read_user_file(file, LARGEST_COMPRESSED), str(file))
+    try:
+        content = _json(read_user_file(file, LARGEST_COMPRESSED), str(file))
+    except UserFileError as error:
+        raise DataError(f"{error}; JSON Lines (.jsonl), which are read one by one, may have more") from None
     if not isinstance(content, list):
         raise DataError(f"{file}: expected a JSON list of objects, found {type(content).__name__}")
     for number, row in enumerate(content):
@@ -116,6 +125,8 @@ def _of_parquet(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _json(text: bytes, where: str) -> Any:
+    if num_brackets(text) > MOST_BRACKETS:
+        raise DataError(f"{where}: more than {MOST_BRACKETS:,} brackets")
     try:
         return read_json(text)
     except ValueError as error:

@@ -3,6 +3,7 @@ of an evaluation by set and by problem."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -22,9 +23,10 @@ from megatron_ibpo.config import (
 )
 from megatron_ibpo.credit import find_operator
 from megatron_ibpo.data import DataError, PromptSource, Tokenizer, open_source
+from megatron_ibpo.data.files import each_row
 from megatron_ibpo.data.generated import told_if_slow
 from megatron_ibpo.data.layouts import fields_read
-from megatron_ibpo.data.row_prompts import prompts_of_rows, read_jsonl
+from megatron_ibpo.data.row_prompts import prompts_of_rows
 from megatron_ibpo.evaluate.accuracy import Evaluation, unknown_as_nan
 from megatron_ibpo.evaluate.benchmark_files import checksums
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
@@ -276,9 +278,9 @@ def _unused_fields(spec: str, data: DataConfig) -> list[str]:
 
 
 def _field_names(path: Path) -> Iterator[str]:
-    for _, row in islice(read_jsonl(path), _ROWS_FOR_FIELDS):
-        if isinstance(row, dict):  # other rows are reported elsewhere
-            yield from row
+    for _, read in islice(each_row([path], ()), _ROWS_FOR_FIELDS):
+        with suppress(DataError):  # reported elsewhere
+            yield from read()
 
 
 def finish_results(

@@ -5,10 +5,12 @@ import gzip
 import json
 import os
 import signal
+import struct
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -16,9 +18,10 @@ from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import DataError, arrow_tables, open_source, tables
-from megatron_ibpo.data.arrow_sizes import is_compressed
+from megatron_ibpo.data.arrow_sizes import is_compressed, largest_row
 from megatron_ibpo.data.row_prompts import MOST_LINES
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_ibpo.evaluate import sets
 from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
 from support.byte_tokenizers import family_tokenizer
 
@@ -69,7 +72,8 @@ def test_compressed_lines_are_bounded_in_number_and_in_length(case, tmp_path):
             )
 
 
-def test_files_of_a_source_share_what_may_be_read(tmp_path):
+def test_files_of_a_source_share_what_may_be_read_and_are_refused_before_any_row_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_ibpo.data.row_prompts.parsed_row", None)
     for number in range(9):
         (tmp_path / f"train-0000{number}-of-00009.jsonl.gz").write_bytes(repeated(ROW + b"\n" * 40_000, 1))
     with pytest.raises(DataError, match=r"-00006-of-00009\.jsonl\.gz: more than 262,144 lines"):
@@ -164,6 +168,44 @@ def test_lists_of_nothing_are_measured_before_they_are_made(tmp_path):
             open_source(str(tmp_path / name), TINY, DataConfig(), split="train")
 
 
+VALUES = {
+    "JSON": pa.ExtensionArray.from_storage(pa.json_(), pa.array(['{"a": 1}'] * 300)),
+    "tensors": pa.FixedShapeTensorArray.from_numpy_ndarray(np.ones((300, 2, 3))),
+    "views of text": pa.array(["a value of more than twelve letters"] * 300, pa.string_view()),
+    "views of bytes": pa.array([b"short"] * 300, pa.binary_view()),
+    "views of lists": pa.array([["a", "b"], []] * 150, pa.list_view(pa.string())),
+    "large views of lists": pa.array([[1], [2, 3]] * 150, pa.large_list_view(pa.int64())),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_columns_of_any_type_that_writers_use_are_measured(case, tmp_path):
+    table = pa.table({"prompt": ["1+1="] * 300, "label": ["2"] * 300, "tools": VALUES[case]})
+    with pa.ipc.new_stream(tmp_path / "rows.arrow", table.schema) as file:
+        file.write_table(table)
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    names = table.column_names
+    for rows in (
+        arrow_tables.ArrowFile(tmp_path / "rows.arrow", names),
+        arrow_tables.Parquet(tmp_path / "rows.parquet"),
+    ):
+        assert repr(rows.row(0, 7)["tools"]) == repr(table["tools"][7].as_py()), rows.path
+        assert 0 < largest_row(table.slice(7, 1)) < 500
+
+
+def test_views_that_show_one_value_many_times_are_refused(tmp_path):
+    count, shown = 10**5, b"1" * 1000
+    view = struct.pack("<i4sii", len(shown), shown[:4], 0, 0)
+    buffers = [None, pa.py_buffer(view * count), pa.py_buffer(shown)]
+    texts = pa.Array.from_buffers(pa.string_view(), count, buffers)
+    first, all_of_them = pa.array([0], pa.int32()), pa.array([count], pa.int32())
+    table = columns(task=pa.ListViewArray.from_arrays(first, all_of_them, texts))
+    with pa.ipc.new_stream(tmp_path / "rows.arrow", table.schema) as file:
+        file.write_table(table)
+    with quickly(), pytest.raises(DataError, match="the row is larger than 64 MiB"):
+        arrow_tables.ArrowFile(tmp_path / "rows.arrow", ["task"]).row(0, 0)
+
+
 def test_row_groups_that_take_too_much_are_refused_at_the_start(tmp_path, monkeypatch):
     path = tmp_path / "rows.parquet"
     many = pa.table({"prompt": ["1+1="] * 5000, "label": ["2"] * 5000})
@@ -173,7 +215,9 @@ def test_row_groups_that_take_too_much_are_refused_at_the_start(tmp_path, monkey
         with pytest.raises(DataError, match=f"^{path}: {says}"):
             open_source(str(path), TINY, DataConfig(), split="train")
 
-    refused("has the encoding DELTA_BYTE_ARRAY", use_dictionary=False, column_encoding="DELTA_BYTE_ARRAY")
+    for encoding in ("DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"):
+        says = f"has the encoding {encoding}; write it with another one, such as by pandas"
+        refused(says, use_dictionary=False, column_encoding=encoding)
     with monkeypatch.context() as patch:
         patch.setattr(arrow_tables, "_MOST_GROUP_ROWS", 4999)
         refused("row group 0 has 5,000 rows; write it with smaller ones, such as row_group_size=1000")
@@ -220,8 +264,21 @@ def test_benchmark_files_are_bounded_too(tmp_path):
         list(benchmark_rows(str(path)))
     with (tmp_path / "aime25.json").open("wb") as file:
         file.truncate(257 * MIB)
-    with pytest.raises(ValueError, match="has 269,484,032 bytes; such a file may have at most 268,435,456"):
+    says = r"has 269,484,032 bytes; such a file may have at most 268,435,456; JSON Lines .*may have more"
+    with pytest.raises(DataError, match=says):
         list(benchmark_rows(str(tmp_path / "aime25.json")))
+    for name in ("many.json", "many.jsonl"):
+        (tmp_path / name).write_bytes(b"[" + b"[]," * 2**23 + b"[]]\n")
+        with quickly(1), pytest.raises(DataError, match=f"{name}.*: more than 8,388,608 brackets"):
+            list(benchmark_rows(str(tmp_path / name)))
+
+
+def test_large_rows_that_are_read_one_by_one_are_no_fault_of_a_file(tmp_path, monkeypatch):
+    path = tmp_path / "programs.jsonl"
+    path.write_bytes(b"".join(b'{"x":"' + b"1" * MIB + b'"}\n' for _ in range(300)))
+    monkeypatch.setattr("megatron_ibpo.evaluate.benchmark_files.RECORD_BYTES", 200 * MIB)
+    assert sum(1 for _ in benchmark_rows(str(path))) == 300
+    assert sets._unused_fields(str(path), DataConfig()) == [f"{path}: fields that are not used: 'x'"]
 
 
 QUESTION = [{"role": "user", "content": "q"}]
@@ -289,6 +346,10 @@ def test_a_template_is_rendered_as_the_library_renders_it_and_after_its_process_
         patch.setattr("os.fork", no_process)
         with pytest.raises(DataError, match="its process cannot be started, or dies: BlockingIOError"):
             family_tokenizer("qwen3").render_chat(QUESTION)
+    child = tokenizer._template._child
+    os.kill(child._pid, signal.SIGHUP)
+    assert tokenizer.render_chat(QUESTION, settings, tools=tools) == expected
+    assert tokenizer._template._child is child, "the handlers of the run are not called in this process"
     half = [{"role": "user", "content": "\ud800"}]
     assert "\ud800" in tokenizer.render_chat(half)
     with pytest.raises(DataError, match=r"the messages have .* and 16,777,216 are the limit"):

@@ -135,6 +135,11 @@ def test_a_key_is_recognised_in_any_spelling(spelling, key):
 def test_short_keys_are_hidden_whole_and_without_a_key_nothing_is(monkeypatch):
     monkeypatch.setenv("IBPO_RM_API_KEY", "EMPTY")
     assert without_keys("Bearer EMPTY, the queue is empty") == "Bearer [key], the queue is empty"
+    monkeypatch.setenv("IBPO_RM_API_KEY", "token")
+    said = "tokenizer.json, tokens and _token_: key=token, " + repr("\ntoken")
+    assert without_keys(said) == "tokenizer.json, tokens and _[key]_: key=[key], '\\n[key]'"
+    monkeypatch.setenv("IBPO_RM_API_KEY", "tok3n")
+    assert without_keys("%20tok3nizer") == "%20[key]izer", "with a number in it, it may be a real one"
     monkeypatch.setenv("IBPO_RM_API_KEY", " ")
     assert without_keys("Bearer EMPTY") == "Bearer EMPTY"
 
