@@ -14,13 +14,14 @@ _FUNCTIONS = frozenset({
     "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "abs", "Abs",
 })  # fmt: skip
 _TOKEN = re.compile(r"([A-Za-z]++)[0-9]*+(\s*+\()?|[0-9]++(?:\.[0-9]++)?|[-+*/()]|[ \t\r\n]++", re.ASCII)
-_CALL_OF_A_RESULT = re.compile(r"\)\s*+\(")
+_CALL_OR_UNPACKING = re.compile(r"\)\s*+\(|\(\s*+\*")
+"""A call of a result, `)(`, or what is unpacked into a call, `(*`."""
 
 
 def _is_formula(text: str) -> bool:
     """Return whether a text holds only numbers, variables of one letter, `pi`, + - * / ** ( ) and calls of
     `_FUNCTIONS`. What stands in parentheses cannot be called: E, I, N, O, Q and S are sympy's own."""
-    if _CALL_OF_A_RESULT.search(text):
+    if _CALL_OR_UNPACKING.search(text):
         return False
     place = 0
     while place < len(text):
@@ -44,12 +45,13 @@ def _made_of(characters: str, without: tuple[str, ...] = ()) -> Callable[[str], 
     pattern = re.compile(rf"[{characters} \t\r\n]*+")
 
     def is_made_of(text: str) -> bool:
-        return pattern.fullmatch(text) is not None and not any(part in text for part in without)
+        compact = "".join(text.split())
+        return pattern.fullmatch(text) is not None and not any(part in compact for part in without)
 
     return is_made_of
 
 
-_is_arithmetic = _made_of(r"0-9+\-*/()", without=("**", "//"))
+_is_arithmetic = _made_of(r"0-9+\-*/()", without=("**", "//", "(*"))
 # lists of these are evaluated; they have no brackets of a call, and no lower-case letters for a keyword
 _is_letters = _made_of(r"A-E\[\],'\"")
 _is_numbers = _made_of(r"0-9\[\],\-")
@@ -57,7 +59,7 @@ _is_board = _made_of(r"Q_\[\],'\"")
 _ANSWER, _LABEL = "answer", "label"
 _EVALUATED: dict[str, dict[str, Callable[[str], bool]]] = {
     "binary_matrix": {_ANSWER: _is_numbers},
-    "bitwise_arithmetic": {"problem": _made_of(r"0-9a-fx+\-*&|\^~<>()", without=("**",))},
+    "bitwise_arithmetic": {"problem": _made_of(r"0-9a-fx+\-*&|\^~<>()", without=("**", "(*"))},
     "countdown": {_ANSWER: _is_arithmetic},
     "intermediate_integration": {_ANSWER: _is_formula, _LABEL: _is_integral, "integrand": _is_formula},
     "n_queens": {_ANSWER: _is_board},

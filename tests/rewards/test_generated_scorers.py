@@ -13,7 +13,7 @@ import types
 import pytest
 import reasoning_gym as library
 import sympy
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reasoning_gym.factory import DATASETS
 
@@ -174,6 +174,9 @@ def is_of_mathematics(name):
 
 
 @settings(max_examples=1000)
+@example("simple_integration", "sin(*x")
+@example("simple_integration", "sin( ** x")
+@example("countdown", "1( *2")
 @given(st.sampled_from(["countdown", "n_queens", *["simple_integration"] * 3, "spiral_matrix"]), TEXTS)
 def test_what_may_be_evaluated_computes_and_calls_nothing_but_functions_of_mathematics(task, text):
     assert all(map(is_of_mathematics, scorer_texts._FUNCTIONS))
