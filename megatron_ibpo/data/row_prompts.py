@@ -290,7 +290,7 @@ def _reading(found: Row | DataError, where: str, ids: dict[str, str]) -> Callabl
 
 @dataclass
 class Budget:
-    """What may be read of the files of one source that is read whole: an honest start takes a minute for it,
+    """Limits on the files of one source that is read whole: an honest start takes a minute for it,
     and a small compressed file cannot make it hours, or fill the memory."""
 
     lines: int = MOST_LINES

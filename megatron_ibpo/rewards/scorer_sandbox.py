@@ -49,7 +49,7 @@ _NAMES: dict[bytes, Literal["right", "wrong", "raised", "unfit", "ended", "silen
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one answer."""
+    """The outcome of judging one answer."""
 
     kind: Literal["right", "wrong", "raised", "unfit", "ended", "silent"]
     """`raised`: the scorer raised. `ended`: it died or took too long. `unfit`: the task has no dataset with

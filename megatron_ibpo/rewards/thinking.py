@@ -30,7 +30,7 @@ class Response:
     """A response as text. The verifiers of this package read `marked`, and functions of users `text`."""
 
     text: str
-    """What the policy wrote, without special tokens."""
+    """Text that the policy wrote, without special tokens."""
     marked: str
     """The same with the marks of its thinking: first the one that its prompt leaves open, if any, and those
     that are special tokens."""

@@ -290,7 +290,7 @@ def is_right(dataset: "Any", task: str, answer: str, entry: "dict[str, Any]") ->
 
 
 def _is_close(answer: str, entry: "dict[str, Any]") -> bool:
-    """Of coin_flip: the library's scorer also gives full marks to any beginning of the label, such as 0."""
+    """Check an answer to coin_flip. The library gives full marks to any beginning of the label, such as 0."""
     wanted, given = (float(fractions.Fraction(text.replace(",", ""))) for text in (entry["answer"], answer))
     return abs(given - wanted) <= 1e-4  # the library's tolerance
 
@@ -302,7 +302,7 @@ def _makes_target(answer: str, entry: "dict[str, Any]") -> bool:
 
 
 def _makes_24(answer: str, entry: "dict[str, Any]") -> bool:
-    """Of puzzle24: the library's scorer takes any four numbers, and 24.9 for 24."""
+    """Check an answer to puzzle24: the library's scorer takes any four numbers, and 24.9 for 24."""
     used = sorted(map(int, re.findall(r"[0-9]+", answer)))
     return used == sorted(entry["metadata"]["numbers"]) and _equals(answer, 24)
 
@@ -314,7 +314,7 @@ def _equals(expression: str, number: float) -> bool:
 
 
 def _has_numbers(answer: str, _: "dict[str, Any]") -> bool:
-    """Of tasks that compare numbers so that NaN is close to all of them."""
+    """Check an answer to tasks that compare numbers so that NaN is close to all of them."""
     return "nan" not in answer.replace(" ", "").lower()
 
 
