@@ -10,13 +10,10 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_ibpo import __version__
 from megatron_ibpo.basics.entry_point import BAD_INPUT, command
 from megatron_ibpo.basics.versions import installed_versions
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -30,10 +27,6 @@ class Command:
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:
     return ("-m", f"{__package__}.{name}", *arguments)
-
-
-def _tool(name: str) -> tuple[str, ...]:
-    return (str(_ROOT / "tools" / name),)
 
 
 COMMANDS = {
@@ -53,18 +46,16 @@ COMMANDS = {
         "measure this machine, so that runs on it can be predicted",
     ),
     "convert to-megatron": Command(
-        _tool("convert_hf_to_megatron.py"), "Hugging Face checkpoint → Megatron's distributed checkpoint"
+        _module("convert_to_megatron"), "Hugging Face checkpoint → Megatron's distributed checkpoint"
     ),
     "convert to-hf": Command(
-        _tool("convert_megatron_to_hf.py"), "a run or Megatron checkpoint → Hugging Face checkpoint"
+        _module("convert_to_hf"), "a run or Megatron checkpoint → Hugging Face checkpoint"
     ),
-    "inspect": Command(_tool("inspect_checkpoint.py"), "what a checkpoint holds, and what is missing"),
-    "compare": Command(_tool("compare_methods.py"), "methods under one budget, over several seeds"),
-    "audit": Command(_tool("audit_credit.py"), "does value fall where corrections change a response?"),
-    "skill": Command(_tool("operator_skill.py"), "do corrections succeed more often than another try?"),
-    "data": Command(
-        _tool("inspect_data.py"), "prompts as the model will see them, and what is left out and why"
-    ),
+    "inspect": Command(_module("inspect_checkpoint"), "what a checkpoint holds, and what is missing"),
+    "compare": Command(_module("compare"), "methods under one budget, over several seeds"),
+    "audit": Command(_module("audit"), "does value fall where corrections change a response?"),
+    "skill": Command(_module("skill"), "do corrections succeed more often than another try?"),
+    "data": Command(_module("data"), "prompts as the model will see them, and what is left out and why"),
     "loss": Command(_module("loss"), "a loss variant: its code for GPUs, its gradient checked, a picture"),
     "pass-rates": Command(_module("pass_rates"), "how often a policy solves each prompt, for a filter"),
     "serve": Command(_module("page", "serve"), "read runs in a browser, also while they train"),

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Show runs as the flags say. Return the exit status."""
     arguments: Serve | Page = parsed(Arguments, __doc__, argv)
     if not arguments.runs:
-        raise ValueError("which run? Name the directory of one, as in: bash tools/ibpo.sh serve runs/a")
+        raise ValueError("which run? Name the directory of one, as in: ibpo serve runs/a")
     if isinstance(arguments, Serve):
         _serve(arguments)
     else:

@@ -161,10 +161,9 @@ def how_to_go_on(run_dir: Path, training: str = "train") -> str:
     if not steps and not any(run_dir.glob(_SEGMENTS)):
         return "The run cannot be resumed: it saved no checkpoint (--save-interval saves while it runs)."
     launcher = Path(__file__).resolve().parents[2] / "tools/ibpo.sh"
+    program = ["bash", str(launcher)] if launcher.exists() else ["ibpo"]  # outside a clone
     here = run_dir.absolute()
-    command = shlex.join(
-        ["bash", str(launcher), training, "--config", str(here / CONFIG_FILE), "--load", str(here)]
-    )
+    command = shlex.join([*program, training, "--config", str(here / CONFIG_FILE), "--load", str(here)])
     from_where = f"after step {int(steps[-1].name.removeprefix('step_'))}" if steps else "from the journal"
     return (
         f"To resume {from_where} (on several nodes: start the script on every node with --load {here}):\n"

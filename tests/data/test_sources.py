@@ -9,17 +9,16 @@ from collections import Counter
 from contextlib import suppress
 from fractions import Fraction
 
-import inspect_data
 import numpy as np
 import pyarrow as pa
 import pytest
-import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.record_lines import append_record, open_records
+from megatron_ibpo.commands import data as data_command
 from megatron_ibpo.config import Config, DataConfig
 from megatron_ibpo.data import DataError, PassRates, open_pass_rates, open_source, open_sources, tables
 from megatron_ibpo.data.layouts import plain_row
@@ -537,7 +536,7 @@ def test_the_inspection_counts_what_a_run_would_end_with(tmp_path, capsys):
     words = ["--hf-checkpoint", str(tmp_path / "tokenizer"), "--prompt-data", str(path)]
 
     def printed(*flags):
-        inspect_data.main(tyro.cli(inspect_data.Arguments, args=[*words, *flags]))
+        assert data_command.main([*words, *flags]) == 0
         return capsys.readouterr().out
 
     def inspected(*flags):

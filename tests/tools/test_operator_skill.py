@@ -3,11 +3,11 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import operator_skill as tool
 import pytest
 from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 
 from megatron_ibpo.basics.records import Prompt, token_ids
+from megatron_ibpo.commands import skill as skill_command
 from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.credit import Vocabulary, credit_of
 from megatron_ibpo.data import PromptSource, load_tokenizer
@@ -223,5 +223,6 @@ def test_a_checkpoint_answers_all_held_out_prompts_that_there_are(tmp_path, monk
         with pytest.raises(ValueError, match=says):
             ask(replace(config, **part), tmp_path / "scratch")
     saved = tmp_path / "skill.json"
-    tool.main(tool.Arguments(live_loop.MODEL, prompts=4, targets=2, save=saved))
+    words = [str(live_loop.MODEL), "--prompts", "4", "--targets", "2", "--save", str(saved)]
+    assert skill_command.main(words) == 0
     assert json.loads(saved.read_text())["premise"] in capsys.readouterr().out

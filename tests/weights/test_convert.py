@@ -400,10 +400,10 @@ def test_the_shard_of_a_rank_comes_apart_as_it_was_put_together(models, name):
 
 @pytest.mark.world(1)
 def test_the_tools_convert_and_verify(world, models, tmp_path):
-    from conversion import console
+    from megatron_ibpo.commands.conversion import console
 
     def tool(name, *arguments):
-        module = importlib.import_module(name)
+        module = importlib.import_module(f"megatron_ibpo.commands.{name}")
         with console.capture() as said:
             assert module.convert(tyro.cli(module.Arguments, args=[*map(str, arguments)]), world) == 0
         return " ".join(said.get().split())
@@ -411,8 +411,8 @@ def test_the_tools_convert_and_verify(world, models, tmp_path):
     stored, back = tmp_path / "stored", tmp_path / "back"
     there = "--hf-checkpoint", models["next"], "--save", stored, "--verify", "--tensor-model-parallel-size", 2
     for said in (
-        tool("convert_hf_to_megatron", *there, "--expert-model-parallel-size", 2),
-        tool("convert_megatron_to_hf", "--load", stored, "--save", back, "--verify"),
+        tool("convert_to_megatron", *there, "--expert-model-parallel-size", 2),
+        tool("convert_to_hf", "--load", stored, "--save", back, "--verify"),
     ):
         assert "weights: 0 differing bytes" in said
         assert "logits: differ by at most" in said
@@ -421,7 +421,7 @@ def test_the_tools_convert_and_verify(world, models, tmp_path):
     damaged[len(damaged) // 2] ^= 1
     weights.write_bytes(damaged)
     with pytest.raises(CheckpointError, match=f"{weights.name} is not what was written"):
-        tool("convert_megatron_to_hf", "--load", stored, "--save", tmp_path / "bad", "--verify")
+        tool("convert_to_hf", "--load", stored, "--save", tmp_path / "bad", "--verify")
     assert not (tmp_path / "bad").exists()
 
 

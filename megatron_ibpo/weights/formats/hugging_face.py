@@ -156,7 +156,7 @@ class Checkpoint:
         if self.packed:
             raise CheckpointError(
                 f"{self.directory} holds {listed(sorted(self.packed))} in MXFP4, which cannot be trained; "
-                "make a bfloat16 checkpoint of it with `tools/ibpo.sh convert to-megatron` and then "
+                "make a bfloat16 checkpoint of it with `ibpo convert to-megatron` and then "
                 "`convert to-hf`"
             )
 

@@ -98,7 +98,7 @@ def verify(hf_dir: Path, stored_dir: Path, world: World, *, allow_pickle: bool =
 def _too_much(hf_dir: Path, world: World) -> str:
     """Return why the logits cannot be compared here; empty if they can."""
     if world.size > 1:
-        return "several processes; run tools/convert_megatron_to_hf.py --verify in one"
+        return "several processes; run `convert to-hf --verify` in one"
     entries = weight_map(read_hf_config(hf_dir)).values()
     needed = 2 * 4 * sum(torch.Size(piece.shape).numel() for entry in entries for piece in entry.pieces)
     available = psutil.virtual_memory().available

@@ -1,0 +1,102 @@
+"""Show prompts as the model will see them, rendered with special tokens, and their lengths, duplicates, rows
+left out with the reason, and bad rows by file and line.
+
+    bash tools/ibpo.sh data --hf-checkpoint MODEL --prompt-data train.jsonl --apply-chat-template
+
+The data flags are those of `train`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+
+from megatron_ibpo.basics.entry_point import command, parsed
+from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.config import Config, DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, as_specs
+from megatron_ibpo.data import load_tokenizer, open_pass_rates
+from megatron_ibpo.data.hub import local_model, local_source
+from megatron_ibpo.data.inspection import inspect_source, show_inspection
+from megatron_ibpo.rewards import label_problems, named_rm_types, open_pool
+from megatron_ibpo.rewards.verifier import rm_type_of
+
+
+@dataclass
+class Arguments:
+    hf_checkpoint: Path
+    """The model, for its tokenizer: a directory or a model of the Hugging Face Hub."""
+    data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
+    rollout: tyro.conf.OmitArgPrefixes[RolloutConfig] = field(default_factory=RolloutConfig)
+    """--rollout-max-context-len less --rollout-max-response-len is the longest prompt; without it, any
+    length. The pass rates of --pass-rates are those of these settings."""
+    environment: tyro.conf.OmitArgPrefixes[EnvironmentConfig] = field(default_factory=EnvironmentConfig)
+    """--environment and --allowed-environments are those that rows may name."""
+    split: Literal["train", "eval"] = "train"
+    """Part of directories and generated tasks."""
+    most_rows: int = 20_000
+    """Rows of each source to inspect. 20,000 take some seconds."""
+    show: int = 3
+    """Prompts of each source to print."""
+    json: bool = False
+    """Print JSON, one line per source."""
+
+
+def show_data(arguments: Arguments) -> None:
+    data = arguments.data
+    specs = data.prompt_data or tuple(held_out.spec for held_out in as_specs(data.eval_prompt_data))
+    if not specs:
+        raise ValueError("--prompt-data: required, what is to be shown")
+    hf_dir = local_model(arguments.hf_checkpoint, weights=data.filter_pass_rate is not None)
+    specs = tuple(map(local_source, specs))
+    tokenizer = load_tokenizer(hf_dir)
+    rates = open_pass_rates(Config(model=ModelConfig(hf_dir), data=data, rollout=arguments.rollout))
+    context = arguments.rollout.rollout_max_context_len
+    room = None if context is None else context - arguments.rollout.rollout_max_response_len
+    for spec in specs:
+        found = inspect_source(
+            spec,
+            tokenizer,
+            data,
+            split=arguments.split,
+            max_prompt_len=room,
+            most_rows=arguments.most_rows,
+            show=arguments.show,
+            rates=rates,
+            environment=arguments.environment,
+        )
+        found.label_problems = problems_of_labels(found.to_check, data)
+        if arguments.json:
+            print(json.dumps(found.as_json(tokenizer), ensure_ascii=False))
+        else:
+            show_inspection(found, tokenizer, Console())
+
+
+def problems_of_labels(prompts: list[Prompt], data: DataConfig) -> list[str]:
+    """Return the labels that a run would refuse. Prompts of files are not checked against the verifier of
+    generated tasks, which is only the default."""
+    graded = [
+        prompt
+        for prompt in prompts
+        if rm_type_of(prompt, data) != DataConfig.rm_type or "source_dataset" in prompt.metadata
+    ]
+    if not graded:
+        return []
+    with open_pool(data, named_rm_types(graded, data)) as pool:
+        return label_problems(pool, graded, data)
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Show the prompts of each source."""
+    show_data(parsed(Arguments, __doc__, argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
