@@ -32,6 +32,8 @@ PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED_SINGLE = "pytorch_model.bin"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Data types that weights may have, by safetensors' names."""
+RECIPE = "warm_start.json"
+"""How a tiny policy was made. Its `make` is the command that writes the weights."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json",
@@ -73,7 +75,7 @@ class Checkpoint:
             self.file_of = {name: file for name, file in self._stored_in.items() if name not in parts}
             self.file_of |= {name: self._stored_in[name + BLOCKS] for name in self.packed}
             return
-        raise CheckpointError(f"{hf_dir} holds neither {SINGLE} nor {INDEX}")
+        raise CheckpointError(without_weights(hf_dir))
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of its tensors."""
@@ -241,6 +243,22 @@ class Checkpoint:
             index[0] = slice(fused.first_row + index[0].start, fused.first_row + index[0].stop)
             return tensor[(slice(fused.expert, fused.expert + 1), *index)][0]
         return tensor[tuple(index)]
+
+
+def has_weights(hf_dir: Path) -> bool:
+    """Return whether the directory holds weights of any format that is read."""
+    return any((hf_dir / name).is_file() for name in (INDEX, SINGLE, PICKLED_INDEX, PICKLED_SINGLE))
+
+
+def without_weights(hf_dir: Path) -> str:
+    """Return the message that a directory holds no weights, with the command that makes them if its
+    `warm_start.json` names one."""
+    message = f"{hf_dir} holds neither {SINGLE} nor {INDEX}"
+    try:
+        recipe = read_json(read_user_file(hf_dir / RECIPE, JSON_BYTES))
+        return f"{message}; make it: {recipe['make']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return message
 
 
 def trained_elements(hf_dir: Path, shape: ModelShape) -> dict[str, int]:
