@@ -87,7 +87,7 @@ def origin(policy: str, weights: bytes) -> str:
     """Return in words whether these are the weights of the published results."""
     if hashlib.sha256(weights).hexdigest() == recipe_of(policy)["weights_sha256"]:
         return "the weights of the published results"
-    return "another policy by the recipe of the published results, as another processor makes it"
+    return "another policy by the recipe of the published results; float sums differ between processors"
 
 
 def weights_in_history(policy: str) -> bytes | None:
