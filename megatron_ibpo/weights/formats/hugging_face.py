@@ -23,17 +23,18 @@ from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.integrity import MANIFEST, is_inside
 from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
 from megatron_ibpo.weights.formats.mxfp4 import BLOCKS, SCALES, PackedSlice
+from megatron_ibpo.weights.formats.weight_files import (
+    INDEX,
+    PICKLED_INDEX,
+    PICKLED_SINGLE,
+    SINGLE,
+    without_weights,
+)
 from megatron_ibpo.weights.layout.regions import TensorMeta
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-PICKLED_INDEX = "pytorch_model.bin.index.json"
-PICKLED_SINGLE = "pytorch_model.bin"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Data types that weights may have, by safetensors' names."""
-RECIPE = "warm_start.json"
-"""How a tiny policy was made. Its `make` is the command that writes the weights."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json",
@@ -243,22 +244,6 @@ class Checkpoint:
             index[0] = slice(fused.first_row + index[0].start, fused.first_row + index[0].stop)
             return tensor[(slice(fused.expert, fused.expert + 1), *index)][0]
         return tensor[tuple(index)]
-
-
-def has_weights(hf_dir: Path) -> bool:
-    """Return whether the directory holds weights of any format that is read."""
-    return any((hf_dir / name).is_file() for name in (INDEX, SINGLE, PICKLED_INDEX, PICKLED_SINGLE))
-
-
-def without_weights(hf_dir: Path) -> str:
-    """Return the message that a directory holds no weights, with the command that makes them if its
-    `warm_start.json` names one."""
-    message = f"{hf_dir} holds neither {SINGLE} nor {INDEX}"
-    try:
-        recipe = read_json(read_user_file(hf_dir / RECIPE, JSON_BYTES))
-        return f"{message}; make it: {recipe['make']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return message
 
 
 def trained_elements(hf_dir: Path, shape: ModelShape) -> dict[str, int]:
