@@ -22,14 +22,17 @@ more carries than before.
         --save examples/studies/warm_starts/default_skill_0.9
 
 This command does the same for a dense policy, with corrections that after the first corrected step are no
-better than another try. In both, every second candidate comes without a reference. The policies of
-examples/studies/warm_starts/ were made like this.
+better than another try. In both, every second candidate comes without a reference. The policies that only
+studies start from are made by tools/make_study_policy.py, which calls this program.
 
     torchrun --nproc-per-node 1 tools/make_tiny_checkpoint.py --task word_problems --family qwen3 \\
         --tensor-parallel 1 --steps 1000 --save examples/tiny_qwen3_words
 
 This command teaches word problems instead, from a student that takes the wrong operation in .55 of the steps.
 No problem of examples/math/ is among its training problems.
+
+In the repository, the weights of tiny_qwen3_next_mends and tiny_qwen3_words are rounded to bfloat16, which
+halves them. This program writes float32.
 
 The supervised gradient is GSPO's own: on-policy (ratio 1) with advantage 1 and weights |y| / Σ|y|, the
 gradient of the loss is that of the mean negative log-likelihood of a token.

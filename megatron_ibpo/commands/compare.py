@@ -74,7 +74,7 @@ def compare_methods(arguments: Arguments) -> int:
         raise ConfigError("name a study, such as examples/studies/mini.yaml, recipes, or a results.json")
     if arguments.parallel < 1:
         raise ConfigError("--parallel must be at least 1")
-    if [path.suffix for path in arguments.recipes] == [".json"]:
+    if [path.name.endswith((".json", ".json.gz")) for path in arguments.recipes] == [True]:
         found = read_findings(arguments.recipes[0])
         print(*write_page(found, compare_all(found), arguments.save), sep="\n")
         return DONE

@@ -1,13 +1,15 @@
 """The findings of a study as plain data, saved as results.json."""
 
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.basics.user_files import JSON_BYTES, read_user_file
+from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, check_user_file, read_user_file
 from megatron_ibpo.report import jsonable
 from megatron_ibpo.study.plan import Choice, Study, Task, Tried, Tuning
 from megatron_ibpo.study.power import PowerAnalysis
@@ -37,13 +39,14 @@ def write_findings(path: Path, found: Findings, tables: Mapping[str, Any]) -> No
 
 
 def read_findings(path: Path) -> Findings:
-    """Read a file of `write_findings`, or the results of a study from before there were tasks and grids.
+    """Read a file of `write_findings`, or the results of a study from before there were tasks and grids. A
+    file whose name ends in .gz is gzipped.
 
     Raises:
         ValueError: the file cannot be read or holds no results of a study.
     """
     try:
-        content = json.loads(read_user_file(path, JSON_BYTES))
+        content = json.loads(_text(path))
         return Findings(
             study=_study(content["study"]),
             runs=[_run(run) for run in content["runs"]],
@@ -52,10 +55,23 @@ def read_findings(path: Path) -> Findings:
             confirmation=[_run(run) for run in content.get("confirmation", [])],
             runs_left=content.get("runs_left", 0),
         )
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not gzip, or cut off: {error}") from error
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}: holds no results of a study: {error!r:.200}") from error
+
+
+def _text(path: Path) -> bytes:
+    if path.suffix != ".gz":
+        return read_user_file(path, JSON_BYTES)
+    check_user_file(path, JSON_BYTES)
+    with gzip.open(path) as file:
+        text = file.read(JSON_BYTES + 1)
+    if len(text) > JSON_BYTES:
+        raise UserFileError(f"it has more than {JSON_BYTES:,} bytes when unpacked")
+    return text
 
 
 def _plain(value: Any) -> Any:

@@ -111,6 +111,8 @@ class PlannedRun:
     """Tuned settings and their values."""
     task: str = ""
     phase: Phase = "main"
+    policy: Path | None = None
+    """Directory or Hub id of the policy that it starts from."""
 
     @property
     def label(self) -> str:
@@ -240,7 +242,10 @@ def _planned(
         config.run.run_dir = path_of_user(directory)
         text = config_yaml(config)
         arguments = (*recipes, "--run-dir", str(directory))
-        runs.append(PlannedRun(method, seed, directory, arguments, text, budget, tuned, task.name, phase))
+        policy = config.model.hf_checkpoint
+        runs.append(
+            PlannedRun(method, seed, directory, arguments, text, budget, tuned, task.name, phase, policy)
+        )
     return runs
 
 

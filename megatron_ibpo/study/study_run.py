@@ -35,6 +35,7 @@ from megatron_ibpo.study.plan import (
 from megatron_ibpo.study.power import PowerAnalysis, analyse, in_words
 from megatron_ibpo.study.run_results import RunResult, read_run
 from megatron_ibpo.study.runs import Outcome, Program, execute, is_finished, summary
+from megatron_ibpo.weights.formats.weight_files import has_weights, without_weights
 
 OVERHEAD_S = 40.0
 """Seconds that a run is assumed to take on top of its budget (start, evaluation) before any run was
@@ -91,6 +92,8 @@ class _Conductor:
         study, tuning = self.study, plan_tuning(self.study, self.directory)
         planned = [*tuning, *self._pilot({}), *plan_main(study, self.directory)]
         self._say(_announcement(study, planned))
+        if self.left != 0:
+            _check_policies(planned)
         choices = self._tune(tuning)
         if choices is None:
             self._say_rest(planned, "tuning")
@@ -236,6 +239,14 @@ def _tuned(choice: Choice) -> str:
     name = f"{choice.task}, {choice.method}" if choice.task else choice.method
     edge = f"; {' and '.join(choice.at_edge)} AT THE EDGE of the grid" if choice.at_edge else ""
     return f"{name}: tuned to {', '.join(f'{key} {value}' for key, value in choice.setting.items())}{edge}"
+
+
+def _check_policies(planned: Sequence[PlannedRun]) -> None:
+    """Raise ConfigError if a run without results starts from a directory without weights."""
+    policies = {run.policy for run in planned if summary(run) is None}
+    missing = [path for path in policies if path is not None and path.is_dir() and not has_weights(path)]
+    if missing:
+        raise ConfigError("; ".join(sorted(map(without_weights, missing))))
 
 
 def _announcement(study: Study, runs: Sequence[PlannedRun]) -> str:

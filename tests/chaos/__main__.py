@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import sys
@@ -11,14 +12,25 @@ from chaos.trial import ROOT
 KILLS_OF_A_RUN = 25
 
 
+def open_text(path, mode):
+    """Open a file of records, which is gzipped if its name says so."""
+    return (gzip.open if path.suffix == ".gz" else open)(path, mode, encoding="utf-8")
+
+
+def read_records(path):
+    if not path.exists():
+        return []
+    with open_text(path, "rt") as file:
+        return [json.loads(line) for line in file]
+
+
 def main():
     end_on_sigterm()
     kills, seed, minutes = [*sys.argv[1:], *("20", "0", "inf")[len(sys.argv) - 1 :]]
     kills, seed, until = int(kills), int(seed), time.monotonic() + 60 * float(minutes)
-    results = Path(os.environ.get("CHAOS_RESULTS", ROOT / "tools/results/chaos.jsonl"))
+    results = Path(os.environ.get("CHAOS_RESULTS", ROOT / "tools/results/chaos.jsonl.gz"))
     while True:
-        lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-        own = [record for record in map(json.loads, lines) if record["seed"] == seed]
+        own = [record for record in read_records(results) if record["seed"] == seed]
         done = sum(record["kind"] == "kill" for record in own)
         number = 1 + max((record["run"] for record in own), default=-1)
         if done >= kills or time.monotonic() > until:
@@ -26,7 +38,7 @@ def main():
         print(f"{done} of {kills} kills; run {number}", flush=True)
         records, run, place = one_run(seed, number, min(KILLS_OF_A_RUN, kills - done), until)
         results.parent.mkdir(parents=True, exist_ok=True)
-        with results.open("a", encoding="utf-8") as file:  # all at once: none has a part of a run
+        with open_text(results, "at") as file:  # all at once: none has a part of a run
             file.write("".join(json.dumps(record) + "\n" for record in [*records, run]))
         print(f"run {number}: {len(records)} kills in {run['seconds']} s", flush=True)
         if run["problems"]:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gzip
 import importlib
 import json
 import math
@@ -75,11 +76,12 @@ def place(tmp_path_factory):
     hf, stored, run = make_qwen3(directory / "hf", 1), directory / "stored", record_run(directory)
     hf_to_megatron(hf, stored, ParallelConfig(), ALONE)
     names = dict.fromkeys(Checkpoint(hf).file_of, "model.safetensors")
+    findings = gzip.decompress((ROOT / "docs/studies/ahead.json.gz").read_bytes())
     for path, content in {
         stored / "run_state.json": {"step": 1, "spent": {"tokens": 3.0}},
         hf / "model.safetensors.index.json": {"metadata": {"total_size": 1}, "weight_map": names},
         directory / "study.yaml": yaml.safe_load((ROOT / "examples/studies/mini.yaml").read_text()),
-        directory / "findings.json": json.loads((ROOT / "docs/studies/ahead.json").read_text()),
+        directory / "findings.json": json.loads(findings),
         directory / "results.json": {"sets": {"a": {"settings": {}}}},
         run / "summary.json": {"status": "finished", "accuracy_end": 0.5, "steps": 2},
     }.items():

@@ -1,7 +1,7 @@
 """What the code computed on recorded rollouts when these were recorded (CONTRIBUTING.md: golden data)."""
 
-import gzip
 import json
+import lzma
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_training_on_recorded_rollouts(tmp_path, layout, algorithm, steps):
 
 
 def test_credit_of_recorded_groups():
-    golden = json.loads(gzip.decompress((GOLDEN / "credit.json.gz").read_bytes()))
+    golden = json.loads(lzma.decompress((GOLDEN / "credit.json.xz").read_bytes()))
     for case in CASES:
         for row, wanted in zip(credited(case), golden[case], strict=True):
             assert row == wanted, case

@@ -1,4 +1,5 @@
 import fcntl
+import gzip
 import io
 import json
 import math
@@ -23,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from megatron_ibpo.basics.user_files import JSON_BYTES
 from megatron_ibpo.config import ConfigError, config_yaml
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study import plan, run_results, runs, statistics
@@ -410,14 +412,14 @@ def test_at_equal_steps_rewards_have_intervals_and_short_runs_none():
     assert "reward" not in mine
 
 
-KEPT = sorted(p for p in (ROOT / "docs/studies").glob("*.json") if not p.stem.startswith("audit"))
+KEPT = sorted(p for p in (ROOT / "docs/studies").glob("*.json.gz") if not p.stem.startswith("audit"))
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
 def test_results_from_before_can_still_be_read(path, monkeypatch):
     """Every run's records are read, and the differences that the table had, which no resample moves."""
     monkeypatch.setattr(statistics, "RESAMPLES", 20)
-    found, kept = read_findings(path), json.loads(path.read_text())
+    found, kept = read_findings(path), json.loads(gzip.decompress(path.read_bytes()))
     assert len(found.runs) == len(kept["runs"])
     two = replace(found.study, methods=dict(list(found.study.methods.items())[:2]))
     before = {(line.get("task", ""), line["method"]): line for line in kept["table"]}
@@ -426,6 +428,32 @@ def test_results_from_before_can_still_be_read(path, monkeypatch):
             if "difference" in line:
                 expected = before[task.name, line["method"]]["difference"]["mean"]
                 assert line["difference"]["mean"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_results_that_are_cut_off_or_unpack_to_too_much_are_refused(tmp_path):
+    path = tmp_path / "results.json.gz"
+    for content, says in (
+        (gzip.compress(b"{}" * 99)[:-9], "not gzip, or cut off"), (b"{}", "not gzip, or cut off"),
+        (gzip.compress(bytes(JSON_BYTES + 1), 1), "when unpacked"),
+        (gzip.compress(b"{}"), "no results of a study"),
+    ):  # fmt: skip
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"results.json.gz: .*{says}"):
+            read_findings(path)
+
+
+def test_a_policy_without_weights_is_refused_before_the_first_run_with_what_makes_it(tmp_path, written):
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    shutil.copy(ROOT / "examples/tiny_qwen3/config.json", policy)
+    path = written(common={"hf-checkpoint": str(policy)})
+    with pytest.raises(ConfigError, match=r"policy holds neither model.safetensors nor [a-z.]*json$"):
+        conducted(tmp_path, path, failing)
+    (policy / "warm_start.json").write_text('{"make": "bash make.sh"}')
+    with pytest.raises(ConfigError, match=r"policy holds neither .*; make it: bash make.sh$"):
+        conducted(tmp_path, path, failing)
+    complete, said, _ = conducted(tmp_path, path, failing, runs_at_most=0)
+    assert (complete, "4 runs to go" in said) == (False, True), "what it would cost is said all the same"
 
 
 def claim_of(*, gain=0.1, seeds=range(8), again=None, **found):

@@ -188,7 +188,7 @@ def test_of_kept_policies_those_taught_to_compare_know_more_than_another_try_and
     told = {path.stem.removeprefix("operator_skill_"): json.loads(path.read_text()) for path in paths}
     assert {"tiny_qwen3", "tiny_qwen3_hard", "default_skill_0.9"} <= told.keys()
     for name, skill in told.items():
-        assert (ROOT / skill["settings"]["checkpoint"] / "model.safetensors").is_file()
+        assert (ROOT / skill["settings"]["checkpoint"] / "config.json").is_file()
         assert premise(skill) == skill["premise"]
         taught = name.endswith(("skill_0.9", "_mends", "_pairs", "_rule"))
         assert ("premise holds" if taught else "premise does not hold") in skill["premise"], name

@@ -23,13 +23,16 @@ from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.integrity import MANIFEST, is_inside
 from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
 from megatron_ibpo.weights.formats.mxfp4 import BLOCKS, SCALES, PackedSlice
+from megatron_ibpo.weights.formats.weight_files import (
+    INDEX,
+    PICKLED_INDEX,
+    PICKLED_SINGLE,
+    SINGLE,
+    without_weights,
+)
 from megatron_ibpo.weights.layout.regions import TensorMeta
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-PICKLED_INDEX = "pytorch_model.bin.index.json"
-PICKLED_SINGLE = "pytorch_model.bin"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Data types that weights may have, by safetensors' names."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -73,7 +76,7 @@ class Checkpoint:
             self.file_of = {name: file for name, file in self._stored_in.items() if name not in parts}
             self.file_of |= {name: self._stored_in[name + BLOCKS] for name in self.packed}
             return
-        raise CheckpointError(f"{hf_dir} holds neither {SINGLE} nor {INDEX}")
+        raise CheckpointError(without_weights(hf_dir))
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of its tensors."""
