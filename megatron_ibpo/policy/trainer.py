@@ -34,6 +34,7 @@ from megatron_ibpo.policy.forward_backward import (
     is_reporting_rank,
     make_trainable,
 )
+from megatron_ibpo.policy.gradient_norm import gradient_norm, take_step
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics
 from megatron_ibpo.policy.loss_objective import aggregation, backend_in_use, check_loss, run_objective
 from megatron_ibpo.policy.mtp import Mtp, mtp_metrics
@@ -241,7 +242,7 @@ class Trainer:
         if math.isfinite(norm) and math.isfinite(totals.sums["loss"]):
             totals.sums["updates_taken"] += 1
             totals.sums["grad_norm"] += norm
-            self.optimizer.step()
+            take_step(self.optimizer, norm)
         else:
             totals.sums["updates_skipped"] += 1
             totals.sums["loss"] = 0.0
@@ -285,8 +286,7 @@ class Trainer:
 
     def gradient_norm(self) -> float:
         """Return the norm of the gradient buffers, with each parameter of the whole model counted once."""
-        self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
+        return gradient_norm(self.optimizer)
 
     def gradient_buffers(self) -> list[Tensor]:
         """Return this rank's gradients, as flat fp32 tensors that may be read and written. With the
