@@ -69,7 +69,7 @@ def rows_of(arguments: Arguments, masked: float, without_gradient: float) -> Los
         response_mask_N=(places >= masked * length).float().repeat(SEQUENCES),
         cu_seqlens=torch.arange(SEQUENCES + 1, dtype=torch.int32) * length,
         advantages=torch.tensor([1.0, -0.5]).repeat(SEQUENCES // 2),
-        token_weights_N=(places % 100 >= 100 * without_gradient).float().repeat(SEQUENCES),
+        token_weights_N=(places % 8 >= 8 * without_gradient).float().repeat(SEQUENCES),
     )
 
 
