@@ -2,6 +2,7 @@
 GPUs."""
 
 from megatron_ibpo.loss.backend import ChosenBackend, choose_backend
+from megatron_ibpo.loss.head_loss import head_logprobs, head_policy_loss
 from megatron_ibpo.loss.linear_loss import CHUNK_ROWS, linear_packed_logprobs, linear_policy_loss
 from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective, make_objective
@@ -26,6 +27,8 @@ __all__ = [
     "check_calls",
     "check_terms",
     "choose_backend",
+    "head_logprobs",
+    "head_policy_loss",
     "linear_packed_logprobs",
     "linear_policy_loss",
     "make_objective",

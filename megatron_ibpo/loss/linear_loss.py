@@ -9,26 +9,31 @@ P = (onehot - softmax)/temperature and used at once:
                      open after a chunk: its rows go, without the still unknown factor, into one fp32 matrix
                      of the weight's size, which is scaled and added when the sequence ends.
 
-Three products of 2·N·H·V operations; recomputing the logits in the backward pass would be a fourth.
+Three products of 2·N·H·V operations over N response rows, of which two leave out rows without a gradient;
+recomputing the logits in the backward pass would be a fourth.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_ibpo.loss.backend import LossBackend, choose_backend
-from megatron_ibpo.loss.coefficients import ChunkCoefficients, RowCoefficients, schedule
+from megatron_ibpo.loss.coefficients import ChunkCoefficients, RowCoefficients, Step, schedule
 from megatron_ibpo.loss.logprobs import own_vocab_range, row_functions, whole_vocab_range
 from megatron_ibpo.loss.objective import Objective
-from megatron_ibpo.loss.packed_rows import LossRows
+from megatron_ibpo.loss.packed_rows import GradientPlaces, LossRows
 from megatron_ibpo.loss.sampling_sets import SamplingSets
 from megatron_ibpo.loss.segments import segment_loss
 from megatron_ibpo.loss.sequence_loss import LossStats
 
 CHUNK_ROWS = 4096
 """Response rows whose logits are held at once: enough for the products to run at full speed."""
+MOVED_ROWS = 512
+"""Rows that `move_to_front` copies at once."""
 
 Head = Callable[[Tensor], tuple[Tensor, Tensor, Callable[[], Tensor]]]
 """Rows → (log-probs, entropies, a function that turns their logits into (onehot - softmax)/temperature)."""
@@ -69,7 +74,8 @@ def linear_policy_loss(
             (gspo-token: gspo is the same loss for advantages [S]); into_main_grad without a main_grad.
     """
     rows = rows.checked(len(hidden_NH), objective)
-    _check(hidden_NH, weight_VH, rows.targets_N, chunk)
+    check_head(hidden_NH, weight_VH, rows.targets_N)
+    _check_chunk(chunk)
     if objective.variant.sequence_ratio:
         raise ValueError(
             f"loss variant {objective.name!r} cannot be fused with the LM head: its token term needs a mean "
@@ -116,7 +122,8 @@ def linear_packed_logprobs(
     Raises:
         ValueError: shapes or dtypes that do not fit, or a target outside the vocabulary.
     """
-    _check(hidden_NH, weight_VH, targets_N, chunk)
+    check_head(hidden_NH, weight_VH, targets_N)
+    _check_chunk(chunk)
     name = choose_backend(backend, hidden_NH.device, hidden_NH.dtype).name
     of_rows = (targets_N, temperature_N, sampling_sets)
     head = _head(hidden_NH, weight_VH, *of_rows, tp_group, vocab_range, name)
@@ -128,7 +135,11 @@ def linear_packed_logprobs(
     return logprobs_N
 
 
-def _check(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, chunk: int) -> None:
+def check_head(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor) -> None:
+    """
+    Raises:
+        ValueError: see `linear_policy_loss`.
+    """
     if hidden_NH.ndim != 2 or weight_VH.ndim != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
             f"hidden_NH {tuple(hidden_NH.shape)} and weight_VH {tuple(weight_VH.shape)} do not share H"
@@ -140,6 +151,9 @@ def _check(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, chunk: int) 
             f"hidden_NH is {hidden_NH.dtype} and weight_VH {weight_VH.dtype}: they must agree, and fp16 is "
             "not supported, since rows scaled by small coefficients would underflow in it"
         )
+
+
+def _check_chunk(chunk: int) -> None:
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}, must be at least 1")
 
@@ -184,20 +198,20 @@ class _LinearLoss(torch.autograd.Function):
     def forward(ctx, hidden_NH, weight_VH, head, rows, objective, chunk, into_main_grad, grad_enabled):
         wanted = (ctx.needs_input_grad[0] and grad_enabled, ctx.needs_input_grad[1] and grad_enabled)
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
-        rows_R = (
-            rows.response_mask_N.nonzero().squeeze(1) if rows.index is None else rows.index.response_rows_R
-        )
+        rows_R = rows.response_rows()
         logprobs_N = torch.zeros(len(hidden_NH), dtype=dtype, device=hidden_NH.device)
         entropy_N = torch.zeros_like(logprobs_N)
         gradients = _Gradients(hidden_NH, weight_VH, wanted, dtype)
         known = RowCoefficients(rows, objective, rows_R, dtype)
+        places = rows.gradient_places(objective)
         for step in schedule(rows, rows_R, known.ends, chunk):
             rows_C = rows_R[step.start : step.stop]
             logprobs_N[rows_C], entropy_N[rows_C], overwrite = head(rows_C)
             known.see(step, logprobs_N[rows_C], entropy_N[rows_C])
             # a sequence may end without a row of this rank's, if other ranks share it
             if any(wanted) and (len(rows_C) or known.open is not None):
-                gradients.add(rows_C, overwrite(), known.of_chunk(step))
+                places_C, found = _with_gradient(step, places, known.of_chunk(step))
+                gradients.add(rows_C[places_C], move_to_front(overwrite(), places_C), found)
         gradients.finish(rows_R, known.of_all_rows())
         loss, *seen = segment_loss(logprobs_N, rows, objective, entropy_N)
         ctx.gradients, ctx.main_grad = gradients, weight_VH.main_grad if into_main_grad else None
@@ -222,6 +236,33 @@ class _LinearLoss(torch.autograd.Function):
         return (hidden_grad, weight_grad, *[None] * 6)
 
 
+def _with_gradient(
+    step: Step, places: GradientPlaces, found: ChunkCoefficients
+) -> tuple[Tensor, ChunkCoefficients]:
+    """Return the places of a step's rows with a gradient among all of its rows, and their coefficients."""
+    bounds = (step.start, step.start + len(found.final_C), step.stop - len(found.open_C), step.stop)
+    first, final, opened, last = np.searchsorted(places.on_host, bounds).tolist()
+    coefficients = replace(
+        found,
+        final_C=found.final_C[places.on_device[first:final] - bounds[0]],
+        open_C=found.open_C[places.on_device[opened:last] - bounds[2]],
+    )
+    return places.on_device[first:last] - step.start, coefficients
+
+
+def move_to_front(matrix_RV: Tensor, places_L: Tensor) -> Tensor:
+    """Return [L, V], some rows of a matrix, in its own memory: the front is overwritten.
+
+    Args:
+        places_L: int64, rising.
+    """
+    if len(places_L) < len(matrix_RV):
+        for first in range(0, len(places_L), MOVED_ROWS):
+            places_C = places_L[first : first + MOVED_ROWS]
+            matrix_RV[first : first + len(places_C)] = matrix_RV[places_C]  # these rows lie here or behind
+    return matrix_RV[: len(places_L)]
+
+
 class _Gradients:
     """The two gradients under construction."""
 
@@ -239,8 +280,7 @@ class _Gradients:
             self.of_hidden_NH[rows_C] = p_CV @ self.weight_VH
         if self.of_weight_VH is None:
             return
-        if found.closing is not None:
-            assert self.open_VH is not None
+        if found.closing is not None and self.open_VH is not None and not self.open_is_empty:
             self.of_weight_VH.add_(self.open_VH.mul_(found.closing))
             self.open_is_empty = True
         hidden_CH = self.hidden_NH[rows_C]

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +16,16 @@ from megatron_ibpo.loss.sampling_sets import SamplingSets
 
 if TYPE_CHECKING:
     from megatron_ibpo.loss.objective import Objective
+
+
+@dataclass(frozen=True)
+class GradientPlaces:
+    """Places of the response rows with a gradient among all response rows, rising. The others need a log-prob
+    for ratios and metrics, and no backward pass."""
+
+    on_host: npt.NDArray[np.int64]
+    on_device: Tensor
+    """int64."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,8 @@ class RowIndex:
     """[R] int64 on the device, rising: this rank's rows that response_mask_N keeps."""
     ends: tuple[int, ...]
     """Each sequence's end among those rows."""
+    policy_places: GradientPlaces
+    """Places among those rows of the ones whose advantage, token weight and sequence weight are not 0."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,30 @@ class LossRows:
         if not isinstance(self.temperature, Tensor) or self.temperature.ndim == 0:
             return self.temperature
         return self.temperature[self.sequence_of_row()]
+
+    def response_rows(self) -> Tensor:
+        """Return [R] int64, rising. The host waits for their number, unless there is an index."""
+        return self.response_mask_N.nonzero().squeeze(1) if self.index is None else self.index.response_rows_R
+
+    def gradient_places(self, objective: Objective) -> GradientPlaces:
+        """Return which of this rank's response rows have a gradient, as far as that is known before their
+        log-probs: clips may leave further rows without one. A KL penalty reaches every row."""
+        if objective.kl_coef:
+            rows_R = self.response_rows()
+            return GradientPlaces(np.arange(len(rows_R)), torch.arange(len(rows_R), device=rows_R.device))
+        return self._policy_places() if self.index is None else self.index.policy_places
+
+    def _policy_places(self) -> GradientPlaces:
+        rows_R = self.response_rows()
+        sequence_R = self.sequence_of_row()[rows_R]
+        per_token = len(self.advantages) != self.num_sequences
+        has_gradient_R = self.advantages[rows_R if per_token else sequence_R] != 0
+        if self.sequence_weights_S is not None:
+            has_gradient_R &= self.sequence_weights_S[sequence_R] != 0
+        if self.token_weights_N is not None:
+            has_gradient_R &= self.token_weights_N[rows_R] != 0
+        places = has_gradient_R.nonzero().squeeze(1)
+        return GradientPlaces(places.cpu().numpy(), places)
 
     def checked(self, num_rows: int, objective: Objective) -> LossRows:
         """Return these rows in the form that the loss takes. One copy to the host, unless there is an index.

@@ -72,6 +72,18 @@ def policy_loss(
         backend=backend,
     )
     assert entropy_N is not None
+    return loss_of_logprobs(logprobs_N, entropy_N, rows, objective, backend)
+
+
+def loss_of_logprobs(
+    logprobs_N: Tensor, entropy_N: Tensor, rows: LossRows, objective: Objective, backend: str
+) -> tuple[Tensor, LossStats]:
+    """Return the loss, differentiable in the log-probs, and its statistics.
+
+    Args:
+        rows: as `LossRows.checked` returns them.
+        backend: name of the implementation in use.
+    """
     if backend == "triton" and rows.off_policy_S is None:  # the kernel has no shaped surrogate
         from megatron_ibpo.kernels.segment_loss import triton_segment_loss
 

@@ -19,6 +19,7 @@ from megatron_ibpo.policy.forward_backward import (
     is_reporting_rank,
     make_trainable,
 )
+from megatron_ibpo.policy.gradient_norm import gradient_norm, take_step
 from megatron_ibpo.policy.packing import PackedBatch, packed
 from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
@@ -98,11 +99,10 @@ class Critic:
         loss, error, clipped = (
             sum(piece[name] for piece in pieces) / tokens for name in ("loss", "error", "clipped")
         )
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        norm = gradient_norm(self.optimizer)
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
-            self.optimizer.step()
+            take_step(self.optimizer, norm)
         return {
             "critic_loss": loss,
             "critic_error": error,

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ibpo.config import Config
 from megatron_ibpo.loss import packed_logprobs
 from megatron_ibpo.policy.forward_backward import Loss, Observed, make_trainable, packed_sequences
+from megatron_ibpo.policy.gradient_norm import gradient_norm, take_step
 from megatron_ibpo.policy.mtp_model import MtpModel
 from megatron_ibpo.policy.output_layer import head_weight, own_vocabulary, whole_hidden_states
 from megatron_ibpo.policy.packing import PackedBatch
@@ -92,11 +93,10 @@ class Mtp:
         finalize_model_grads(self.chunks)
         for buffer in [*self.chunks[0].buffers, *self.chunks[0].expert_parallel_buffers]:
             buffer.grad_data.mul_(self._factor / tokens)
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        norm = gradient_norm(self.optimizer)
         if not math.isfinite(norm):
             return {"mtp_updates_skipped": 1.0}
-        self.optimizer.step()
+        take_step(self.optimizer, norm)
         return {"mtp_updates": 1.0, "mtp_grad_norm": norm}
 
     def _hear(self, _module: Any, _inputs: Any, hidden_states: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_ibpo.basics.records import ExpertIds, Flags, Floats, TokenIds, TrainSequence, Weights, no_expert
 from megatron_ibpo.basics.sampling_mask import SamplingMask
 from megatron_ibpo.loss import LossRows, RowIndex, SamplingSets
-from megatron_ibpo.loss.packed_rows import response_positions
+from megatron_ibpo.loss.packed_rows import GradientPlaces, response_positions
 from megatron_ibpo.models import zigzag
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.policy.planning import MicroBatch
@@ -265,6 +265,7 @@ def lay_out(
     rollout_logprobs_N = per_row(arrays.rollout_logprobs_R)
     both = arrays.returns_R is not None and arrays.values_R is not None
     loss_rows = own_rows_R[is_trained_R]
+    policy_places = np.flatnonzero(_has_policy_gradient(arrays)[is_trained_R])
     loss_rows_R = compared_rows_R = tensor(loss_rows, torch.int64)
     off_policy_S = None
     if arrays.off_policy_S is not None and arrays.off_policy_R is not None:
@@ -279,6 +280,7 @@ def lay_out(
         bounds=tuple(bounds.tolist()),
         response_rows_R=loss_rows_R,
         ends=tuple(np.searchsorted(loss_rows, bounds[1:] // context.size).tolist()),
+        policy_places=GradientPlaces(policy_places, tensor(policy_places, torch.int64)),
     )
     return PackedBatch(
         input_ids_1N=token_rows(np.delete(arrays.tokens_T, ends - 1))[None],
@@ -314,6 +316,15 @@ def lay_out(
         context=context,
         routed_experts_NLK=choices(arrays.routed_experts),
     )
+
+
+def _has_policy_gradient(arrays: PackedArrays) -> Flags:
+    """Return [R], False for response tokens of advantage 0 or weight 0."""
+    advantages_R, token_weights_R = arrays.token_advantages_R, arrays.token_weights_R
+    if advantages_R is None:
+        advantages_R = np.repeat(arrays.advantages_S, arrays.response_lengths_S)
+    has_gradient_R = (advantages_R != 0) & (np.repeat(arrays.weights_S, arrays.response_lengths_S) != 0)
+    return has_gradient_R if token_weights_R is None else has_gradient_R & (token_weights_R != 0)
 
 
 def response_values(batches: Sequence[PackedBatch], values: Sequence[Tensor]) -> list[Floats]:

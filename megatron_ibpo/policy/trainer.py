@@ -20,10 +20,10 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.loss import (
     LossStats,
     Objective,
+    head_logprobs,
+    head_policy_loss,
     linear_packed_logprobs,
     linear_policy_loss,
-    packed_logprobs,
-    policy_loss,
     weighted_value,
 )
 from megatron_ibpo.policy.forward_backward import (
@@ -34,6 +34,7 @@ from megatron_ibpo.policy.forward_backward import (
     is_reporting_rank,
     make_trainable,
 )
+from megatron_ibpo.policy.gradient_norm import gradient_norm, take_step
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics
 from megatron_ibpo.policy.loss_objective import aggregation, backend_in_use, check_loss, run_objective
 from megatron_ibpo.policy.mtp import Mtp, mtp_metrics
@@ -87,9 +88,8 @@ class Trainer:
         check_loss(config.loss)
         self.loss_backend = backend_in_use(config, world.device)
         lr = config.optimizer.lr
-        self._processor = whole_hidden_states if config.loss.fuse_lm_head else None
         self.chunks, self.optimizer, self.scheduler = make_trainable(
-            chunks, config, lr, total_updates, self._processor
+            chunks, config, lr, total_updates, whole_hidden_states
         )
         self.routing = RoutingReplay(self.chunks) if config.replays_routing else None
         self.mtp: Mtp | None = None
@@ -181,7 +181,7 @@ class Trainer:
     def _logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, Floats]]:
         """Return log-probs as `infer` does; routers choose freely."""
         packs = self._checked(micro_batches)
-        return infer(self.chunks, packs, self._logprob_output, self.world.device, self._processor)
+        return infer(self.chunks, packs, self._logprob_output, self.world.device, whole_hidden_states)
 
     def _with_old_logprobs(self, packs: Sequence[PackedArrays], cut: Cut) -> list[PackedArrays]:
         """Return the packs with old log-probs and, under --use-routing-replay, with the routers' choices in
@@ -192,7 +192,7 @@ class Trainer:
             self._packed(cut.forward_batches),
             self._logprob_output,
             self.world.device,
-            self._processor,
+            whole_hidden_states,
             self.routing,
             records=chosen,
         )
@@ -241,7 +241,7 @@ class Trainer:
         if math.isfinite(norm) and math.isfinite(totals.sums["loss"]):
             totals.sums["updates_taken"] += 1
             totals.sums["grad_norm"] += norm
-            self.optimizer.step()
+            take_step(self.optimizer, norm)
         else:
             totals.sums["updates_skipped"] += 1
             totals.sums["loss"] = 0.0
@@ -268,7 +268,7 @@ class Trainer:
         """
         output = beside(partial(self._loss_output, objective))
         return accumulate_gradients(
-            self.chunks, self.optimizer, packs, output, self.world, self._processor, self.routing
+            self.chunks, self.optimizer, packs, output, self.world, whole_hidden_states, self.routing
         )
 
     def _routing_metrics(self) -> dict[str, float]:
@@ -285,8 +285,7 @@ class Trainer:
 
     def gradient_norm(self) -> float:
         """Return the norm of the gradient buffers, with each parameter of the whole model counted once."""
-        self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
+        return gradient_norm(self.optimizer)
 
     def gradient_buffers(self) -> list[Tensor]:
         """Return this rank's gradients, as flat fp32 tensors that may be read and written. With the
@@ -300,19 +299,14 @@ class Trainer:
     def _loss_output(
         self, objective: Objective, scale: float, batch: PackedBatch, output: Tensor
     ) -> tuple[Tensor, Observed]:
+        weight = head_weight(self.chunks[-1].module)
+        vocabulary = own_vocabulary(len(weight), self.vocab_size)
+        of_head = (output[0], weight, batch.rows, objective)
         if self.config.loss.fuse_lm_head:
-            weight = head_weight(self.chunks[-1].module)
-            loss, stats = linear_policy_loss(
-                output[0],
-                weight,
-                batch.rows,
-                objective,
-                into_main_grad=weight.requires_grad,  # false for weights frozen beside adapters
-                **self._vocabulary(len(weight)),
-            )
+            into_main_grad = weight.requires_grad  # false for weights frozen beside adapters
+            loss, stats = linear_policy_loss(*of_head, into_main_grad=into_main_grad, **vocabulary)
         else:
-            vocabulary = self._vocabulary(output.shape[-1])
-            loss, stats = policy_loss(output[0], batch.rows, objective, inplace=True, **vocabulary)
+            loss, stats = head_policy_loss(*of_head, **vocabulary)
         # the engine's log-probs would not differ from themselves
         recomputed = self.config.loss.old_logprobs == "recompute"
         trainer_N = batch.rows.old_logprobs_N if recomputed else None
@@ -323,22 +317,22 @@ class Trainer:
         return loss * scale, _observed(batch, reported, stats, trainer_N)
 
     def _logprob_output(self, batch: PackedBatch, output: Tensor) -> Tensor:
-        rows: dict[str, Any] = {
-            "targets_N": batch.rows.targets_N,
-            "response_mask_N": batch.rows.response_mask_N.bool(),
-            "temperature_N": batch.rows.temperature_of_row(),
-            "sampling_sets": batch.rows.sampling_sets,
-            "backend": self.loss_backend.name,
-        }
-        if self.config.loss.fuse_lm_head:
-            weight = head_weight(self.chunks[-1].module)
-            rows["response_rows_R"] = batch.loss_rows()
-            return linear_packed_logprobs(output[0], weight, **rows, **self._vocabulary(len(weight)))
-        vocabulary = self._vocabulary(output.shape[-1])
-        return packed_logprobs(output[0], entropy=False, **rows, **vocabulary)[0]
-
-    def _vocabulary(self, width: int) -> dict[str, Any]:
-        return own_vocabulary(width, self.vocab_size)
+        weight = head_weight(self.chunks[-1].module)
+        vocabulary = own_vocabulary(len(weight), self.vocab_size)
+        if not self.config.loss.fuse_lm_head:
+            backend = self.loss_backend.name
+            return head_logprobs(output[0], weight, batch.rows, backend=backend, **vocabulary)
+        return linear_packed_logprobs(
+            output[0],
+            weight,
+            batch.rows.targets_N,
+            response_mask_N=batch.rows.response_mask_N.bool(),
+            response_rows_R=batch.loss_rows(),
+            temperature_N=batch.rows.temperature_of_row(),
+            sampling_sets=batch.rows.sampling_sets,
+            backend=self.loss_backend.name,
+            **vocabulary,
+        )
 
 
 def _with_engine_logprobs(packs: Sequence[PackedArrays]) -> list[PackedArrays]:

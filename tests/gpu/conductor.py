@@ -94,7 +94,7 @@ def parse(argv):
 def computed_by(parts):
     layers = {name: part["layers"].values() for name, part in parts.items() if part.get("layers")}
     libraries = {name: sorted({library for library, _ in own}) for name, own in layers.items()}
-    local = " (local modules: no evidence of MFU)"
+    local = " (local modules)"
     return {name: ", ".join(own) + (local if "torch" in own else "") for name, own in libraries.items()}
 
 

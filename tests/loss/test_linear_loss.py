@@ -1,6 +1,7 @@
 """The loss with the LM head fused in equals that of the logits, and both are the same under every layout."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_ibpo.loss import VARIANTS
 from support.kernel_cases import BY_PLACE_NAME, check_layout
 from support.linear_cases import FUSED, H, V, batch_of, fused, options_for, plain
-from support.loss_calls import loss_of_hidden
+from support.loss_calls import loss_of_head, loss_of_hidden
 
 # GSPO's own clips are narrower than the ratios here, and leave no gradient
 WIDE = {"params": {"eps_low": 0.5, "eps_high": 0.5}}
@@ -138,18 +139,18 @@ def test_a_sequence_that_does_not_divide_among_context_parallel_ranks_is_refused
 
 @pytest.mark.world(2)
 def test_vocabulary_shards_equal_one_process(world):
-    batch, options = batch_of((5, 17, 2, 30)), {"chunk": 7, "params": {"eps_low": 0.1, "eps_high": 0.1}}
+    batch, options = batch_of((5, 17, 2, 30)), {"params": {"eps_low": 0.1, "eps_high": 0.1}}
     size = V // world.size + 1
     start, stop = world.rank * size, min((world.rank + 1) * size, V)
     shard = torch.zeros(size, H, dtype=torch.float64)  # the last rank's has padding
     shard[: stop - start] = batch["weight_VH"][start:stop]
     layout = {"vocab_range": (start, stop), "tp_group": torch.distributed.group.WORLD}
-    loss, hidden, weight, _ = fused({**batch, "weight_VH": shard}, **layout, **options)
-    torch.distributed.all_reduce(hidden)
     expected_loss, expected_hidden, expected_weight, _ = fused(batch, **options)
-    agree(
-        (loss, hidden, weight[: stop - start]), (expected_loss, expected_hidden, expected_weight[start:stop])
-    )
+    expected = expected_loss, expected_hidden, expected_weight[start:stop]
+    for loss_of in (partial(loss_of_hidden, chunk=7), loss_of_head):
+        loss, hidden, weight, _ = fused({**batch, "weight_VH": shard}, loss_of, **layout, **options)
+        torch.distributed.all_reduce(hidden)
+        agree((loss, hidden, weight[: stop - start]), expected)
 
 
 @pytest.mark.world(2)
@@ -157,7 +158,9 @@ def test_context_shards_equal_one_process(world):
     """They do so where either rank's last chunk has no row in the loss, too. Each rank takes an end and a
     middle piece of every sequence, as Megatron deals them."""
     for variant, padded in [("gspo", []), ("gspo", [54, 55, 62, 63]), ("dapo", []), ("gmpo", [])]:
-        batch, options = batch_of((6, 18, 2, 30)), options_for(variant) | {"chunk": 5, "kl_coef": 0.1}
+        kl_coef = 0.1 * (variant != "gmpo")  # without a penalty tokens of weight 0 have no gradient
+        batch, options = batch_of((6, 18, 2, 30)), options_for(variant) | {"kl_coef": kl_coef}
+        batch["token_weights_N"][::3] = 0
         batch["response_mask_N"][padded] = 0
         pieces, all_rows = [], len(batch["targets_N"])
         for start, stop in itertools.pairwise(batch["cu_seqlens"].tolist()):
@@ -165,8 +168,10 @@ def test_context_shards_equal_one_process(world):
             pieces += [chunks[world.rank], chunks[2 * world.size - 1 - world.rank]]
         rows = torch.cat(pieces)
         own = {k: v[rows] for k, v in batch.items() if k != "weight_VH" and len(v) == all_rows}
-        loss, hidden, weight, stats = fused(batch | own, cp_group=torch.distributed.group.WORLD, **options)
-        torch.distributed.all_reduce(weight)
         expected_loss, expected_hidden, *expected, expected_stats = fused(batch, **options)
-        agree((loss, hidden, weight), (expected_loss, expected_hidden[rows], *expected), msg=variant)
-        torch.testing.assert_close(stats.mean_log_ratio_S, expected_stats.mean_log_ratio_S, msg=variant)
+        for loss_of in (partial(loss_of_hidden, chunk=5), loss_of_head):
+            group = torch.distributed.group.WORLD
+            loss, hidden, weight, stats = fused(batch | own, loss_of, cp_group=group, **options)
+            torch.distributed.all_reduce(weight)
+            agree((loss, hidden, weight), (expected_loss, expected_hidden[rows], *expected), msg=variant)
+            torch.testing.assert_close(stats.mean_log_ratio_S, expected_stats.mean_log_ratio_S, msg=variant)

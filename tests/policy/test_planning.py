@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.config import Config, ConfigError, LossConfig
+from megatron_ibpo.loss import make_objective
 from megatron_ibpo.policy import planning
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics, is_rejected
 from megatron_ibpo.policy.packing import ALONE, Context, lay_out, pack
@@ -56,6 +57,23 @@ def test_two_sequences_packed_by_hand_for_two_ranks_that_share_them():
         assert (batch.rows.cp_group, batch.max_seqlen) == ("both", 4)
     narrow = laid_out(rows, 3, Context(1, 2, "both"))
     assert narrow.input_ids_1N.shape == (1, 6), "12 rows: a sequence of four pads both ranks to threes"
+
+
+@given(SOME_SEQUENCES, st.booleans(), st.booleans(), st.integers(0, 99))
+def test_rows_without_a_gradient_are_known_to_the_host(rows, by_token, is_penalised, seed):
+    """As the loss itself finds them; some weights and advantages are 0. A penalty reaches every row."""
+    draw = np.random.default_rng(seed)
+    for row in rows:
+        size = len(row.response_token_ids)
+        row.weight *= int(draw.integers(3) > 0)
+        row.token_weights = draw.integers(3, size=size).astype(np.float64)
+        row.token_advantages = draw.integers(2, size=size).astype(np.float64) if by_token else None
+    batch, objective = laid_out(rows, 1), make_objective("grpo", kl_coef=0.1 * is_penalised)
+    found = batch.rows.gradient_places(objective)
+    wanted = replace(batch.rows, index=None).gradient_places(objective)
+    assert found.on_host.tolist() == found.on_device.tolist() == wanted.on_host.tolist()
+    if is_penalised:
+        assert len(found.on_host) == len(batch.loss_rows())
 
 
 def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():

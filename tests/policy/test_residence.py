@@ -330,9 +330,11 @@ class HostReads(TorchFunctionMode):
 @pytest.mark.world(1)
 @pytest.mark.parametrize("max_tokens", [10_000, 60])
 def test_reads_of_the_device_do_not_grow_with_micro_batches(world, checkpoints, max_tokens):
-    """Once for the numbers of an optimizer step, and once for the log-probs or values of each pass."""
+    """Once for the numbers of an optimizer step, once for its gradient's norm, and once for the log-probs or
+    values of each pass."""
     rows, hf_dir = rows_with_returns(9), checkpoints["dense"]
     step, values = "policy/forward_backward.py:_on_host", "policy/packing.py:response_values"
+    norm = "policy/gradient_norm.py:gradient_norm"
     for settings, passes in (
         ({}, 1),  # the second step's old log-probs
         ({"loss_variant": "grpo", "old_logprobs": "engine", "loss_backend": "torch"}, 0),
@@ -344,9 +346,9 @@ def test_reads_of_the_device_do_not_grow_with_micro_batches(world, checkpoints, 
         with HostReads() as counted:
             planned.update(trainer, rows)
         close_trainer()
-        assert counted.found == Counter({step: 2, values: passes}), settings
+        assert counted.found == Counter({step: 2, norm: 2, values: passes}), settings
     critic = open_critic(world, hf_dir, critic_config(layout(), lr=0.01, max_tokens=max_tokens))
     with HostReads() as counted:
         planned.values(critic, rows)
         planned.update_values(critic, rows)
-    assert counted.found == {step: 1, values: 1}
+    assert counted.found == {step: 1, norm: 1, values: 1}

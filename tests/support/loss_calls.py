@@ -5,7 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ibpo.loss import LossRows, LossStats, linear_policy_loss, make_objective, policy_loss
+from megatron_ibpo.loss import (
+    LossRows,
+    LossStats,
+    head_policy_loss,
+    linear_policy_loss,
+    make_objective,
+    policy_loss,
+)
 
 ROWS = {field.name for field in fields(LossRows)}
 OBJECTIVE = {"variant", "params", "aggregation", "kl", "kl_coef", "backend"}
@@ -21,6 +28,10 @@ def arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 def loss_of_logits(**given: Any) -> tuple[Tensor, LossStats]:
     return policy_loss(**arguments(given))
+
+
+def loss_of_head(**given: Any) -> tuple[Tensor, LossStats]:
+    return head_policy_loss(**arguments(given))
 
 
 def loss_of_hidden(**given: Any) -> tuple[Tensor, LossStats]:

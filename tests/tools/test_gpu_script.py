@@ -57,7 +57,7 @@ def test_every_ending_of_a_part_is_reported_with_what_it_had_found_and_what_comp
     assert "Traceback" in found["breaks"]["said"]
     assert "1 passed, 3 failed, 2 skipped" in said
     assert "passes was computed by Transformer Engine\n" in said
-    local = "flash-linear-attention, torch (local modules: no evidence of MFU)"
+    local = "flash-linear-attention, torch (local modules)"
     assert report["computed_by"]["breaks"] == local
 
 
@@ -78,17 +78,21 @@ def test_a_run_that_is_cut_off_leaves_what_it_had_and_no_process(parts, tmp_path
     assert eventually(lambda: has_ended(pid.read_text()), 10)
 
 
-@pytest.mark.parametrize(("library", "mfu"), [("torch", None), ("Transformer Engine", 0.1)])
-def test_local_modules_give_no_mfu(tmp_path, monkeypatch, library, mfu):
+@pytest.mark.parametrize(("device", "mfu"), [("NVIDIA H100 80GB HBM3", 0.1), ("an unknown GPU", None)])
+@pytest.mark.parametrize("library", ["torch", "Transformer Engine"])
+def test_the_mfu_of_a_known_gpu_is_given_and_that_of_local_modules_labelled(
+    tmp_path, monkeypatch, library, device, mfu
+):
     from job import Job
     from parts import trainer
 
-    monkeypatch.setattr(trainer.torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(trainer.torch.cuda, "get_device_name", lambda _: device)
     monkeypatch.setattr(trainer, "memory", lambda _: {"peak_reserved": 2**30})
     job = Job("cuda", True, tmp_path, found={"layers": {"attention": (library, "")}})
     trainer.note_speed(job, [2.0], 1000, 2 * 98.9e12)
     assert job.found["mfu"] == mfu
-    assert ("local modules: no MFU" in job.found["summary"]) == (mfu is None)
+    assert ("MFU 10.0%" in job.found["summary"]) == (mfu is not None)
+    assert ("(local modules)" in job.found["summary"]) == (library == "torch")
 
 
 def test_wheels_give_what_is_missing_for_one_run_and_hide_nothing(parts, tmp_path, monkeypatch, capsys):

@@ -42,8 +42,7 @@ def run(job):
         steps.append(metrics | {"seconds": time.perf_counter() - started})
         job.note(steps=steps, memory_bytes=memory(job))
     passes = policy.take_passes()[0]
-    flops = sum(forward_flops(shape, n) for n in passes.forward)
-    flops += 3 * sum(forward_flops(shape, n) for n in passes.updates)
+    flops = count_flops(shape, passes, load.prompt)
     after = gap(policy, sequences)
     job.note(logprob_gap_before=before, logprob_gap_after=after, flops_per_step=flops)
     note_speed(job, [step["seconds"] for step in steps[1:]], sum(passes.updates), flops)
@@ -52,6 +51,16 @@ def run(job):
     for step in steps:
         check(step["updates_skipped"] == 0 and math.isfinite(step["grad_norm"]), f"a step was lost: {step}")
     check(after > before, f"five steps did not raise what they should: gap {before} -> {after}")
+
+
+def count_flops(shape, passes, prompt):
+    """Operations of the model's products. The LM head's leave out prompts."""
+    of_prompt = 2 * shape.hidden_size * shape.vocab_size * prompt
+    forward, updates = (
+        sum(forward_flops(shape, length) - of_prompt for length in lengths)
+        for lengths in (passes.forward, passes.updates)
+    )
+    return forward + 3 * updates
 
 
 def gap(policy, sequences):
@@ -67,8 +76,8 @@ def note_speed(job, seconds, tokens, flops):
     name = torch.cuda.get_device_name(0) if job.on_gpu else ""
     peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
     local = "torch" in {library for library, _ in job.found["layers"].values()}
-    mfu = None if peak is None or local else flops / median / peak
-    share = ", local modules: no MFU" if local else "" if mfu is None else f", MFU {mfu:.1%}"
+    mfu = None if peak is None else flops / median / peak
+    share = ("" if mfu is None else f", MFU {mfu:.1%}") + (" (local modules)" if local else "")
     used = f", {memory(job)['peak_reserved'] / 2**30:.1f} GiB" if job.on_gpu else ""
     job.note(
         seconds_per_step=median, tokens_per_step=tokens, tokens_per_second=tokens / median, mfu=mfu,
