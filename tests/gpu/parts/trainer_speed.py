@@ -1,6 +1,7 @@
 """The trainer of Qwen3-0.6B with local layers: each part fused alone, all of them, and none."""
 
 import sys
+import time
 from dataclasses import replace
 
 from job import apart, check
@@ -8,12 +9,13 @@ from job import apart, check
 PARTS = ("norm", "rotary", "activation", "attention")
 LEVERS = {"none": (), **{part: (part,) for part in PARTS}, "all": PARTS, "none again": ()}
 """The first is repeated at the end: what differs between the two is no lever."""
-NUMBERS = ("seconds_per_step", "tokens_per_second", "memory_bytes", "layers", "steps")
+NUMBERS = ("seconds", "seconds_per_step", "tokens_per_second", "memory_bytes", "layers", "steps")
 
 
 def run(job):
     rows = {}
-    for lever, parts in LEVERS.items():
+    levers = LEVERS if job.on_gpu else {"none": (), "all": PARTS}  # nothing is fused on a CPU
+    for lever, parts in levers.items():
         rows[lever] = apart(train, replace(job, scratch=job.scratch / lever, found={}), parts)
         job.note(levers=rows)
     job.note(errors=apart(errors, job.scratch / "none" / "model", job.device))
@@ -35,7 +37,9 @@ def train(job, parts):
 
     job.scratch.mkdir()
     fusion.FUSIONS = frozenset(parts)
+    started = time.perf_counter()
     trainer.run(replace(job, variant="qwen3"))
+    job.note(seconds=time.perf_counter() - started)  # compiling included
     peak = trainer.peak_flops() if job.on_gpu else None
     mfu = job.found["flops_per_second"] / peak if peak else None
     return {name: job.found[name] for name in NUMBERS} | {"mfu": mfu, "failures": dict(fusion.FAILURES)}
