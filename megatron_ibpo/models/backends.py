@@ -9,6 +9,7 @@ from importlib import import_module
 
 import torch
 
+from megatron_ibpo.models import fusion
 from megatron_ibpo.models.shape import ModelShape
 
 ALLOW = "--allow-local-modules"
@@ -27,6 +28,8 @@ class Backends:
 
     transformer_engine: bool
     flash_linear_attention: bool
+    fused: frozenset[str] = frozenset()
+    """Parts of local modules to fuse, of `fusion.FUSIONS`, where they work."""
 
 
 LOCAL = Backends(transformer_engine=False, flash_linear_attention=False)
@@ -76,7 +79,14 @@ def find_backends(
     return Backends(
         transformer_engine=failures["Transformer Engine"] is None,
         flash_linear_attention=failures["flash-linear-attention"] is None,
+        fused=_fused(shape, bf16) if failures["Transformer Engine"] else frozenset(),
     )
+
+
+def _fused(shape: ModelShape, bf16: bool | None) -> frozenset[str]:
+    """Return the parts of local modules to fuse. Flash attention has neither float32 nor sinks."""
+    plain = not bf16 or shape.attention_sinks
+    return fusion.FUSIONS - {fusion.ATTENTION} if plain else fusion.FUSIONS
 
 
 def served_by(shape: ModelShape, backends: Backends, *, bf16: bool) -> dict[str, tuple[str, str]]:
@@ -84,9 +94,10 @@ def served_by(shape: ModelShape, backends: Backends, *, bf16: bool) -> dict[str,
     fast = backends.transformer_engine
     library = "Transformer Engine" if fast else "torch"
     attention = "cuDNN or flash attention" if bf16 else "unfused and quadratic in memory: fp32 has no other"
+    local = _local_parts(backends.fused - fusion.FAILURES.keys())
     parts = {
-        "attention": (library, attention if fast else "scaled_dot_product_attention over padded rectangles"),
-        "norms": (library, "fused with the linear layer after them" if fast else "in fp32, not fused"),
+        "attention": (library, attention if fast else local["attention"]),
+        "norms": (library, "fused with the linear layer after them" if fast else local["norms"]),
     }
     if shape.is_moe:
         parts["experts"] = (library, "grouped products" if fast else "one product after the other")
@@ -97,6 +108,14 @@ def served_by(shape: ModelShape, backends: Backends, *, bf16: bool) -> dict[str,
             else ("torch", "chunks one after the other")
         )
     return parts
+
+
+def _local_parts(fused: frozenset[str]) -> dict[str, str]:
+    """Return how local modules compute attention and norms, with the fused parts."""
+    attention = "scaled_dot_product_attention over padded rectangles"
+    if fusion.ATTENTION in fused:
+        attention = "torch's flash attention; padded rectangles where ranks share sequences"
+    return {"attention": attention, "norms": "compiled" if fusion.NORM in fused else "in fp32, not fused"}
 
 
 def _delta_net_kernels() -> str:

@@ -24,7 +24,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from torch import Tensor
 
-from megatron_ibpo.models import packed, zigzag
+from megatron_ibpo.models import fusion, packed, zigzag
 
 
 def wide(x: Tensor) -> Tensor:
@@ -41,6 +41,14 @@ def rms_norm(x_BH: Tensor, weight_H: Tensor, eps: float, zero_centered: bool) ->
     return weight_H * normed.to(x_BH.dtype)
 
 
+compiled_rms_norm = fusion.Compiled(fusion.NORM, rms_norm, rows=(0,))
+
+
+def norm_function(config: TransformerConfig) -> Callable[[Tensor, Tensor, float, bool], Tensor]:
+    """Return `rms_norm`, compiled if this model's norms are fused."""
+    return compiled_rms_norm if fusion.NORM in config.fused else rms_norm
+
+
 class RMSNorm(torch.nn.Module):
     """RMSNorm with support for zero-centred weights and sequence parallelism.
 
@@ -53,9 +61,10 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         self.weight = _norm_weight(config, hidden_size)
+        self.normalize = norm_function(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.zero_centered_gamma)
+        return self.normalize(x, self.weight, self.eps, self.zero_centered_gamma)
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
@@ -71,9 +80,10 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _norm_weight(config, input_size)
+        self.normalize = norm_function(config)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        normed = rms_norm(
+        normed = self.normalize(
             input_,
             self.layer_norm_weight,
             self.config.layernorm_epsilon,
@@ -203,7 +213,8 @@ class NoCoreAttention(torch.nn.Module):
 
 
 class PackedSelfAttention(SelfAttention):
-    """Causal self-attention over packed sequences by torch's scaled_dot_product_attention.
+    """Causal self-attention over packed sequences, by torch's scaled_dot_product_attention over padded
+    rectangles, or by its flash attention if fused.
 
     It replaces Megatron's forward pass, whose unfused paths loop over sequences; projections, norms and
     parameters are inherited.
@@ -230,14 +241,19 @@ class PackedSelfAttention(SelfAttention):
         angles_ND = rotary_pos_emb[:, 0, 0].index_select(0, positions_N)
         grown = self._yarn_concentration_factor  # 1 except with YaRN
         cos, sin = grown * angles_ND.cos().unsqueeze(1), grown * angles_ND.sin().unsqueeze(1)
-        query_NHD, key_NHD = _rotate(query_NHD, cos, sin), _rotate(key_NHD, cos, sin)
+        turn = compiled_rotate if fusion.ROTARY in self.config.fused else rotate
+        query_NHD, key_NHD = turn(query_NHD, cos, sin), turn(key_NHD, cos, sin)
 
         core = self.core_attention
-        attend: Callable[..., Tensor] = partial(_attend, cu_seqlens, core.softmax_offset, core.window)
+        attend: Callable[..., Tensor] = partial(
+            attend_in_rectangles, cu_seqlens, core.softmax_offset, core.window
+        )
         if group.size() > 1:
             attend = partial(
                 _attend_to_all_ranks, group, positions_N, cu_seqlens, core.softmax_offset, core.window
             )
+        elif fusion.ATTENTION in self.config.fused and core.softmax_offset is None:
+            attend = partial(fusion.attend, cu_seqlens, packed_seq_params.max_seqlen_q, core.window)
         if self.checkpoint_core_attention and self.training:
             output = checkpoint(attend, False, query_NHD, key_NHD, value_NHD)
         else:
@@ -249,7 +265,7 @@ class PackedSelfAttention(SelfAttention):
         return self.linear_proj(output)
 
 
-def _rotate(x_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary position embedding to the first elements of each head (as many as `cos` has)."""
     turning, still = x_NHD.split([cos.shape[-1], x_NHD.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = turning.chunk(2, dim=-1)
@@ -257,7 +273,10 @@ def _rotate(x_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, still), dim=-1)
 
 
-def _attend(
+compiled_rotate = fusion.Compiled(fusion.ROTARY, rotate, rows=(0, 1, 2))
+
+
+def attend_in_rectangles(
     cu_seqlens: Tensor,
     sinks_H: Tensor | None,
     window: int | None,
@@ -337,7 +356,7 @@ def _attend_to_all_ranks(
     Args:
         positions_N: positions of the queries in their sequences.
         cu_seqlens: boundaries of whole sequences.
-        sinks_H, window: as in `_attend`.
+        sinks_H, window: as in `attend_in_rectangles`.
     """
     ranks = group.size()
     together = torch.cat((key_NGD, value_NGD), dim=1)

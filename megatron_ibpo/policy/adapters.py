@@ -36,7 +36,7 @@ from torch.nn import Module, Parameter
 
 from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.models.local_modules import rms_norm
+from megatron_ibpo.models.local_modules import norm_function
 from megatron_ibpo.models.lora import (
     Lora,
     Pair,
@@ -81,7 +81,7 @@ def _add(linear: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Any]) -> t
     x, *tokens_per_expert = inputs
     if hasattr(linear, "layer_norm_weight"):  # the layer's own norm, whose result it does not expose
         config = linear.config
-        x = rms_norm(
+        x = norm_function(config)(
             x, linear.layer_norm_weight, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
         )
     output, bias = outputs

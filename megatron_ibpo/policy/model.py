@@ -12,6 +12,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape, padded_vocab_size
 from megatron_ibpo.models.backends import BackendError, Backends, find_backends
 from megatron_ibpo.models.families import family_module
+from megatron_ibpo.models.fusion import ACTIVATION
 from megatron_ibpo.models.layout import exchanges_heads
 from megatron_ibpo.models.lora import chosen_lora
 from megatron_ibpo.models.rope import config_attributes, gpt_arguments, takes_fused_rotation
@@ -72,7 +73,12 @@ def build_model(
             f"divide packed sequences over ranks if attention has sinks, as in {shape.family}; use 1"
         )
     backend = spec.make_backend(libraries)
-    core = transformer_config(shape, config, use_te=libraries.transformer_engine)
+    core = transformer_config(
+        shape,
+        config,
+        use_te=libraries.transformer_engine,
+        fused=fused_parts(libraries, shape, config, device),
+    )
     core.use_cpu_initialization = device == "cpu"
     core.init_model_with_meta_device = device == "meta"
     core.moe_permute_fusion &= device == "cuda"  # creates tensors on the GPU
@@ -156,8 +162,22 @@ def current_device(device: str) -> AbstractContextManager[Any]:
     return mock.patch.object(torch.cuda, "current_device", return_value=torch.device("meta"))
 
 
-def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = False) -> Any:
+def fused_parts(libraries: Backends, shape: ModelShape, config: Config, device: str) -> frozenset[str]:
+    """Return the parts of local modules to fuse: on a GPU those that work there."""
+    if device != "cuda" or not libraries.fused:
+        return libraries.fused
+    from megatron_ibpo.models.fusion_check import working_parts
+
+    return working_parts(libraries.fused, shape, _dtype(config), device)
+
+
+def transformer_config(
+    shape: ModelShape, config: Config, *, use_te: bool = False, fused: frozenset[str] = frozenset()
+) -> Any:
     """Return Megatron's TransformerConfig: the model's dimensions, the layout, precision and recomputation.
+
+    Args:
+        fused: parts of local modules that are fused.
 
     Raises:
         ValueError: Megatron refuses the result of --model-override.
@@ -165,12 +185,14 @@ def transformer_config(shape: ModelShape, config: Config, *, use_te: bool = Fals
     from megatron.core.transformer import TransformerConfig
 
     fields = _own_fields(shape, config, use_te=use_te)
+    fields["bias_activation_fusion"] |= ACTIVATION in fused
     with blaming(MODEL, config.model.model_override):
         core = TransformerConfig(**fields | as_megatron(model_overrides(config), TransformerConfig))
     for name, value in config_attributes(shape.rope_scaling).items():
         setattr(core, name, value)
     core.context_parallel_size = config.parallel.context_parallel_size
     core.delta_net_cp = config.parallel.delta_net_cp
+    core.fused = fused
     return core
 
 
@@ -189,9 +211,13 @@ def check_model(shape: ModelShape, config: Config) -> None:
         TransformerConfig(**fields | as_megatron(model_overrides(config), TransformerConfig))
 
 
+def _dtype(config: Config) -> torch.dtype:
+    return torch.bfloat16 if config.model.bf16 else torch.float32
+
+
 def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str, Any]:
     parallel, model = config.parallel, config.model
-    dtype = torch.bfloat16 if model.bf16 else torch.float32
+    dtype = _dtype(config)
     recompute = model.recompute_granularity if model.recompute_granularity != "none" else None
     fields: dict[str, Any] = {
         # dimensions

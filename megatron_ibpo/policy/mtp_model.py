@@ -25,7 +25,7 @@ from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.backends import Backends
 from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.spec import Backend, make_backend
-from megatron_ibpo.policy.model import current_device, transformer_config
+from megatron_ibpo.policy.model import current_device, fused_parts, transformer_config
 
 Embedding = Callable[..., Tensor]
 """GPTModel's embedding: input_ids [1, N], position_ids [1, N] → [N, 1, H], with sequence parallelism [N / TP,
@@ -79,7 +79,12 @@ def build_mtp(
     balances its experts, since it only has to predict what the policy samples. Its activations are never
     recomputed as a whole, not even under --recompute-granularity full: it is one layer.
     """
-    core = transformer_config(shape, config, use_te=libraries.transformer_engine)
+    core = transformer_config(
+        shape,
+        config,
+        use_te=libraries.transformer_engine,
+        fused=fused_parts(libraries, shape, config, device),
+    )
     core.use_cpu_initialization = device == "cpu"
     core.init_model_with_meta_device = device == "meta"
     core.moe_permute_fusion &= device == "cuda"

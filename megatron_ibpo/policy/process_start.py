@@ -24,6 +24,8 @@ DEFAULTS = {
     # on Hopper flash-linear-attention 0.6.0 lets TileLang compile the delta net's backward pass with nvcc, in
     # the first step, after a rollout was paid for; its Triton kernels are right from Triton 3.7.1 on
     "FLA_TILELANG": "0",
+    # torch's compiler would start a process per core in every trainer, for about ten small kernels
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Present and former name of the same settings."""

@@ -37,6 +37,7 @@ PARTS = (  # first what only a GPU can refute: memory that is pinned, freed and 
     Part("trainer-qwen3-next-torch", 180, "trainer", "qwen3_next/torch"),
     Part("resume", 180), Part("parity", 300, "suites", "parity"), Part("recipes", 300, "loop", "recipes"),
     Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
+    Part("trainer-speed", 420),
     Part("host-syncs-qwen3", 150, "host_syncs", "qwen3"),
     Part("host-syncs-qwen3-next", 480, "host_syncs", "qwen3_next"), Part("loss-speed", 240),
     *(Part(tool, 180, "suites", tool) for tool in ("memcheck", "racecheck", "synccheck", "initcheck")),

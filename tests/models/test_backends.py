@@ -15,6 +15,7 @@ from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.evaluate import EvalSet, set_settings
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import FAST, LOCAL, BackendError, Backends, find_backends, served_by
+from megatron_ibpo.models.fusion import ATTENTION, FUSIONS
 from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.run.settings import parse_config
 
@@ -48,7 +49,11 @@ def test_what_a_gpu_run_lacks_is_refused_with_what_to_do_unless_plain_torch_is_a
     ):
         machine(*packages.split())
         accepted = find_backends(shapes[model], on_gpu=True, allow_local=True)
-        assert accepted == Backends(TE not in missing, FLA not in missing)
+        fused = FUSIONS if TE in missing else frozenset()
+        assert accepted == Backends(TE not in missing, FLA not in missing, fused)
+        if fused:  # flash attention has no float32
+            in_float32 = find_backends(shapes[model], on_gpu=True, allow_local=True, bf16=False)
+            assert in_float32.fused == FUSIONS - {ATTENTION}
         served = {part: by for part, (by, _) in served_by(shapes[model], accepted, bf16=True).items()}
         assert served["attention"] == ("torch" if TE in missing else TE)
         assert model == "dense" or served["delta net"] == ("torch" if FLA in missing else FLA)

@@ -73,8 +73,7 @@ def gap(policy, sequences):
 
 def note_speed(job, seconds, tokens, flops):
     median = statistics.median(seconds)
-    name = torch.cuda.get_device_name(0) if job.on_gpu else ""
-    peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
+    peak = peak_flops() if job.on_gpu else None
     local = "torch" in {library for library, _ in job.found["layers"].values()}
     mfu = None if peak is None else flops / median / peak
     share = ("" if mfu is None else f", MFU {mfu:.1%}") + (" (local modules)" if local else "")
@@ -83,6 +82,12 @@ def note_speed(job, seconds, tokens, flops):
         seconds_per_step=median, tokens_per_step=tokens, tokens_per_second=tokens / median, mfu=mfu,
         flops_per_second=flops / median, summary=f"{tokens / median:,.0f} tokens/s{share}{used}",
     )  # fmt: skip
+
+
+def peak_flops():
+    """The GPU's bf16 rate by its data sheet; None for an unknown GPU."""
+    name = torch.cuda.get_device_name(0)
+    return next((value for part, value in PEAK_FLOPS.items() if part in name), None)
 
 
 def memory(job):

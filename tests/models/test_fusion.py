@@ -1,0 +1,237 @@
+"""Fused parts of the local layers compute what plain torch computes. Their speed is for `tests/gpu.sh`."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_ibpo.config import ModelConfig
+from megatron_ibpo.models import fusion
+from megatron_ibpo.models.backends import LOCAL, Backends, served_by
+from support import flash_attention
+from support.fused_record import RECORD, expected, sources_hash
+from support.layouts import layout
+from support.model_passes import loaded
+from support.paths import ROOT, TESTS
+from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
+
+FUSED = Backends(transformer_engine=False, flash_linear_attention=False, fused=fusion.FUSIONS)
+
+
+@pytest.fixture
+def no_failures(monkeypatch):
+    monkeypatch.setattr(fusion, "FAILURES", {})
+
+
+def random(*sizes, dtype=torch.float64, seed=0):
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def results(function, *inputs, settings=()):
+    """The function's value and the gradients of its inputs."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = function(*leaves, *settings)
+    return [output, *torch.autograd.grad(output, leaves, random(*output.shape, seed=9).to(output.dtype))]
+
+
+def assert_equal(computed, plain, error=1e-12):
+    for one, other in zip(computed, plain, strict=True):
+        assert one.shape == other.shape
+        assert torch.allclose(one, other, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("lengths", [[1], [3, 1, 20, 2], [5, 0, 9]])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 64), (3, 1, 128), (2, 2, 256)])
+@pytest.mark.parametrize("window", [None, 4])
+def test_flash_attention_is_told_what_the_rectangles_compute(lengths, heads, groups, size, window):
+    from megatron_ibpo.models.local_modules import attend_in_rectangles
+
+    flash_attention.register()
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    inputs = [random(sum(lengths), n, size, seed=n) for n in (heads, groups, groups)]
+    plain = partial(attend_in_rectangles, ends, None, window)
+    assert_equal(
+        results(partial(fusion.attend, ends, max(lengths), window), *inputs), results(plain, *inputs)
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "make", "parallel"),
+    [
+        (1, (make_qwen3, 1, {}), layout()),
+        (2, (make_qwen3, 1, {}), layout(tp=2, sequence_parallel=True)),
+        (2, (make_qwen3, 1, {}), layout(cp=2)),
+        (1, (make_qwen3_next, 2, {"value_heads": 4}), layout()),
+        (1, (make_gpt_oss, 3, {}), layout()),
+    ],
+)
+def test_a_fused_model_has_the_loss_and_gradients_of_a_plain_one(world, tmp_path, ranks, make, parallel):
+    from megatron_ibpo.policy import parallel as groups
+
+    flash_attention.register()
+    make_checkpoint, seed, settings = make
+    path = make_checkpoint(tmp_path / f"model{world.rank}", seed, std=0.08, **settings)
+    seen = []
+    for libraries, recompute in ((LOCAL, "none"), (FUSED, "none"), (FUSED, "selective"), (FUSED, "full")):
+        override = ("moe_router_dtype=fp64",) if make_checkpoint is not make_qwen3 else ()
+        model = ModelConfig(recompute_granularity=recompute, model_override=override)
+        (chunk,), _ = loaded(world, path, parallel, model, libraries=libraries)
+        chunk.double()
+        seen.append(loss_and_gradients(chunk, world))
+        groups.destroy()
+    for computed in seen[1:]:
+        assert computed.keys() == seen[0].keys()
+        for name, plain in seen[0].items():
+            assert torch.allclose(computed[name], plain, rtol=1e-9, atol=1e-12), name
+
+
+LENGTHS = [5, 1, 12, 2]
+
+
+def loss_and_gradients(chunk, world):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_ibpo.models import zigzag
+
+    group = chunk.config.context_parallel_size
+    lengths = torch.tensor(LENGTHS) * 2 * group
+    ends = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+    total, longest = int(ends[-1]), int(lengths.max())
+    ids = torch.randint(1, 64, (total,), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    if group > 1:
+        own = zigzag.tokens(ends, group).chunk(group)[world.rank]
+        ids, positions = ids[own], positions[own]
+    packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+    loss = chunk(ids[None], positions[None], None, packed_seq_params=packed).square().sum()
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in chunk.named_parameters()}
+    return {"loss": loss.detach(), **gradients}
+
+
+class RefusedToCompile(Exception):
+    pass
+
+
+def test_a_part_that_cannot_be_compiled_is_computed_in_plain_torch_with_one_warning(monkeypatch, no_failures):
+    attempts = []
+
+    def compile_nothing(function, **_):
+        def refuse(*arguments):
+            attempts.append(arguments)
+            raise RefusedToCompile("no compiler here\nand a trace")
+
+        return refuse
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    double = fusion.Compiled("doubling", lambda x: 2 * x, rows=(0,))
+    with pytest.warns(
+        UserWarning, match="doubling is computed in plain torch.*RefusedToCompile: no compiler here$"
+    ):
+        assert torch.equal(double(torch.ones(3)), torch.full((3,), 2.0))
+    with warnings.catch_warnings(action="error"):
+        assert torch.equal(double(torch.ones(3)), torch.full((3,), 2.0))
+    assert len(attempts) == 1
+    assert [*fusion.FAILURES] == ["doubling"]
+
+
+def test_memory_that_runs_out_is_no_failure_of_the_compiler(monkeypatch, no_failures):
+    def exhaust(_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: exhaust)
+    with pytest.raises(torch.OutOfMemoryError):
+        fusion.Compiled("doubling", lambda x: 2 * x, rows=(0,))(torch.ones(3))
+    assert not fusion.FAILURES
+
+
+def test_parts_that_do_not_work_on_this_device_are_left_out_and_the_table_says_so(
+    shapes, monkeypatch, no_failures
+):
+    from megatron_ibpo.models import fusion_check
+
+    flash_attention.register()
+    for dtype in (torch.float32, torch.bfloat16):
+        assert fusion_check.working_parts(fusion.FUSIONS, shapes["dense"], dtype, "cpu") == fusion.FUSIONS
+    assert served_by(shapes["dense"], FUSED, bf16=True)["norms"] == ("torch", "compiled")
+
+    monkeypatch.setattr(fusion, "attend", lambda *_: 1 / 0)
+    wrong = fusion.Compiled(fusion.ROTARY, lambda x, cos, sin: x * cos.mean(-1, True), rows=(0, 1, 2))
+    monkeypatch.setattr("megatron_ibpo.models.local_modules.compiled_rotate", wrong)
+    with pytest.warns(UserWarning, match="in plain torch") as warned:
+        parts = fusion_check.working_parts(fusion.FUSIONS, shapes["dense"], torch.bfloat16, "cpu")
+    assert parts == {fusion.NORM, fusion.ACTIVATION}
+    said = " ".join(str(warning.message) for warning in warned)
+    assert "rotary is computed in plain torch" in said
+    assert "the result is" in said
+    assert "ZeroDivisionError" in said
+    assert "padded rectangles" in served_by(shapes["dense"], FUSED, bf16=True)["attention"][1]
+
+
+def test_a_wrong_gradient_is_noticed():
+    from megatron_ibpo.models.fusion_check import difference
+
+    inputs = [random(8, 4, dtype=torch.float32), random(4, dtype=torch.float32, seed=1)]
+    assert difference(torch.mul, torch.mul, inputs) is None
+    assert "gradient of input 2" in difference(lambda x, y: x * (2 * y - y.detach()), torch.mul, inputs)
+    assert "gradient of input 1 is nan" in difference(lambda x, y: (x - x).sqrt() + x * y, torch.mul, inputs)
+
+
+@pytest.mark.new_process
+@pytest.mark.usefixtures("new_process")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_one_compilation_serves_every_number_of_rows_and_changes_nothing(backend):
+    from torch._dynamo.utils import counters
+
+    from megatron_ibpo.models.local_modules import compiled_rms_norm, compiled_rotate
+
+    torch_compile = torch.compile
+    options = {"emulate_precision_casts": True} if backend == "inductor" else None
+    torch.compile = lambda f, **named: torch_compile(f, **named | {"backend": backend, "options": options})
+    dtypes = [torch.float64] if backend == "aot_eager" else [torch.float64, torch.bfloat16]
+    for fused, rows_of, weight, settings in (
+        (compiled_rms_norm, [(1, 64)], [(64,)], (1e-6, False)),
+        (compiled_rms_norm, [(1, 3, 128)], [(128,)], (1e-6, True)),
+        (compiled_rotate, [(2, 256), (1, 64), (1, 64)], [], ()),
+    ):
+        for dtype in dtypes:
+            counters.clear()
+            for rows in (5, 64, 2, 1, 0, 300):
+                inputs = [random(*size, dtype=dtype) for size in [*((rows, *s) for s in rows_of), *weight]]
+                computed, plain = (results(f, *inputs, settings=settings) for f in (fused, fused.function))
+                if dtype == torch.bfloat16:
+                    assert torch.equal(computed[0], plain[0])  # rounded at the same places
+                assert_equal(computed, plain, 1e-12 if dtype == torch.float64 else 0.05)
+            assert counters["stats"]["unique_graphs"] == 1, (fused.part, dtype)
+    assert not fusion.FAILURES
+    torch.compile = torch_compile
+
+
+def test_the_kernels_that_torch_makes_move_few_bytes_and_fit_into_registers():
+    record = json.loads(RECORD.read_text())
+    assert record["hash"] == sources_hash(), "`python -m support.fused_kernels --save` counts again"
+    assert record["expected"] == expected(record["parts"])
+    most = {"norm": 0.08, "rotation": 0.21, "activation": 0.45, "attention": 0.2}  # of the plain bytes
+    for part in record["parts"]:
+        plain, fused = part["plain"]["bytes_per_token"], part["fused"]["bytes_per_token"]
+        assert 0 < fused < most[part["part"].split()[0]] * plain, part["part"]
+        for kernel in part["fused"]["kernels"]:
+            assert (kernel["stack"], kernel["spills"]) == (0, 0), part["part"]
+
+
+@pytest.mark.slow  # half a minute
+def test_the_kernels_are_made_without_a_gpu_as_recorded():
+    own = os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "support.fused_kernels"]
+    printed = subprocess.run(command, env=own, capture_output=True, text=True, check=True, timeout=290).stdout
+    made = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    recorded = json.loads(RECORD.read_text())["parts"]
+    for part, expected_part in zip(made, recorded, strict=True):
+        assert part["part"] == expected_part["part"]
+        for way in ("plain", "fused"):
+            assert part[way]["bytes_per_token"] == pytest.approx(expected_part[way]["bytes_per_token"])
