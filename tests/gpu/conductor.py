@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import engine_bundle
 import wheels
 
 HERE = Path(__file__).resolve().parent
@@ -48,16 +49,28 @@ LEAST_S = 20.0  # with less time left no part is started
 
 def main(argv):
     arguments = parse(argv)
-    if arguments.wheels is not None:
+    try:
+        return download(arguments) if arguments.wheels or arguments.engine_wheels else test(arguments)
+    except wheels.WheelsError as error:
+        print(f"tests/gpu.sh: {error}", file=sys.stderr)
+        return 2
+
+
+def download(arguments):
+    if arguments.wheels:
         return wheels.download(arguments.wheels)
+    bundle, installed, added = arguments.engine_wheels, arguments.installed, arguments.add
+    return engine_bundle.make(bundle, arguments.part_mib, installed, added)
+
+
+def test(arguments):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is ended, too
     deadline = time.monotonic() + 60 * (QUICK_MINUTES if arguments.quick else MINUTES)
     report: dict = {"format": 1, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     report |= {"device": arguments.device, "quick": arguments.quick, "parts": {}}
-    with tempfile.TemporaryDirectory(prefix="gpu-wheels-") as place:
-        if os.environ.get("WHEELS"):
-            report["wheels"] = wheels.unpack(Path(place))
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), place]))
+    with wheels.unpacked() as packages:
+        report["wheels"] = packages.archives
+        os.environ |= packages.variables
         for part in PARTS:
             if arguments.only and part.name not in arguments.only:
                 continue
@@ -83,13 +96,25 @@ def parse(argv):
     parser.add_argument("--quick", action="store_true", help="fewer cases; fits into ten minutes")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="only download what WHEELS=DIR then gives")
+    parser.add_argument("--engine-wheels", type=Path, metavar="DIR", help="with vLLM and Ray, in parts")
+    parser.add_argument("--part-mib", type=int, default=28, metavar="MIB", help="bound of a part (28)")
+    parser.add_argument("--installed", type=file, metavar="FILE", help="leave out what this `pip list` names")
+    parser.add_argument("--add", type=file, action="append", default=[], metavar="WHEEL", help="add it")
     parser.add_argument("--save", type=Path, default=Path("gpu.json"), help="default: gpu.json")
     arguments = parser.parse_args(argv)
     if not arguments.save.absolute().parent.is_dir():
         parser.error(f"--save {arguments.save}: there is no directory {arguments.save.absolute().parent}")
-    if arguments.wheels is None and (problem := wheels.problem()):
+    downloads = arguments.wheels or arguments.engine_wheels
+    if not downloads and (problem := wheels.problem()):
         parser.error(problem)
     return arguments
+
+
+def file(text):
+    """Return the path of an existing file that a flag names."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return Path(text)
 
 
 def computed_by(parts):
