@@ -1,4 +1,4 @@
-"""Our vLLM engine, started as a run starts it for a trainer on the same device."""
+"""Our vLLM engine, started as a run starts it for a trainer on the same device. Not run on GPUs."""
 
 import importlib.util
 import json
@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from job import Skipped
+from references import free_memory
 from training import EXAMPLES, QWEN3, QWEN3_NEXT, make_random_model
 
 from megatron_ibpo.basics.records import SampleRequest, TrainSequence, token_ids
@@ -22,7 +23,7 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer.update_order import choose_transport
 
 TIMEOUT_S = 120.0  # of anything that an engine is asked
-START_S, CPU_START_S = 120.0, 600.0  # an engine may take to start
+START_S, COMPILE_S, CPU_START_S = 75.0, 90.0, 600.0  # an engine may take to start; to compile in addition
 LEARNING_RATE = 1e-3  # one step of it moves a random model's log-probs far beyond what a precision rounds
 VOCABULARY = 512  # of the models for CPUs
 FIRST_WORD = 3  # ids below are special in some models
@@ -61,7 +62,9 @@ def make_model(job, family, name="model"):
     """Write a random model of a family: of a real size on a GPU, tiny on CPUs."""
     large, tiny = SHAPES[family]
     dtype = torch.bfloat16 if job.on_gpu else torch.float32
-    return make_random_model(job.scratch / name, large if job.on_gpu else large | tiny, job.device, dtype)
+    path = make_random_model(job.scratch / name, large if job.on_gpu else large | tiny, job.device, dtype)
+    free_memory()
+    return path
 
 
 def config_of(job, family, *, graphs=False, name="model"):
@@ -124,6 +127,10 @@ def first_that_holds(job, ways, attempt):
     raise AssertionError(f"no way holds: {', '.join(failed)}")
 
 
+def start_seconds(job, settings):
+    return START_S + (0 if settings.enforce_eager else COMPILE_S) if job.on_gpu else CPU_START_S
+
+
 def only_with(job):
     """Return what to add to a summary where the engine does not run as users have it."""
     return "" if job.found["users_get_it"] else f"; only with {job.found['way']}"
@@ -140,7 +147,7 @@ def _started(job, config, name, arguments, environment):
     with patch.dict(os.environ, environment):
         engine = Engine(replace(settings, eos_token_ids=()), log)
     try:
-        engine.wait_ready(START_S if job.on_gpu else CPU_START_S)
+        engine.wait_ready(start_seconds(job, settings))
         ready = time.perf_counter() - started
         engine.generate(requests_of(config.model.hf_checkpoint, 2, 4), version=0, timeout=TIMEOUT_S)
     except BaseException:

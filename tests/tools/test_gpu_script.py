@@ -183,6 +183,27 @@ def test_records_of_an_update_in_flight_name_old_weights_then_new_ones(spans, le
     assert problem_of(samples, [SimpleNamespace(max_tokens=length) for length in (5, 6)]) == problem
 
 
+def test_log_probs_of_the_wrong_weights_and_results_beyond_rounding_are_noticed():
+    import torch
+    from parts.engine_loads import compared
+    from references import nearer
+
+    sampled, new, old = ([torch.tensor([-1.0, -2.0, shift])] for shift in (-3.0, -3.001, -9.0))
+    old[0] -= 0.1
+    assert nearer(sampled, new, old)["holds"]
+    assert not nearer(sampled, old, new)["holds"]
+    right = torch.linspace(-8, 8, 64)
+    rounded = right.to(torch.bfloat16)
+    assert compared(lambda device: [(rounded, right)], "cpu", 1.0)["problem"] == ""
+    assert "off by" in compared(lambda device: [(rounded + 0.5, right)], "cpu", 1.0)["problem"]
+    assert "off by" in compared(lambda device: [(rounded * torch.nan, right)], "cpu", 1.0)["problem"]
+    expert = torch.tensor([3])
+    assert "off by" in compared(lambda device: [(expert, expert + 1)], "cpu", 16.0)["problem"], (
+        "another expert"
+    )
+    assert "ZeroDivisionError" in compared(lambda device: 1 / 0, "cpu", 1.0)["problem"]
+
+
 @pytest.mark.slow  # three minutes for the first, four for the second, on two cores
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("minutes", ["first", "second"])

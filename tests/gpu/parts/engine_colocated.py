@@ -25,7 +25,7 @@ def run(job):
     config = config_of(job, "qwen3")
     with open_engine(job, config) as engine:
         found = share_device(job, config, engine)
-    job.note(**found, summary=summary(job, found))
+    job.note(**found, predicted_bytes=predicted(job, config), summary=summary(job, found))
     check_shared(found)
 
 
@@ -52,7 +52,7 @@ def share_device(job, config, engine):
         return time.perf_counter() - started
 
     def sampled(version):
-        requests = requests_of(config.model.hf_checkpoint, 64 if job.on_gpu else 16, 64, seed=version)
+        requests = requests_of(config.model.hf_checkpoint, 32 if job.on_gpu else 16, 64, seed=version)
         samples = engine.generate(requests, version=version, timeout=TIMEOUT_S)
         moments.note(f"sampled with version {version}")
         return samples
@@ -76,8 +76,7 @@ def share_device(job, config, engine):
     found["samples"] = judge_samples(job, config, before, old)
     stale = logprobs_of(config.model.hf_checkpoint, job, wider_dtype(config), after)[0]
     found["new_weights"] = nearer([sample.logprobs for sample in after], new, [stale])
-    memory = {"free_bytes": moments.free, "used_bytes": moments.used}
-    return found | memory | {"predicted_bytes": predicted(job, config)}
+    return found | {"free_bytes": moments.free, "used_bytes": moments.used}
 
 
 class Moments:

@@ -1,4 +1,4 @@
-"""CUDA graphs and torch.compile: start cold and warm, speed beside eager; and do graphs see new weights?"""
+"""CUDA graphs and torch.compile: do graphs see new weights? How fast are they, and starts cold and warm?"""
 
 import os
 import time
@@ -15,14 +15,11 @@ def run(job):
         found = share_device(job, config, engine)
         graphs = speed(job, config, engine, version=2)
     job.note(graphs_are_on=job.on_gpu, cold_start_seconds=cold, tokens_per_second=graphs, **found)
+    check_shared(found)
     with open_engine(job, config, {way: ways()[way]}):
         warm = job.found["vllm"]["start_seconds"]
-    eager_config = config_of(job, "qwen3", name="eager")
-    with open_engine(job, eager_config) as engine:
-        eager = speed(job, eager_config, engine, version=0)
-    job.note(way=way, users_get_it=way == next(iter(ways())))
-    job.note(warm_start_seconds=warm, eager_tokens_per_second=eager, summary=summary(job, found))
-    check_shared(found)
+    job.note(way=way, users_get_it=way == next(iter(ways())), warm_start_seconds=warm)
+    job.note(summary=summary(job, found))
 
 
 def ways():
@@ -35,7 +32,7 @@ def ways():
 
 
 def speed(job, config, engine, version):
-    """Return tokens per second of 64 requests at once, the second time."""
+    """Return tokens per second of as many requests as in `engine-samples`, the second time."""
     requests = requests_of(config.model.hf_checkpoint, 64, 128 if job.on_gpu else 32, seed=7)
     for _ in range(2):
         started = time.perf_counter()
@@ -48,7 +45,7 @@ def summary(job, found):
     own, moved = job.found, found["new_weights"]
     if not job.on_gpu:
         return "without graphs, which CPUs have not: only that this part runs is shown"
-    rates = f"{own['tokens_per_second']:,.0f} tokens/s, eager {own['eager_tokens_per_second']:,.0f}"
+    rate = f"{own['tokens_per_second']:,.0f} tokens/s (eager: engine-samples)"
     starts = f"start {own['cold_start_seconds']:.0f} s, again {own['warm_start_seconds']:.0f} s"
     gaps = f"{moved['to_right']:.1e} from the trainer's, {moved['to_wrong']:.1e} from the old ones"
-    return f"{rates}; {starts}; log-probs after an update {gaps}{only_with(job)}"
+    return f"{rate}; {starts}; log-probs after an update {gaps}{only_with(job)}"

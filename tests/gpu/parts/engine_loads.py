@@ -41,17 +41,17 @@ def compared(case, device, roundings):
             torch.cuda.synchronize()
     except Exception as error:  # whatever a library raises: the others are still tried
         return {"problem": f"{type(error).__name__}: {error}"[:500]}
-    worst = 0.0
-    for ours, right in pairs:
-        apart = float((ours.double() - right.double()).abs().max())
-        if ours.is_floating_point():
-            apart /= torch.finfo(ours.dtype).eps * float(right.abs().max())
-        else:
-            apart = math.inf if apart else 0.0
-        worst = max(worst, apart)
-    within = worst <= roundings  # False for NaN, too
-    problem = "" if within else f"off by {worst:.2g} roundings, {roundings:g} are allowed"
-    return {"roundings": worst, "allowed": roundings, "problem": problem}
+    errors = [in_roundings(ours, right) for ours, right in pairs]
+    within = all(error <= roundings for error in errors)  # False for NaN
+    problem = "" if within else f"off by {errors} roundings, {roundings:g} are allowed"
+    return {"roundings": errors, "allowed": roundings, "problem": problem}
+
+
+def in_roundings(ours, right):
+    apart = float((ours.double() - right.double()).abs().max())
+    if not ours.is_floating_point():
+        return math.inf if apart else 0.0
+    return apart / (torch.finfo(ours.dtype).eps * float(right.abs().max()))
 
 
 def summary(operations, absent):

@@ -16,6 +16,7 @@ from megatron_ibpo.basics.versions import missing
 from megatron_ibpo.models import read_hf_config
 
 ROOT = Path(__file__).resolve().parents[3]
+CONDUCTORS = {ROOT, ROOT / "tests", ROOT / "tools", ROOT / "tests/gpu"}  # what it adds to PYTHONPATH
 SUMS, WORDS = ROOT / "tests/gpu/sums.py", ROOT / "tests/gpu/words.py"
 OPTIONAL = {"reasoning-gym", "math-verify", "renderers", "uvicorn", "websockets", "sentencepiece"}
 """Packages that neither these tasks nor the loop import: a machine may lack them."""
@@ -128,7 +129,7 @@ def told(own):
 def users_environment(job):
     """Return the environment of a user who runs the script with this Python and its packages."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    own = [path for path in paths if not Path(path).is_relative_to(ROOT)]
+    own = [path for path in paths if Path(path) not in CONDUCTORS]
     environment = os.environ | {"IBPO_PYTHON": sys.executable}
     if job.on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
