@@ -28,12 +28,14 @@ LEARNING_RATE = 1e-3  # one step of it moves a random model's log-probs far beyo
 VOCABULARY = 512  # of the models for CPUs
 FIRST_WORD = 3  # ids below are special in some models
 TRITON_ATTENTION = ("attention_backend=TRITON_ATTN",)
+TORCH_OPERATIONS = ('compilation_config={"custom_ops":["none"]}',)
 NO_COMPILATION = ('compilation_config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}',)
 WAYS = {  # name → (arguments of vLLM, environment); the first is what users have
     "default": ((), {}),
     "TRITON_ATTN": (TRITON_ATTENTION, {}),
     "V1 model runner": ((), {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "V1 model runner, TRITON_ATTN": (TRITON_ATTENTION, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    "TRITON_ATTN, torch's operations": ((*TRITON_ATTENTION, *TORCH_OPERATIONS), {}),
 }
 TELLING = ("Model Runner", "attention backend", "FlashAttention version", "CUDA graph", "torch.compile took")
 

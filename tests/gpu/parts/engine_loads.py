@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -17,7 +18,10 @@ LENGTHS, QUERIES = (200, 33, 64), (200, 1, 17)  # of three sequences: keys, and 
 def run(job):
     if importlib.util.find_spec("vllm") is None:
         raise Skipped("vllm is not installed; WHEELS=DIR gives it (docs/gpu_report.md)")
-    import vllm._custom_ops  # noqa: F401  loads the libraries for this device
+    import vllm._custom_ops  # loads the libraries for this device
+
+    with suppress(ImportError):  # its operations are then listed as absent
+        import vllm.vllm_flash_attn  # noqa: F401
 
     torch.manual_seed(0)
     operations, absent = {}, []
