@@ -32,7 +32,7 @@ class Part:
 
 PARTS = (  # first vLLM as our engine; then what else only a GPU can refute: memory that is freed and lent
     Part("engine-loads", 60, minutes="first"), Part("engine-samples", 130, minutes="first"),
-    Part("engine-colocated", 130, minutes="first"), Part("engine-loop", 240, minutes="first"),
+    Part("engine-colocated", 130, minutes="first"), Part("engine-loop", 270, minutes="first"),
     Part("engine-graphs", 200, minutes="second"),
     Part("engine-next", 220, "engine_family", "qwen3_next", minutes="second"),
     Part("engine-moe", 180, "engine_family", "qwen3_moe", minutes="second"),
