@@ -67,8 +67,8 @@ def score(model, sample, *, earlier=None, switch=0):
         earlier: model that wrote the tokens before number `switch` of the response; it scores those, and
             `model` reads its cache of them. None: `model` wrote all.
     """
-    start, ids = len(sample.prompt_token_ids), [*sample.prompt_token_ids.tolist(), *sample.token_ids.tolist()]
-    ids = torch.tensor([ids], device=model.device)
+    start, written = len(sample.prompt_token_ids), (sample.prompt_token_ids, sample.token_ids)
+    ids = torch.tensor(np.concatenate(written), dtype=torch.long, device=model.device)[None]
     if earlier is None:
         logits = model(ids).logits[0, start - 1 : -1]
     else:

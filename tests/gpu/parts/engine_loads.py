@@ -151,8 +151,8 @@ def flash_attention_3(device, head):
     for q, row, length in zip(query.split(QUERIES), table, LENGTHS, strict=True):
         k, v = (cache[row.long()].flatten(0, 1)[:length].float() for cache in (key, value))
         seen = torch.ones(len(q), length, dtype=torch.bool, device=device).tril(length - len(q))
-        heads = [x.transpose(0, 1)[None].float() for x in (q, k, v)]
-        attended = scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True)
+        q, k, v = (x.transpose(0, 1)[None].float() for x in (q, k, v))
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
         right.append(attended[0].transpose(0, 1))
     return [(out, torch.cat(right))]
 
