@@ -28,9 +28,16 @@ class Part:
     seconds: float  # it may take; then it is ended, and what it had found stays
     module: str = ""  # module in `parts`; its name with underscores unless given
     variant: str = ""  # argument of the module
+    minutes: str = ""  # the ten minutes that it belongs to, if any: `--minutes first`
 
 
-PARTS = (  # first what only a GPU can refute: memory that is pinned, freed and lent, streams, groups of NCCL
+PARTS = (  # first vLLM as our engine; then what else only a GPU can refute: memory that is freed and lent
+    Part("engine-loads", 60, minutes="first"), Part("engine-samples", 130, minutes="first"),
+    Part("engine-colocated", 130, minutes="first"), Part("engine-loop", 270, minutes="first"),
+    Part("engine-graphs", 200, minutes="second"),
+    Part("engine-next", 220, "engine_family", "qwen3_next", minutes="second"),
+    Part("engine-moe", 180, "engine_family", "qwen3_moe", minutes="second"),
+    Part("engine-updates-in-flight", 140, minutes="second"),
     Part("machine", 120), Part("trainer-qwen3", 180, "trainer", "qwen3"),
     Part("sleep", 120), Part("weight-update", 120), Part("loop", 240),
     Part("kernels", 240, "suites", "kernels"), Part("delta-net", 420),
@@ -40,10 +47,11 @@ PARTS = (  # first what only a GPU can refute: memory that is pinned, freed and 
     Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
     Part("trainer-speed", 420),
     Part("host-syncs-qwen3", 150, "host_syncs", "qwen3"),
-    Part("host-syncs-qwen3-next", 480, "host_syncs", "qwen3_next"), Part("loss-speed", 240),
+    Part("host-syncs-qwen3-next", 480, "host_syncs", "qwen3_next"), Part("loss-speed", 240, minutes="third"),
     *(Part(tool, 180, "suites", tool) for tool in ("memcheck", "racecheck", "synccheck", "initcheck")),
 )  # fmt: skip
-MINUTES, QUICK_MINUTES = 30.0, 9.5
+MINUTES, QUICK_MINUTES = 45.0, 9.5
+CPU_PACE = 5.0  # what CPUs may take of that and of a part's time
 LEAST_S = 20.0  # with less time left no part is started
 
 
@@ -65,16 +73,18 @@ def download(arguments):
 
 def test(arguments):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is ended, too
-    deadline = time.monotonic() + 60 * (QUICK_MINUTES if arguments.quick else MINUTES)
+    deadline = time.monotonic() + 60 * pace(arguments) * (QUICK_MINUTES if arguments.quick else MINUTES)
     report: dict = {"format": 1, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     report |= {"device": arguments.device, "quick": arguments.quick, "parts": {}}
     with wheels.unpacked() as packages:
         report["wheels"] = packages.archives
         os.environ |= packages.variables
         for part in PARTS:
-            if arguments.only and part.name not in arguments.only:
+            if not is_wanted(part, arguments):
                 continue
             report["parts"][part.name] = found = run_part(part, arguments, deadline)
+            if "way" in found:  # later engines are started in the way that held first
+                os.environ.setdefault("IBPO_ENGINE_WAY", found["way"])
             report["computed_by"] = computed_by(report["parts"])
             new = arguments.save.with_name(arguments.save.name + ".new")  # whole or not at all, always
             new.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -94,6 +104,8 @@ def parse(argv):
     parser = argparse.ArgumentParser(prog="tests/gpu.sh", allow_abbrev=False)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes")
     parser.add_argument("--quick", action="store_true", help="fewer cases; fits into ten minutes")
+    minutes = sorted({part.minutes for part in PARTS} - {""})
+    parser.add_argument("--minutes", choices=minutes, help="the parts of these ten minutes, with --quick")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="only download what WHEELS=DIR then gives")
     parser.add_argument("--engine-wheels", type=Path, metavar="DIR", help="with vLLM and Ray, in parts")
@@ -102,6 +114,7 @@ def parse(argv):
     parser.add_argument("--add", type=file, action="append", default=[], metavar="WHEEL", help="add it")
     parser.add_argument("--save", type=Path, default=Path("gpu.json"), help="default: gpu.json")
     arguments = parser.parse_args(argv)
+    arguments.quick |= arguments.minutes is not None
     if not arguments.save.absolute().parent.is_dir():
         parser.error(f"--save {arguments.save}: there is no directory {arguments.save.absolute().parent}")
     downloads = arguments.wheels or arguments.engine_wheels
@@ -117,6 +130,15 @@ def file(text):
     return Path(text)
 
 
+def pace(arguments):
+    return CPU_PACE if arguments.device == "cpu" else 1.0
+
+
+def is_wanted(part, arguments):
+    named = not arguments.only or part.name in arguments.only
+    return named and arguments.minutes in (None, part.minutes)
+
+
 def computed_by(parts):
     layers = {name: part["layers"].values() for name, part in parts.items() if part.get("layers")}
     libraries = {name: sorted({library for library, _ in own}) for name, own in layers.items()}
@@ -128,7 +150,7 @@ def run_part(part, arguments, deadline):
     left = deadline - time.monotonic()
     if left < LEAST_S:
         return {"status": "skipped", "reason": "no time was left for it", "seconds": 0.0}
-    allowed = min(part.seconds, left)
+    allowed = min(part.seconds * pace(arguments), left)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"gpu-{part.name}-") as scratch:
         found_file, log = Path(scratch, "found.json"), Path(scratch, "log")

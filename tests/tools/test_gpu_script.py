@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,8 @@ def parts(tmp_path, monkeypatch):
         for name, body in bodies.items():
             code = f"import os, subprocess, time\nfrom job import Skipped\ndef run(job):\n    {body}\n"
             (tmp_path / "parts" / f"{name}.py").write_text(code)
-        made = tuple(conductor.Part(name, 2 if name == "hangs" else 30) for name in bodies)
+        seconds = {name: (2 if name == "hangs" else 30) / conductor.CPU_PACE for name in bodies}
+        made = tuple(conductor.Part(name, seconds[name]) for name in bodies)
         monkeypatch.setattr(conductor, "PARTS", made)
         return tmp_path / "gpu.json"
 
@@ -122,8 +124,120 @@ def test_wheels_give_what_is_missing_for_one_run_and_hide_nothing(parts, tmp_pat
     assert "is for another Python than this 3." in capsys.readouterr().err
 
 
-@pytest.mark.slow  # about three minutes
-@pytest.mark.timeout(600)
+def test_the_first_and_second_ten_minutes_are_those_of_the_engine_and_leave_all_else_out():
+    def names(*arguments):
+        parsed = conductor.parse(arguments)
+        assert parsed.quick
+        return [part.name for part in conductor.PARTS if conductor.is_wanted(part, parsed)]
+
+    first, second = names("--minutes", "first"), names("--minutes", "second")
+    assert first == ["engine-loads", "engine-samples", "engine-colocated", "engine-loop"]
+    assert second == ["engine-graphs", "engine-next", "engine-moe", "engine-updates-in-flight"]
+    assert names("--quick")[:8] == first + second, "what tells most comes first"
+    assert names("--minutes", "first", "--only", "engine-loop", "machine") == ["engine-loop"]
+
+
+def test_an_engine_that_fails_is_started_in_the_next_way_and_later_parts_begin_with_the_one_that_held(
+    tmp_path, monkeypatch
+):
+    from job import Job
+    from vllm_engine import NO_COMPILATION, WAYS, first_that_holds
+
+    from megatron_ibpo.engines import EngineError
+    from megatron_ibpo.engines.vllm.settings import vllm_arguments
+
+    assert vllm_arguments(NO_COMPILATION)["compilation_config"]["mode"] == 0
+    assert all(len(vllm_arguments(arguments)) == len(arguments) for arguments, _ in WAYS.values())
+    tried = []
+
+    def attempt(name, arguments, environment):
+        tried.append(name)
+        if environment != {"VLLM_USE_V2_MODEL_RUNNER": "0"}:
+            raise EngineError(f"{name} has no kernel for this device")
+        return name
+
+    job = Job("cuda", True, tmp_path)
+    assert first_that_holds(job, WAYS, attempt) == "V1 model runner"
+    assert tried == ["default", "TRITON_ATTN", "V1 model runner"]
+    assert (job.found["way"], job.found["users_get_it"]) == ("V1 model runner", False)
+    assert ["no kernel" in why for why in job.found["failed_ways"].values()] == [True, True]
+    monkeypatch.setenv("IBPO_ENGINE_WAY", job.found["way"])
+    tried.clear()
+    assert first_that_holds(Job("cuda", True, tmp_path), WAYS, attempt) == "V1 model runner"
+    assert tried == ["V1 model runner"]
+    with pytest.raises(AssertionError, match="no way holds: default"):
+        first_that_holds(Job("cuda", True, tmp_path), {"default": ((), {})}, attempt)
+
+
+@pytest.mark.parametrize(
+    ("spans", "lengths", "problem"),
+    [
+        ([((0, 1),), ((0, 1), (3, 2))], (5, 6), ""),
+        ([((0, 2),), ((0, 1),)], (5, 6), ""),
+        ([((0, 1),)], (5,), "1 of 2 responses never came"),
+        ([((0, 1),), ((0, 1),)], (5, 5), "response 1 has 5 of 6 tokens"),
+        ([((0, 2), (2, 1)), ((0, 1),)], (5, 6), "response 0 has the spans ((0, 2), (2, 1))"),
+        ([((0, 1),), ((1, 1),)], (5, 6), "response 1 has the spans ((1, 1),)"),
+    ],
+)
+def test_records_of_an_update_in_flight_name_old_weights_then_new_ones(spans, lengths, problem):
+    from parts.engine_updates_in_flight import problem_of
+
+    def sample(versions, length):
+        return SimpleNamespace(versions=versions, token_ids=range(length))
+
+    samples = dict(enumerate(map(sample, spans, lengths)))
+    assert problem_of(samples, [SimpleNamespace(max_tokens=length) for length in (5, 6)]) == problem
+
+
+def test_log_probs_of_the_wrong_weights_and_results_beyond_rounding_are_noticed():
+    import torch
+    from parts.engine_loads import compared
+    from references import nearer
+
+    sampled, new, old = ([torch.tensor([-1.0, -2.0, shift])] for shift in (-3.0, -3.001, -9.0))
+    old[0] -= 0.1
+    assert nearer(sampled, new, old)["holds"]
+    assert not nearer(sampled, old, new)["holds"]
+    right = torch.linspace(-8, 8, 64)
+    rounded = right.to(torch.bfloat16)
+    assert compared(lambda device: [(rounded, right)], "cpu", 1.0)["problem"] == ""
+    assert "off by" in compared(lambda device: [(rounded + 0.5, right)], "cpu", 1.0)["problem"]
+    assert "off by" in compared(lambda device: [(rounded * torch.nan, right)], "cpu", 1.0)["problem"]
+    expert = torch.tensor([3])
+    assert "off by" in compared(lambda device: [(expert, expert + 1)], "cpu", 16.0)["problem"], (
+        "another expert"
+    )
+    assert "ZeroDivisionError" in compared(lambda device: 1 / 0, "cpu", 1.0)["problem"]
+
+
+@pytest.mark.slow  # three minutes for the first, four for the second, on two cores
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("minutes", ["first", "second"])
+def test_the_engine_parts_pass_on_a_cpu_with_vllm_and_ray(tmp_path, minutes):
+    saved = tmp_path / "gpu.json"
+    done = subprocess.run(
+        ["bash", str(ROOT / "tests/gpu.sh"), "--device", "cpu", "--minutes", minutes, "--save", str(saved)],
+        env=os.environ | {"IBPO_PYTHON": sys.executable}, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=1700,
+    )  # fmt: skip
+    assert saved.exists(), done.stderr
+    found = json.loads(saved.read_text())["parts"]
+    assert {name: own["status"] for name, own in found.items()} == {
+        part.name: "passed" for part in conductor.PARTS if part.minutes == minutes
+    }, found
+    if minutes == "first":
+        assert found["engine-samples"]["same_seeds"]["tokens"] == 1.0
+        assert found["engine-loop"]["product"]
+        assert found["engine-loop"]["qwen3"]["logprob_difference"] < 1e-5
+    else:
+        flight = found["engine-updates-in-flight"]
+        assert all(flight[name]["first new"]["holds"] for name in ("recompute", "keep"))
+        assert found["engine-next"]["new_weights"]["holds"]
+
+
+@pytest.mark.slow  # about four minutes
+@pytest.mark.timeout(900)
 def test_all_parts_pass_on_a_cpu_without_vllm_ray_transformer_engine_and_graders(tmp_path):
     without = ("vllm", "ray", "transformer_engine", "reasoning_gym", "math_verify", "renderers")
     hidden = f"import sys\nsys.modules.update(dict.fromkeys({without}))\n"
@@ -132,7 +246,7 @@ def test_all_parts_pass_on_a_cpu_without_vllm_ray_transformer_engine_and_graders
     done = subprocess.run(
         ["bash", str(ROOT / "tests/gpu.sh"), "--device", "cpu", "--quick", "--save", str(saved)],
         env=os.environ | {"IBPO_PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(paths)},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=880,
     )  # fmt: skip
     assert saved.exists(), done.stderr
     found = json.loads(saved.read_text())["parts"]
@@ -140,7 +254,10 @@ def test_all_parts_pass_on_a_cpu_without_vllm_ray_transformer_engine_and_graders
     assert found.keys() == {part.name for part in conductor.PARTS}
     skipped = {name for name, own in found.items() if own["status"] == "skipped"}
     need_a_gpu = {"host-syncs-qwen3", "host-syncs-qwen3-next"}
-    assert skipped == need_a_gpu | {"memcheck", "racecheck", "synccheck", "initcheck"}
+    need_vllm = {part.name for part in conductor.PARTS if part.name.startswith("engine-")} - {"engine-loop"}
+    assert skipped == need_a_gpu | need_vllm | {"memcheck", "racecheck", "synccheck", "initcheck"}
+    assert found["engine-loop"]["summary"].startswith("NOT THE PRODUCT")
+    assert not found["engine-loop"]["product"]
     trained, loop = found["trainer-qwen3"], found["loop"]
     assert len(trained["steps"]) == 5
     assert trained["logprob_gap_after"] > trained["logprob_gap_before"]
