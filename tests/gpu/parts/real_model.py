@@ -83,11 +83,13 @@ def train(job, method, model):
     taken = [row for row in rows if row["kind"] == "step"]
     check(len(taken) == steps, f"{method}: {len(taken)} of {steps} steps were taken")
     each = [sum(row["seconds"].values()) for row in taken]
-    return curves(rows) | speeds(taken) | {"script_seconds": seconds, "seconds_per_step": each}
+    trained = [row for row in taken if "logprob_diff_abs_mean" in row]  # others had equal rewards everywhere
+    rates = speeds(trained) if trained else {}
+    return curves(rows) | rates | {"script_seconds": seconds, "seconds_per_step": each}
 
 
 def gain(learned):
     (first, *_, last), median = learned["held_out"], statistics.median(learned["seconds_per_step"])
     accuracy = f"accuracy {first['accuracy']:.3f} to {last['accuracy']:.3f}"
-    difference = max(learned["logprob_diff_abs_mean"])
+    difference = learned.get("logprob_difference", float("nan"))
     return f"{accuracy} in {learned['steps']} steps of {median:.2f} s, log-probs differ by {difference:.1e}"
