@@ -24,9 +24,6 @@ from slim_fatbin import slim
 PINS = Path(__file__).resolve().parents[2] / "requirements/transformer-engine.txt"
 LEFT_OUT = re.compile(r"transformer_engine/(jax|wheel_lib/nccl_ep)/.*|.*/libnccl_ep\.so|.*/top_level\.txt")
 LIBRARY = "transformer_engine/wheel_lib/libtransformer_engine.so"
-WITHOUT = re.compile(
-    r"ep\.cpp|nvshmem_comm\.cpp"
-)  # experts over NCCL and NVSHMEM, which are built into no wheel
 FLAGS = ("-shared", "-fPIC", "-O2", "-g0", "-std=c++17", "-fvisibility=hidden", "-DNDEBUG", "-w")
 DEFINED = ("-DTORCH_EXTENSION_NAME=transformer_engine_torch", "-DTORCH_API_INCLUDE_EXTENSION_H")
 LINKED = ("c10", "c10_cuda", "torch", "torch_cpu", "torch_cuda", "torch_python")
@@ -67,7 +64,7 @@ def download(scratch, torch):
 
 def compile_extension(packages, source, target):
     """Compile all files of the torch extension as one; some four minutes of one core."""
-    files = sorted(path for path in (source / "csrc").rglob("*.cpp") if not WITHOUT.fullmatch(path.name))
+    files = sorted((source / "csrc").rglob("*.cpp"))
     together = source / "together.cpp"
     together.write_text("".join(f'#include "{path}"\n' for path in files))
     common = source / "common_headers"
