@@ -17,6 +17,7 @@ import gc
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -74,6 +75,11 @@ def logits_seconds(work: Workload, bandwidth: float, _: float) -> float:
     return BYTES * work.vocabulary * (3 * rows + (work.tokens - rows)) / bandwidth
 
 
+def sets_seconds(work: Workload, bandwidth: float, _: float) -> float:
+    """Return the floor with the logits given and response rows restricted to a few ids: all are written."""
+    return BYTES * work.vocabulary * work.tokens / bandwidth
+
+
 def head_seconds(work: Workload, bandwidth: float, flops: float) -> float:
     """Return the floor with the head fused: three products, three passes over the logits of response rows,
     and one read and write of the fp32 weight gradient per chunk."""
@@ -113,27 +119,35 @@ def errors(arguments: Arguments) -> list[dict[str, Any]]:
     found = []
     for fused_head in (False, True):
         batch = make_batch(4, 64, 4099, 128, 0.25, dtype, device, fused_head)
-        exact = _exact(batch)
+        exact: dict[tuple[str, bool], tuple[float, list[Any]]] = {}
         for name, contestant in CONTESTANTS.items():
             if contestant.fused_head != fused_head or (arguments.only and name not in arguments.only):
                 continue
             if device.type == "cpu" and not contestant.on_cpu:
                 continue
+            if (case := (contestant.variant, contestant.has_sets)) not in exact:
+                exact[case] = _exact(batch, contestant)
             row = {"contestant": name, "dtype": str(dtype).removeprefix("torch.")}
-            found.append(row | _attempt(partial(_error, contestant, batch, exact)))
+            found.append(row | _attempt(partial(_error, contestant, batch, exact[case])))
             _say(found[-1])
     return found
 
 
-def _exact(batch: Any) -> tuple[float, list[Any]]:
-    """Return loss and gradients in fp64."""
+def _exact(batch: Any, contestant: Any) -> tuple[float, list[Any]]:
+    """Return the loss that a contestant computes, and its gradients, in fp64: GSPO's by eager torch, another
+    variant's by its definition."""
     import torch
-    from loss_contestants import eager_gspo
+    from loss_contestants import eager_gspo, ours_variant, set_ids
 
     fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     doubled = dataclasses.replace(
         batch, **{k: v.double() for k, v in fields.items() if v is not None and v.is_floating_point()}
     )
+    if contestant.variant != "gspo":
+        prepared = ours_variant(doubled, contestant.variant, "torch")
+        loss = prepared.forward()
+        loss.backward()
+        return loss.item(), list(prepared.gradients())
     if doubled.logits_SLV is not None:
         leaves = [doubled.logits_SLV.flatten(0, 1).requires_grad_()]
         logits = leaves[0]
@@ -141,6 +155,9 @@ def _exact(batch: Any) -> tuple[float, list[Any]]:
         leaves = [doubled.hidden_SLH.requires_grad_(), doubled.weight_VH.requires_grad_()]
         logits = leaves[0].flatten(0, 1) @ leaves[1].t()
     targets = batch.targets_SL.flatten()[:, None]
+    if contestant.has_sets:
+        ids = set_ids(batch, logits.shape[-1])
+        logits, targets = logits.gather(1, ids), torch.zeros_like(targets)
     logprobs = logits.log_softmax(-1).gather(1, targets).view(batch.targets_SL.shape)
     loss = eager_gspo(logprobs, doubled)
     return loss.item(), list(torch.autograd.grad(loss, leaves))
@@ -184,9 +201,11 @@ def times(arguments: Arguments, ceiling: dict[str, float]) -> Iterator[dict[str,
                 if contestant.fused_head != fused_head or (arguments.only and name not in arguments.only):
                     continue
                 row = {"contestant": name, **dataclasses.asdict(work)}
+                started = time.perf_counter()
                 row |= _attempt(partial(_time, contestant, batch, arguments.repeats))
+                row["seconds"] = round(time.perf_counter() - started, 1)
                 if "total_ms" in row:
-                    row["share_of_floor"] = _share(work, fused_head, row["total_ms"] / 1e3, ceiling)
+                    row["share_of_floor"] = _share(work, contestant, row["total_ms"] / 1e3, ceiling)
                 _say(row)
                 yield row
                 gc.collect()
@@ -198,6 +217,7 @@ def _time(contestant: Any, batch: Any, repeats: int) -> dict[str, float]:
     """Return medians; peak memory is what forward and backward take in addition."""
     import torch
 
+    torch.compiler.reset()  # each shape is compiled for itself, and none for shapes in general
     prepared = contestant.prepare(batch)
     forward, backward, peaks = [], [], []
     for repeat in range(repeats + 3):
@@ -226,9 +246,9 @@ def _time(contestant: Any, batch: Any, repeats: int) -> dict[str, float]:
     }
 
 
-def _share(work: Workload, fused_head: bool, seconds: float, ceiling: dict[str, float]) -> float:
+def _share(work: Workload, contestant: Any, seconds: float, ceiling: dict[str, float]) -> float:
     """Return the share of the rates just measured on this GPU; without the head, of its copy bandwidth."""
-    floor = head_seconds if fused_head else logits_seconds
+    floor = head_seconds if contestant.fused_head else sets_seconds if contestant.has_sets else logits_seconds
     return floor(work, ceiling["copy_bytes_per_s"], ceiling["matmul_flops_per_s"]) / seconds
 
 

