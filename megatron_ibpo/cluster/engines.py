@@ -359,8 +359,19 @@ class Engines:
         gather([host.call("wait_ready", self.start_timeout) for host in hosts], names)
 
     def _catch_up(self, engines: Sequence[int], order: UpdateOrder) -> tuple[int, int, Reasons]:
-        """Give `engines` the current weights according to `order`. Return (bytes sent, bytes of their shards,
-        engines that died)."""
+        """Give `engines` the current weights according to `order`, in a second pass to those that fail in the
+        first: a living engine can take part again, and a dead one answers so at once. Return (bytes sent,
+        bytes of their shards, engines that failed twice)."""
+        sent, needed, failed = self._pass(engines, order)
+        if not failed:
+            return sent, needed, {}
+        log.warning("\n".join(f"engine {index} has no weights yet: {why}" for index, why in failed.items()))
+        sent_again, needed_again, failed = self._pass(sorted(failed), order)
+        return sent + sent_again, needed + needed_again, failed
+
+    def _pass(self, engines: Sequence[int], order: UpdateOrder) -> tuple[int, int, Reasons]:
+        """Connect the trainers to those of `engines` that are new to them, and send the weights to all.
+        Return as `_catch_up`."""
         ranks = range(len(self.placement.trainers))
         strangers = [index for index in engines if not self.members[index].connected]
         dead: Reasons = {}

@@ -116,6 +116,28 @@ def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(eng
     assert killed(engines) == ["engine 0"]
 
 
+@pytest.mark.parametrize("fails", [1, 2])
+def test_an_engine_that_fails_in_an_update_gets_the_weights_in_a_second_pass(engines, fails):
+    """Engine 1 fails so often. The one that took the weights is not asked again."""
+    passes = []
+
+    def each(method, calls):
+        _, asked, *_ = calls[0]
+        passes.append((method, asked))
+        failures = {1: "its memory was full"} if 1 in asked and len(passes) <= 2 * fails else {}
+        if method == "connect":
+            return [{}]
+        return [SimpleNamespace(failures=failures, num_bytes=10 * len(asked), needed_bytes=10 * len(asked))]
+
+    del engines._catch_up  # the real one
+    engines.trainers.each = each
+    engines.placement.owners, engines.placement.trainers = [0, 0], ["a slot"]
+    metrics = engines.update_weights(4)
+    assert passes == [("connect", [0, 1]), ("send", [0, 1]), ("connect", [1]), ("send", [1])]
+    assert metrics["weight_update_bytes"] == 30
+    assert killed(engines) == (["engine 1"] if fails == 2 else [])
+
+
 def test_three_deaths_within_a_minute_of_work_and_one_step_end_the_run(engines):
     for version in (1, 1, 2, 2):
         engines.order = replace(engines.order, version=version)

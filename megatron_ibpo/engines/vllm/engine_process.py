@@ -306,8 +306,11 @@ class SamplingEngine:
         self._updating = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load tensors."""
-        self._llm.collective_rpc("update_weights", args=(update_info,))
+        """Receive and load tensors. After a worker's failure the engine has no weights until the next
+        update."""
+        errors = self._llm.collective_rpc("load_update", args=(update_info,))
+        if failed := [f"worker {rank}: {error}" for rank, error in enumerate(errors) if error is not None]:
+            raise Refusal(f"the weight update failed on {'; '.join(failed)}")
 
     def missing_weights(self) -> list[list[str]]:
         """Return the tensors that each worker still lacks in the present update; empty if it is whole."""
@@ -334,7 +337,7 @@ class SamplingEngine:
     def _end_update(self) -> list[dict[str, int]]:
         """Let vLLM process the tensors of an update, whole or not; return the checksums of each worker."""
         sums = self._llm.collective_rpc("end_loading")
-        self._llm.collective_rpc("finish_weight_update")
+        self._llm.collective_rpc("close_update")
         self._updating = False
         return sums
 
@@ -378,7 +381,8 @@ class SamplingEngine:
         self._set_version(NO_VERSION)
 
     def wake(self, part: str) -> None:
-        """Allocate the memory of "weights" or "kv_cache" again, with undefined contents."""
+        """Allocate the memory of "weights" or "kv_cache" again, with undefined contents. vLLM ignores the
+        call where that is awake, as in the second pass of an update that failed."""
         self._llm.wake_up([part])
 
     def close(self) -> None:

@@ -7,6 +7,8 @@ requests whose prompt is read in parts, and the prefix cache of models with delt
 
 import logging
 import pickle
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -156,8 +158,10 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker; `SamplingEngine` calls them on all workers by name."""
 
     model_runner: Any
-
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
     weight_transfer_engine: WeightTransferEngine[Any, Any]
+    _weight_update_active: bool
 
     def watch_loading(self, check: bool) -> None:
         """Record what arrives until `end_loading`; call it once vLLM is ready for weights. With `check`, keep
@@ -169,6 +173,22 @@ class WorkerExtension:
             engine.receipt = self._sums if check else None
         sums = self._sums if check and not in_parts else None
         self._loading = Loading(self.model_runner.get_model(), sums, self._drafter())
+
+    def load_update(self, update_info: dict[str, Any]) -> str | None:
+        """Receive and load tensors; return the error if this fails. An exception would leave the answers of
+        the engine's other workers unread: vLLM's next call would take them for its own."""
+        try:
+            self.update_weights(update_info)
+        except Exception as error:  # a connection, a loader or a kernel may raise anything
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def close_update(self) -> None:
+        """End an update, whole or not. After a failed `update_weights` vLLM 0.32 has closed the session
+        (`Worker.update_weights`) and refuses to finish it, while the model still waits for tensors."""
+        self._weight_update_active = True
+        self.finish_weight_update()
 
     def _drafter(self) -> Drafter | None:
         """Return the model of --vllm-arg speculative-config, if it is the policy's own prediction layer."""
