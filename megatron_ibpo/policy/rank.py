@@ -190,7 +190,7 @@ class TrainerRank:
             sent = update_engines(
                 self.transport, self.world, self.export, order, links, engines, self.make_room
             )
-        return SendReport(_reasons(sent.failures), sent.num_bytes, sent.needed_bytes)
+        return SendReport(_reasons(sent.failures), sent.num_bytes, sent.needed_bytes, sent.waits)
 
     def _build_critic(self, updates: int) -> Critic | None:
         """Build the value model, which starts from the policy's checkpoint; None if advantages need none."""

@@ -261,12 +261,13 @@ def test_a_sharded_optimizer_does_not_take_the_state_of_a_whole_one(world, check
 
 @pytest.mark.parametrize("torch_version", ["2.11", "2.13"])
 def test_memory_pinned_for_a_checkpoint_is_freed_under_either_name(monkeypatch, torch_version):
-    freed = []
+    freed: list[str] = []
+    accelerator = torch.accelerator
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     if torch_version == "2.11":
-        monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
+        monkeypatch.delattr(accelerator, "empty_host_cache", raising=False)
         monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: freed.append("2.11"), raising=False)
     else:
-        monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: freed.append("2.13"), raising=False)
+        monkeypatch.setattr(accelerator, "empty_host_cache", lambda: freed.append("2.13"), raising=False)
     saving._write([])
     assert freed == [torch_version]

@@ -22,6 +22,8 @@ class Sent:
     again: bool = False
     """True if no engine has whole weights, since one of them failed on the way: the others must start again.
     The same on every rank."""
+    waits: tuple[int, float] = (0, 0.0)
+    """Number of times, and seconds, that this rank waited for all ranks and its GPU between buckets (ipc)."""
 
 
 class EngineLink(Protocol):
