@@ -4,6 +4,7 @@ vLLM."""
 
 from megatron_ibpo.config import Config, RolloutConfig, eval_sampling, named_values
 from megatron_ibpo.engines.settings import EngineNeeds
+from megatron_ibpo.engines.vllm.model_runner import VARIABLE, uses_second_runner
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape
 
@@ -67,11 +68,13 @@ TOP_K = 1000
 def sampling_mask_obstacle(config: Config, on_gpu: bool) -> str | None:
     """Return why vLLM does not record the ids that top-k and top-p leave, and what to do; None if it does.
 
-    Its second model runner records them, which CPUs lack, in an engine all of whose requests have top-k.
+    Its second model runner records them, in an engine all of whose requests have top-k.
     """
     rollout = config.rollout
-    if not on_gpu:
+    if not on_gpu and not uses_second_runner("cpu"):
         return "vLLM records what was left only on GPUs; take --rollout-backend lean"
+    if on_gpu and not uses_second_runner("cuda"):
+        return f"{VARIABLE}=0: vLLM's first model runner does not record what was left; unset it"
     if min([rollout.rollout_top_k, *rollout.rollout_top_k_cycle]) <= 0:
         return f"vLLM records what was left only on GPUs and with top-k; add --rollout-top-k {TOP_K} there"
     held_out, run = eval_sampling(config), config.run

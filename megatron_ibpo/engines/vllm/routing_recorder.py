@@ -1,6 +1,6 @@
-"""A vLLM worker on CPUs that records the experts chosen for each token of each request.
+"""A vLLM worker that records the experts chosen for each token of each request, with the first model runner.
 
-vLLM has such a record itself (`enable_return_routed_experts`), for its second model runner, which CPUs lack.
+vLLM has such a record itself (`enable_return_routed_experts`) for its second one (`model_runner`).
 This module is imported in vLLM's process alone.
 """
 

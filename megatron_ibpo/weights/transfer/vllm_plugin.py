@@ -263,7 +263,8 @@ def _close_up_single_rows() -> None:
 def _hold_generators_of_discarded_tokens() -> None:
     """Let vLLM 0.32 read a prompt in parts on CPUs. It samples a token after each part, discards it unless
     the part was the last, and then rewinds the request's generator by `set_offset`, which a CPU generator
-    lacks. Here such a token is drawn from the generator of requests without a seed."""
+    lacks. Here such a token is drawn from the generator of requests without a seed. This is the first model
+    runner; the second one has no generators."""
     runner: Any = CPUModelRunner
     sample_tokens = runner.sample_tokens
 
