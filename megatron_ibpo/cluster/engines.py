@@ -27,6 +27,7 @@ from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import lost_nodes
 from megatron_ibpo.cluster.trainers import START_TIMEOUT_S, Trainers
 from megatron_ibpo.engines import EngineError, EngineLostError
+from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
@@ -112,7 +113,7 @@ class Engines:
         """Prepare trainers that have just started to send weights; they are connected to no engine yet."""
         for member in self.members.values():
             member.deaths.clear()  # not its fault if a trainer that sent it weights died
-        self.trainers.all("open_transport", self.settings.transport)
+        self.trainers.all("open_transport", TRANSPORTS[self.settings.transport])
         for member in self.members.values():
             member.connected = False
         self.trainers_lost = False

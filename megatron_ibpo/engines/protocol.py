@@ -66,8 +66,8 @@ class Engine(Protocol):
     `sampling_mask_obstacle(config, on_gpu)`, which returns None, or why it does not for these settings;
     without it a run whose loss reads the log-probs of such samples is refused.
 
-    Any thread may call any method. An engine in a training run also answers the calls of a weight update,
-    with the names and arguments of `engines.vllm.engine_process.SamplingEngine`.
+    Any thread may call any method. An engine in a training run also answers the calls of a weight update
+    (`weights.transfer.link.WeightReceiver`), and `sleep` and `wake` if it shares the trainers' GPUs.
     """
 
     def wait_ready(self, timeout: float) -> None:

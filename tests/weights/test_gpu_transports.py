@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from megatron_ibpo.engines import Engine
+from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.weights.transfer.update import open_transport, update_engines
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
@@ -25,7 +26,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 def open_stood_in(world, transport, workers=1, bucket_bytes=100_000):
     transfer_stand_ins.install()
-    return open_transport(transport, world, workers_per_engine=workers, bucket_bytes=bucket_bytes, timeout=60)
+    path = TRANSPORTS[transport]
+    return open_transport(path, world, workers_per_engine=workers, bucket_bytes=bucket_bytes, timeout=60)
 
 
 def failures_of_update(transport, world, source, version, links, engines):
@@ -139,7 +141,7 @@ def test_what_engines_take_from_the_trainers_gpus_is_counted(world):
 
 @pytest.mark.parametrize("lacks", ["the use count", "its release"])
 def test_a_torch_that_lends_memory_in_another_way_is_refused_at_start(monkeypatch, lacks):
-    from megatron_ibpo.weights.transfer.cuda import IpcTransport
+    from megatron_ibpo.engines.vllm.gpu_transports import IpcTransport
 
     if lacks == "the use count":
         monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda handle, size: None)

@@ -37,7 +37,7 @@ from megatron_ibpo.engines.vllm.messages import (
     Unsampled,
 )
 from megatron_ibpo.engines.vllm.model_runner import check_runner, uses_second_runner
-from megatron_ibpo.weights.transfer.update_order import NCCL_BACKEND, TransportName
+from megatron_ibpo.weights.transfer.update_order import TransportName
 
 HOLD_STEPS = 16
 """Steps of a busy engine between messages with finished samples. Each message costs several processes a
@@ -51,9 +51,11 @@ CPU_BATCHED_TOKENS = 8192
 FLASHINFER_KERNELS = "flashinfer_jit_cache"
 """Package with FlashInfer's compiled kernels. Without it vLLM lets nvcc and ninja compile those for the delta
 net at the first prompt, for minutes, on GPUs where it prefers FlashInfer (Hopper)."""
-PLUGIN = "megatron_ibpo.weights.transfer.vllm_plugin.WorkerExtension"
+PLUGIN = "megatron_ibpo.engines.vllm.worker.WorkerExtension"
 RECORDING_PLUGIN = "megatron_ibpo.engines.vllm.routing_recorder.RecordingWorker"
 """The same plugin with a record of the routers' choices, for CPUs, where vLLM's own record does not work."""
+NCCL_BACKEND = "ibpo_nccl"
+"""Name under which vLLM knows this project's worker for nccl; its own has the shorter name."""
 NO_VERSION = "none"
 """Version of weights that are being replaced."""
 PROGRESS_S = 1.0

@@ -7,7 +7,7 @@ one, and the second one on Triton's interpreter (tests/engines/test_second_runne
 | assumption | first | second |
 |---|---|---|
 | a request's seed fixes its tokens | a generator a request | noise hashed from seed and position |
-| reading a prompt in parts changes no token | with a fix (`vllm_plugin`), on CPUs | yes: noise has no state |
+| reading a prompt in parts changes no token | with a fix (`fixes`), on CPUs | yes: noise has no state |
 | log-probs are of what was sampled from | `processed_logprobs` | `processed_logprobs` |
 | `FlatLogprobs`, spans of weight versions | yes: the engine's core makes them | as in the first |
 | the ids that top-k and top-p left | no | `return_sampling_mask`, with top-k only |

@@ -90,13 +90,15 @@ DELTA_NET_MULTIPLE = 32
 """The head size of delta nets must be a multiple of this (vLLM 0.32's `chunk_gated_delta_rule_cpu`)."""
 
 
-def cpu_problems(rollout: RolloutConfig, shape: ModelShape) -> list[str]:
-    """Return what vLLM cannot compute of a model on CPUs, one line each.
+def model_problems(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> list[str]:
+    """Return what vLLM cannot compute of a model, one line each; on GPUs it is taken to compute all.
 
     Args:
         rollout: settings with the precision resolved (`config.on_device`).
     """
-    problems = []
+    problems: list[str] = []
+    if on_gpu:
+        return problems
     if any(shape.full_attention) and shape.head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         problems.append(

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from megatron_ibpo.engines.vllm.routing_record import Choices, RoutingRecord
-from megatron_ibpo.weights.transfer.vllm_plugin import WorkerExtension
+from megatron_ibpo.engines.vllm.worker import WorkerExtension
 
 
 class RecordingWorker(WorkerExtension):

@@ -8,6 +8,7 @@ from job import TIMEOUT_S, beside, check
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from training import set_up, start_policy
 
+from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from megatron_ibpo.weights.transfer.wire import checksum
 
@@ -29,7 +30,7 @@ def run(job):
             check(sent.failures == {}, f"the update failed: {sent.failures}")
             return seconds, link.ask("sum"), sent.waits
 
-        rank.open_transport("ipc")
+        rank.open_transport(TRANSPORTS["ipc"])
         check(rank.connect({0: link}, [0]) == {}, "the stand-in refused to connect")
         first, before, _ = send(1, check_sums=True)
         policy.update(sequences)
