@@ -172,21 +172,16 @@ def start_engine(name: str, settings: Any, log: Path, again: bool) -> Any:
 def start_instrument(
     rollout: RolloutConfig, hf_dir: Path, *, on_gpu: bool, num_threads: int, log: Path
 ) -> Any:
-    """Start vLLM with a checkpoint's weights, to sample without a run; return it when it is ready.
+    """Start vLLM with a checkpoint's weights, to sample without a run, and return it at once.
 
     Args:
         rollout: settings with device-dependent values resolved (`config.on_device`).
-
-    Raises:
-        EngineStartError: it did not start.
     """
     engine_class, gpus = _engine_class(VLLM), range(rollout.rollout_num_gpus_per_engine if on_gpu else 0)
     settings = engine_class.make_settings(
         rollout, hf_dir, "nccl" if on_gpu else "gloo", gpus=tuple(gpus), num_threads=num_threads
     )
-    engine = engine_class(settings, log)
-    engine.wait_ready(engine_class.start_timeout(rollout, hf_dir))
-    return engine
+    return engine_class(settings, log)
 
 
 def _engine_class(name: str) -> Any:

@@ -299,7 +299,7 @@ def _free_pinned_memory() -> None:
     if hasattr(torch.accelerator, "empty_host_cache"):
         torch.accelerator.empty_host_cache()
     else:  # torch 2.11
-        torch._C._host_emptyCache()  # type: ignore[attr-defined]
+        torch._C._host_emptyCache()
 
 
 def _told(error: BaseException | None, rank: int) -> Exception | None:

@@ -18,7 +18,7 @@ from megatron_ibpo.data import (
     thinking_marks,
 )
 from megatron_ibpo.engines import Engine, ThreadedEngine
-from megatron_ibpo.engines.registry import check_model, start_instrument
+from megatron_ibpo.engines.registry import check_model, start_instrument, start_timeout
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.run.operator_skill import Asking, operator_skill, try_corrections
@@ -37,6 +37,7 @@ def open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
     log, threads = config.run.run_dir / "logs" / "engine.log", torch.get_num_threads()
     engine = start_instrument(rollout, hf_dir, on_gpu=on_gpu, num_threads=threads, log=log)
     stack.callback(engine.close)
+    engine.wait_ready(start_timeout(rollout, hf_dir))
     return engine
 
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 from vllm.distributed.device_communicators import pynccl
-from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSource
@@ -190,7 +189,7 @@ class NcclTransport:
         self._sender, self._lost, self._members = None, None, []
 
 
-def _open_group(listener: socket, size: int, device: int) -> PyNcclCommunicator:
+def _open_group(listener: socket, size: int, device: int) -> pynccl.PyNcclCommunicator:
     """Form an NCCL group as its rank 0, as vLLM's `stateless_init_process_group`."""
     host, port, *_ = listener.getsockname()
     group = StatelessProcessGroup.create(host, port, 0, size, listen_socket=listener)
