@@ -146,6 +146,6 @@ def test_a_torch_that_lends_memory_in_another_way_is_refused_at_start(monkeypatc
     if lacks == "the use count":
         monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda handle, size: None)
     else:
-        monkeypatch.delattr(torch.UntypedStorage, "_release_ipc_counter_cuda")
+        monkeypatch.setattr(torch, "UntypedStorage", object)
     with pytest.raises(RuntimeError, match=r"lends GPU memory .* in an unknown way.*--no-colocate"):
         IpcTransport(WORLD, workers_per_engine=1, bucket_bytes=100, timeout=1.0)
