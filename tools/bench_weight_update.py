@@ -249,10 +249,13 @@ def _rates(seconds: dict[str, float], total: int) -> dict[str, float]:
 def _open(source: Any, world: Any, link: Any, bucket: int) -> Callable[[], Any]:
     """Return an update of the engine behind `link` (on the driver), after the first one, in which they
     connect."""
+    from megatron_ibpo.engines.registry import TRANSPORTS
     from megatron_ibpo.weights.transfer.update import open_transport, update_engines
     from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
-    transport = open_transport("gloo", world, workers_per_engine=1, bucket_bytes=bucket, timeout=300)
+    transport = open_transport(
+        TRANSPORTS["gloo"], world, workers_per_engine=1, bucket_bytes=bucket, timeout=300
+    )
     links = {} if link is None else {0: link}
     order = UpdateOrder(version=1, sleeping=False, check=False, timeout=300)
 

@@ -27,6 +27,7 @@ from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import lost_nodes
 from megatron_ibpo.cluster.trainers import START_TIMEOUT_S, Trainers
 from megatron_ibpo.engines import EngineError, EngineLostError
+from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
@@ -68,6 +69,8 @@ class Engines:
     """Number of processes started in their place."""
     members: dict[int, Member] = field(default_factory=dict)
     """The engines by index."""
+    sending: bool = False
+    """True while trainers hold their weights on GPUs that they share with engines, to send them."""
     trainers_lost: bool = False
     """True after a trainer died while engines joined and others sampled; they join once there are new
     trainers."""
@@ -110,7 +113,7 @@ class Engines:
         """Prepare trainers that have just started to send weights; they are connected to no engine yet."""
         for member in self.members.values():
             member.deaths.clear()  # not its fault if a trainer that sent it weights died
-        self.trainers.all("open_transport", self.settings.transport)
+        self.trainers.all("open_transport", TRANSPORTS[self.settings.transport])
         for member in self.members.values():
             member.connected = False
         self.trainers_lost = False
@@ -183,6 +186,7 @@ class Engines:
             sent, needed, found_dead = self._catch_up(list(present), self.order)
         except ProcessDiedError:
             if self.order.sleeping:  # some are awake, and trainers train again before the next attempt
+                self.trainers.close()  # survivors in this pass would take memory that engines free
                 self._lay_to_sleep()
             raise
         self.order = replace(self.order, sleeping=False)
@@ -237,9 +241,10 @@ class Engines:
         return RemoteEngine(member)
 
     async def _its_turn(self, member: Member) -> None:
-        """Wait while engines sleep, since the trainers hold the memory that a starting engine needs."""
-        member.starting = True  # first: `sleep` sets its flag, then looks for starting engines
-        while self.order.sleeping:
+        """Wait while engines sleep or trainers send weights on shared GPUs, since a starting engine needs
+        memory that the trainers then hold."""
+        member.starting = True  # first: `sleep` and `_sending` set theirs, then look for starting engines
+        while self.order.sleeping or self.sending:
             member.starting = False
             await asyncio.sleep(LOOK_EVERY_S)
             member.starting = True
@@ -272,6 +277,8 @@ class Engines:
             return
         if self.trainers_lost and self.alive:
             return
+        if self.settings.sleep_mode and self._any_starts:
+            return  # trainers that send would take memory that its start needs: they join together
         dead: Reasons = {}
         may_sleep = self.settings.sleep_mode  # restarted engines sleep with the others
         if self.version > 0 or may_sleep:  # otherwise it has the weights that it loaded
@@ -297,6 +304,7 @@ class Engines:
         """Postpone joining after a trainer died while engines joined; these may be awake by now."""
         if not self.settings.sleep_mode:
             raise death
+        self.trainers.close()  # as in `update_weights`
         self._sleep_or_end(ready)
         if not self.alive:
             raise death
@@ -359,8 +367,33 @@ class Engines:
         gather([host.call("wait_ready", self.start_timeout) for host in hosts], names)
 
     def _catch_up(self, engines: Sequence[int], order: UpdateOrder) -> tuple[int, int, Reasons]:
-        """Give `engines` the current weights according to `order`. Return (bytes sent, bytes of their shards,
-        engines that died)."""
+        """Give `engines` the current weights according to `order`, in a second pass to those that fail in the
+        first: a living engine can take part again, and a dead one answers so at once. Return (bytes sent,
+        bytes of their shards, engines that failed twice)."""
+        with self._sending():
+            sent, needed, failed = self._pass(engines, order)
+            if not failed:
+                return sent, needed, {}
+            log.warning(
+                "\n".join(f"engine {index} has no weights yet: {why}" for index, why in failed.items())
+            )
+            sent_again, needed_again, failed = self._pass(sorted(failed), order)
+            return sent + sent_again, needed + needed_again, failed
+
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        """Keep engines on the trainers' GPUs from starting within the context."""
+        self.sending = self.settings.sleep_mode
+        if self.sending:
+            self._wait_for_starts()
+        try:
+            yield
+        finally:
+            self.sending = False
+
+    def _pass(self, engines: Sequence[int], order: UpdateOrder) -> tuple[int, int, Reasons]:
+        """Connect the trainers to those of `engines` that are new to them, and send the weights to all.
+        Return as `_catch_up`."""
         ranks = range(len(self.placement.trainers))
         strangers = [index for index in engines if not self.members[index].connected]
         dead: Reasons = {}
@@ -443,10 +476,17 @@ class Engines:
             host.kill()
 
     def _lay_to_sleep(self) -> None:
-        # training needs the memory of starting engines; each start has a time-out
-        while any(member.starting for member in self.members.values()):
-            time.sleep(LOOK_EVERY_S)
+        self._wait_for_starts()
         self._sleep_or_end(self._up)
+
+    @property
+    def _any_starts(self) -> bool:
+        return any(member.starting for member in self.members.values())
+
+    def _wait_for_starts(self) -> None:
+        """Wait until no engine is starting, since trainers need the memory. Each start has a time-out."""
+        while self._any_starts:
+            time.sleep(LOOK_EVERY_S)
 
     def _sleep_or_end(self, engines: Iterable[int]) -> None:
         failed = self._tell(engines, "sleep")

@@ -59,15 +59,17 @@ class AsyncEngine(Protocol):
 
 class Engine(Protocol):
     """One engine in the process that owns it. A run's processes build it as `Class(settings, log, again)`:
-    its `EngineSettings`, the path of its log, and whether it replaces one that died.
+    its `EngineSettings`, the path of its log, and whether it replaces one that died. Its static methods
+    `make_settings`, `start_timeout` and `needs` take the place of vLLM's, and `model_problems` says why it
+    cannot compute a model (`engines.registry`).
 
     A sample's log-probs are those of the distribution that was sampled from. A class that fills in
     `Sample.sampling_mask` where top-k or top-p cut it (`SampleRequest.is_cut`) has a static method
     `sampling_mask_obstacle(config, on_gpu)`, which returns None, or why it does not for these settings;
     without it a run whose loss reads the log-probs of such samples is refused.
 
-    Any thread may call any method. An engine in a training run also answers the calls of a weight update,
-    with the names and arguments of `engines.vllm.engine_process.SamplingEngine`.
+    Any thread may call any method. An engine in a training run also answers the calls of a weight update
+    (`weights.transfer.link.WeightReceiver`), and `sleep` and `wake` if it shares the trainers' GPUs.
     """
 
     def wait_ready(self, timeout: float) -> None:

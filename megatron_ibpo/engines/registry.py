@@ -6,15 +6,24 @@ from typing import Any
 
 from megatron_ibpo.config import Config, RolloutConfig, known_or_path, load_hook, named_values
 from megatron_ibpo.config.config_error import broken
-from megatron_ibpo.engines.settings import EngineNeeds
+from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings
 from megatron_ibpo.engines.vllm import needs
 from megatron_ibpo.models import ModelShape
+from megatron_ibpo.weights.transfer.update_order import TransportName
 
 FLAG = "--rollout-backend"
 VLLM, LEAN = "vllm", "lean"
 ENGINES = {VLLM: "megatron_ibpo.engines.vllm.engine:Engine", LEAN: None}
 """Name → import path of the class that an engine's process builds (`engines.protocol.Engine`). None: the
 trainer's own process samples, and no cluster is needed."""
+
+TRANSPORTS: dict[TransportName, str] = {
+    "gloo": "megatron_ibpo.weights.transfer.gloo:GlooTransport",
+    "nccl": "megatron_ibpo.engines.vllm.gpu_transports:NcclTransport",
+    "ipc": "megatron_ibpo.engines.vllm.gpu_transports:IpcTransport",
+}
+"""Transport of weights → import path of the class by which trainers send. Those for GPUs speak to vLLM's own
+receivers."""
 
 _METHODS = ("wait_ready", "submit", "take", "abort", "kill", "close", "generate", "begin", "result", "call")
 
@@ -81,8 +90,8 @@ def check_model(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> N
     Raises:
         ValueError: with a line for every problem.
     """
-    computed_on_cpu = rollout.rollout_backend == VLLM and not on_gpu
-    if computed_on_cpu and (problems := needs.cpu_problems(rollout, shape)):
+    model_problems = getattr(_engine_class(rollout.rollout_backend), "model_problems", None)
+    if model_problems is not None and (problems := model_problems(rollout, shape, on_gpu=on_gpu)):
         raise ValueError("\n".join(problems))
 
 
@@ -98,10 +107,43 @@ def engine_needs(config: Config, *, on_gpu: bool = True) -> EngineNeeds:
         config: configuration with device-dependent values resolved (`config.on_device`).
         on_gpu: whether engines have GPUs; a plan assumes that they will.
     """
-    name = config.rollout.rollout_backend
-    engine = None if name in ENGINES else load_hook(FLAG, name)
-    own_needs: EngineNeeds = getattr(engine, "needs", needs.vllm_needs)(config, on_gpu)
+    own_needs: EngineNeeds = _method(config.rollout.rollout_backend, "needs")(config, on_gpu)
     return own_needs
+
+
+def engine_settings(
+    rollout: RolloutConfig,
+    hf_dir: Path,
+    transport: TransportName,
+    *,
+    gpus: tuple[int, ...],
+    num_threads: int,
+    records_sampling_mask: bool = False,
+) -> EngineSettings:
+    """Return the settings of one engine, as the `make_settings` of its class says, or vLLM's by default.
+
+    Args:
+        rollout: settings with device-dependent values resolved (`config.on_device`).
+        records_sampling_mask: record the ids that top-k and top-p leave, for training.
+
+    Raises:
+        ValueError: the engine cannot be had with these settings.
+    """
+    settings: EngineSettings = _method(rollout.rollout_backend, "make_settings")(
+        rollout,
+        hf_dir,
+        transport,
+        gpus=gpus,
+        num_threads=num_threads,
+        records_sampling_mask=records_sampling_mask,
+    )
+    return settings
+
+
+def start_timeout(rollout: RolloutConfig, hf_dir: Path) -> float:
+    """Return the seconds that the engine may take to start, as its class says, or vLLM's by default."""
+    seconds: float = _method(rollout.rollout_backend, "start_timeout")(rollout, hf_dir)
+    return seconds
 
 
 def sampling_mask_obstacle(config: Config, *, on_gpu: bool) -> str | None:
@@ -111,9 +153,7 @@ def sampling_mask_obstacle(config: Config, *, on_gpu: bool) -> str | None:
     if name == LEAN:
         return None
     unknown = f"{name} does not say that it records what these leave; take vllm or lean (docs/extending.md)"
-    if name == VLLM:
-        return needs.sampling_mask_obstacle(config, on_gpu)
-    judge = getattr(load_hook(FLAG, name), "sampling_mask_obstacle", None)
+    judge = getattr(_engine_class(name), "sampling_mask_obstacle", None)
     return unknown if judge is None else judge(config, on_gpu)
 
 
@@ -126,8 +166,36 @@ def changed_probabilities(config: Config) -> list[str]:
 
 def start_engine(name: str, settings: Any, log: Path, again: bool) -> Any:
     """Start the engine named `name`, in the process that is to own it."""
-    own = ENGINES.get(name)
-    if own is None:
-        return load_hook(FLAG, name)(settings, log, again)
-    module, _, kind = own.partition(":")  # not a hook: the user's directory stays off sys.path
-    return getattr(import_module(module), kind)(settings, log, again)
+    return _engine_class(name)(settings, log, again)
+
+
+def start_instrument(
+    rollout: RolloutConfig, hf_dir: Path, *, on_gpu: bool, num_threads: int, log: Path
+) -> Any:
+    """Start vLLM with a checkpoint's weights, to sample without a run, and return it at once.
+
+    Args:
+        rollout: settings with device-dependent values resolved (`config.on_device`).
+    """
+    engine_class, gpus = _engine_class(VLLM), range(rollout.rollout_num_gpus_per_engine if on_gpu else 0)
+    settings = engine_class.make_settings(
+        rollout, hf_dir, "nccl" if on_gpu else "gloo", gpus=tuple(gpus), num_threads=num_threads
+    )
+    return engine_class(settings, log)
+
+
+def _engine_class(name: str) -> Any:
+    """Return the class of an engine by name or import path; None for one that has no processes."""
+    if name not in ENGINES:
+        return load_hook(FLAG, name)
+    path = ENGINES[name]
+    if path is None:
+        return None
+    module, _, kind = path.partition(":")  # not a hook: the user's directory stays off sys.path
+    return getattr(import_module(module), kind)
+
+
+def _method(name: str, method: str) -> Any:
+    """Return a static method of an engine's class; vLLM's if the class has none."""
+    default = getattr(_engine_class(VLLM), method)
+    return getattr(_engine_class(name), method, default)

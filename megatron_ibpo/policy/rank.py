@@ -36,7 +36,7 @@ from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.weights.transfer.link import EngineLink
 from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
-from megatron_ibpo.weights.transfer.update_order import TransportName, UpdateOrder, drafts_with_own_layer
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder, drafts_with_own_layer
 
 
 class TrainerRank:
@@ -165,11 +165,11 @@ class TrainerRank:
         """Leave the device to engines that share it; later calls bring back what they need."""
         self.residence.leave(Held.NOTHING)
 
-    def open_transport(self, name: TransportName) -> None:
-        """Prepare to send weights; call it before `connect`."""
+    def open_transport(self, path: str) -> None:
+        """Prepare to send weights by the transport class at this import path; call it before `connect`."""
         rollout = self.config.rollout
         self.transport = open_transport(
-            name,
+            path,
             self.world,
             workers_per_engine=rollout.rollout_num_gpus_per_engine,
             bucket_bytes=rollout.update_weight_buffer_size,
@@ -190,7 +190,7 @@ class TrainerRank:
             sent = update_engines(
                 self.transport, self.world, self.export, order, links, engines, self.make_room
             )
-        return SendReport(_reasons(sent.failures), sent.num_bytes, sent.needed_bytes)
+        return SendReport(_reasons(sent.failures), sent.num_bytes, sent.needed_bytes, sent.waits)
 
     def _build_critic(self, updates: int) -> Critic | None:
         """Build the value model, which starts from the policy's checkpoint; None if advantages need none."""

@@ -29,3 +29,5 @@ class SendReport:
     """Bytes that this rank sent to engines."""
     needed_bytes: int
     """Bytes that the shards of all engines' workers take."""
+    waits: tuple[int, float]
+    """Number and seconds of waits between buckets, as in `weights.transfer.link.Sent`."""

@@ -291,7 +291,15 @@ def _write(parts: Sequence[_Part]) -> None:
         part.request.async_fn_args[2].put(results)
         part.files.clear()
     if torch.cuda.is_initialized():
-        torch.accelerator.empty_host_cache()  # PyTorch keeps the memory it pinned for copies from a GPU
+        _free_pinned_memory()
+
+
+def _free_pinned_memory() -> None:
+    """Give back the host memory that PyTorch pinned for copies from a GPU, and would keep."""
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+    else:  # torch 2.11
+        torch._C._host_emptyCache()
 
 
 def _told(error: BaseException | None, rank: int) -> Exception | None:

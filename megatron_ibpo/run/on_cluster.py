@@ -25,9 +25,13 @@ from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.engines import EngineLostError
-from megatron_ibpo.engines.registry import check_model, sampling_mask_obstacle
+from megatron_ibpo.engines.registry import (
+    check_model,
+    engine_settings,
+    sampling_mask_obstacle,
+    start_timeout,
+)
 from megatron_ibpo.engines.truncation import all_readers, check_truncation
-from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.models import ModelShape, least_world, read_hf_config
 from megatron_ibpo.rewards import Verifier

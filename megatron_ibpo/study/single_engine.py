@@ -18,8 +18,7 @@ from megatron_ibpo.data import (
     thinking_marks,
 )
 from megatron_ibpo.engines import Engine, ThreadedEngine
-from megatron_ibpo.engines.registry import check_model
-from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout
+from megatron_ibpo.engines.registry import check_model, start_instrument, start_timeout
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.run.operator_skill import Asking, operator_skill, try_corrections
@@ -35,16 +34,8 @@ def open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
     shape = read_hf_config(hf_dir)
     rollout = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent).rollout
     check_model(rollout, shape, on_gpu=on_gpu)
-    engine = Engine(
-        engine_settings(
-            rollout,
-            hf_dir,
-            "nccl" if on_gpu else "gloo",
-            gpus=tuple(range(rollout.rollout_num_gpus_per_engine)) if on_gpu else (),
-            num_threads=torch.get_num_threads(),
-        ),
-        config.run.run_dir / "logs" / "engine.log",
-    )
+    log, threads = config.run.run_dir / "logs" / "engine.log", torch.get_num_threads()
+    engine = start_instrument(rollout, hf_dir, on_gpu=on_gpu, num_threads=threads, log=log)
     stack.callback(engine.close)
     engine.wait_ready(start_timeout(rollout, hf_dir))
     return engine

@@ -63,7 +63,10 @@ def engines(monkeypatch):
 
     monkeypatch.setattr(module, "result", result)
     found: Any = Engines(
-        trainers=SimpleNamespace(all=lambda method, *_: events.append(("trainers", method))),
+        trainers=SimpleNamespace(
+            all=lambda method, *_: events.append(("trainers", method)),
+            close=lambda: events.append(("trainers", "close")),
+        ),
         placement=SimpleNamespace(engines=("a slot", "a slot")),
         group=None, engine="vllm", logs=Path("logs"), start_timeout=1.0, order=update()[-1],
         settings=SimpleNamespace(sleep_mode=True, transport="ipc", extra_arguments={}),
@@ -116,6 +119,33 @@ def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(eng
     assert killed(engines) == ["engine 0"]
 
 
+def use_trainers(engines, each):
+    """Have updates go to stand-ins for the trainers, who are asked by `each`."""
+    del engines._catch_up
+    engines.trainers.each = each
+    engines.placement.owners, engines.placement.trainers = [0, 0], ["a slot"]
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_an_engine_that_fails_in_an_update_gets_the_weights_in_a_second_pass(engines, fails):
+    """Engine 1 fails so often. The one that took the weights is not asked again."""
+    passes = []
+
+    def each(method, calls):
+        _, asked, *_ = calls[0]
+        passes.append((method, asked))
+        failures = {1: "its memory was full"} if 1 in asked and len(passes) <= 2 * fails else {}
+        if method == "connect":
+            return [{}]
+        return [SimpleNamespace(failures=failures, num_bytes=10 * len(asked), needed_bytes=10 * len(asked))]
+
+    use_trainers(engines, each)
+    metrics = engines.update_weights(4)
+    assert passes == [("connect", [0, 1]), ("send", [0, 1]), ("connect", [1]), ("send", [1])]
+    assert metrics["weight_update_bytes"] == 30
+    assert killed(engines) == (["engine 1"] if fails == 2 else [])
+
+
 def test_three_deaths_within_a_minute_of_work_and_one_step_end_the_run(engines):
     for version in (1, 1, 2, 2):
         engines.order = replace(engines.order, version=version)
@@ -133,7 +163,7 @@ def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, asked):
     engines.lost.append(ProcessDiedError("trainer 1"))
     with pytest.raises(ProcessDiedError):
         engines.update_weights(3) if asked == "update_weights" else engines.wake()
-    assert engines.events[1:] == SLEEP
+    assert engines.events[1:] == [("trainers", "close"), *SLEEP], "no trainer takes memory meanwhile"
     assert engines.order.sleeping
 
 
@@ -178,6 +208,56 @@ def test_an_engine_that_died_is_not_started_beside_training(engines, monkeypatch
     asyncio.run(work())
 
 
+def test_an_engine_starts_before_or_after_trainers_send_weights_to_another_and_never_beside(
+    engines, monkeypatch
+):
+    """Engine 1 is up again while engine 0 starts, and a third engine dies while these two get weights."""
+    steps, up, sent = [], threading.Event(), threading.Event()
+
+    def each(method, calls):
+        steps.append(f"trainers {method}")
+        if method == "send":
+            sent.wait(20)
+            steps.append("sent")
+        return [{}] if method == "connect" else [SimpleNamespace(failures={}, num_bytes=1, needed_bytes=1)]
+
+    def start(member):
+        steps.append(f"engine {member.index} starts")
+        up.wait(20)
+        steps.append(f"engine {member.index} is up")
+
+    use_trainers(engines, each)
+    monkeypatch.setattr(engines, "_start_again", start)
+    engines.order = replace(engines.order, sleeping=False)
+    engines.members[1].absent, engines.members[1].joined = True, Future()
+    engines.members[2] = Member(2, Process("engine 2", engines.events))
+    engines.placement.owners = [0, 0, 0]
+
+    async def work():
+        first = asyncio.create_task(engines.revive(0))
+        while not steps:
+            await asyncio.sleep(0.01)
+        engines.admit()
+        assert steps == ["engine 0 starts"], "engine 1 joins later, and sampling does not wait"
+        up.set()
+        while engines.members[0].joined is None:
+            await asyncio.sleep(0.01)
+        joining = asyncio.create_task(asyncio.to_thread(engines.admit))
+        while "trainers send" not in steps:
+            await asyncio.sleep(0.01)
+        last = asyncio.create_task(engines.revive(2))
+        await asyncio.sleep(3 * module.LOOK_EVERY_S)
+        sent.set()
+        await asyncio.wait_for(asyncio.gather(joining, first), 20)
+        while engines.members[2].joined is None:
+            await asyncio.sleep(0.01)
+        last.cancel()
+
+    asyncio.run(work())
+    of_first, of_last = ([f"engine {n} starts", f"engine {n} is up"] for n in (0, 2))
+    assert steps == [*of_first, "trainers connect", "trainers send", "sent", *of_last]
+
+
 @pytest.fixture
 def losing_a_trainer(engines):
     """Engine 1 is up again and to join, and the first trainer that is to give it weights dies over it, when
@@ -197,7 +277,7 @@ def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_slee
         engines.update_weights(0)
     else:
         engines.admit()
-    assert engines.events[-2:] == [update(1), ("engine 1", "call", "sleep")]
+    assert engines.events[-3:] == [update(1), ("trainers", "close"), ("engine 1", "call", "sleep")]
     engines.events.clear()
     engines.admit()
     assert engines.events == [], "there are no trainers to ask"
@@ -213,7 +293,7 @@ def test_where_no_engine_is_left_trainers_start_again_and_who_joins_sleeps_with_
     del engines.members[0]
     with pytest.raises(ProcessDiedError):
         engines.admit()
-    assert engines.events == [update(1), ("engine 1", "call", "sleep")]
+    assert engines.events == [update(1), ("trainers", "close"), ("engine 1", "call", "sleep")]
     engines.sleep()  # as the start of trainers does
     engines.meet_trainers()
     engines.admit()

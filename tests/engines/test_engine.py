@@ -39,7 +39,8 @@ from megatron_ibpo.engines.vllm.engine_process import (
 from megatron_ibpo.engines.vllm.messages import Asked
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
 from megatron_ibpo.weights.transfer import gloo
-from megatron_ibpo.weights.transfer.update_order import choose_transport
+from megatron_ibpo.weights.transfer.update import update_engines
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder, choose_transport
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support import engine_runs
 from support.checkpoint_bytes import with_mtp
@@ -66,7 +67,7 @@ def test_an_update_whose_trainer_died_is_ended_before_the_engine_sleeps():
     engine.sleep()
     engine.sleep()
     calls = [(name.split(".")[-1], *given[:1]) for name, given, _ in engine._llm.mock_calls]
-    assert calls[-6:-4] == [("collective_rpc", "end_loading"), ("collective_rpc", "finish_weight_update")]
+    assert calls[-6:-4] == [("collective_rpc", "end_loading"), ("collective_rpc", "close_update")]
     assert calls[-4:] == [("sleep",), ("set_weight_version", "none")] * 2
 
 
@@ -173,8 +174,7 @@ def test_on_gpus_vllm_records_what_top_k_and_top_p_left_and_it_comes_with_the_to
     own = replace(settings("dense 0"), records_sampling_mask=True)
     assert _device_arguments(own)["return_sampling_mask"]
     assert _engine_args(own).return_sampling_mask
-    for without in (settings("dense 0"), replace(settings("dense 0", "gloo"), records_sampling_mask=True)):
-        assert not _engine_args(without).return_sampling_mask
+    assert not _engine_args(settings("dense 0")).return_sampling_mask
     engine = SamplingEngine.__new__(SamplingEngine)
     llm: Any = mock.Mock()
     engine._llm, engine._settings, engine._updates, engine.paused = llm, own, 0, False
@@ -416,9 +416,36 @@ def test_an_update_whose_trainers_died_is_begun_anew_by_others(updated):
 
 
 @pytest.mark.engine
+def test_an_engine_whose_update_fails_lives_on_and_takes_the_next_one(updated, checkpoints, monkeypatch):
+    """The connection breaks when the third bucket is to be sent: layers are loaded in part."""
+    engine, _, before, after, _ = updated
+    update(connect(engine, before), engine, before, 9)
+    transport, send = connect(engine, after), gloo._Outbox.send
+
+    def send_two(outbox, bucket, *rest):
+        if bucket < 2:
+            send(outbox, bucket, *rest)
+        else:
+            outbox.wait(0)
+            outbox._groups.clear()
+            transport._groups.clear()
+
+    order = UpdateOrder(version=10, sleeping=False, check=True, timeout=TIMEOUT)
+    with monkeypatch.context() as patched:
+        patched.setattr(gloo._Outbox, "send", send_two)
+        failures = update_engines(transport, engine_runs.WORLD, after, order, {0: engine}, [0]).failures
+    assert "the weight update failed on worker 0: RuntimeError" in str(failures[0])
+    update(connect(engine, after), engine, after, 10)
+    requests = engine_runs.make_requests(8)
+    samples = engine.generate(requests, version=10, timeout=TIMEOUT)
+    reference = engine_runs.reference_logprobs(checkpoints["dense 1"], requests, samples)
+    assert difference([sample.logprobs for sample in samples], reference).max() < 2e-5
+
+
+@pytest.mark.engine
 def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended(dense):
     short = SampleRequest(token_ids([5, 6]), 0, 2)
-    dense.submit([(0, short)], version=8)
+    dense.submit([(0, short)], version=10)
     assert eventually(lambda: dense._inbox.idle, seconds=TIMEOUT), "the sample is here"
     assert os.getsid(dense.pid) == dense.pid, "it does not hear Ctrl-C"
     os.kill(dense.pid, signal.SIGKILL)
@@ -427,7 +454,7 @@ def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended
     with pytest.raises(EngineDiedError, match=said):
         dense.take(TIMEOUT)
     with pytest.raises(EngineDiedError):
-        dense.submit([(1, short)], version=8)
+        dense.submit([(1, short)], version=10)
     assert not dense._scratch.exists()
 
 

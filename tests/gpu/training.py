@@ -14,9 +14,6 @@ from megatron_ibpo.config import Config, ModelConfig, OptimizerConfig, RolloutCo
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.weights.layout.export import metadata_of
 
-if not hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.11 has it by another name
-    torch.accelerator.empty_host_cache = lambda: torch._C._host_emptyCache()
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QWEN3 = json.loads((EXAMPLES / "models/qwen3_0_6b/config.json").read_text())
 QWEN3_NEXT = json.loads((EXAMPLES / "models/qwen3_next_80b_a3b/config.json").read_text()) | {

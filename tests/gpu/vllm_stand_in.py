@@ -70,8 +70,10 @@ def absent(name):
 
 def install():
     own = (ParamMeta, IPCTrainerInitInfo, IPCTrainerWeightTransferEngine)
-    packages = ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer")
+    packages = ["vllm", "vllm.utils", "vllm.distributed", "vllm.distributed.device_communicators"]
+    packages += ["vllm.distributed.weight_transfer"]
     modules = [f"{packages[-1]}.{kind}" for kind in ("base", "ipc_engine", "nccl_common", "nccl_engine")]
+    modules += ["vllm.utils.nccl", "vllm.distributed.utils", "vllm.distributed.device_communicators.pynccl"]
     for name in (*packages, *modules):
         module = sys.modules[name] = types.ModuleType(name)
         module.__spec__, module.__path__ = ModuleSpec(name, None), []

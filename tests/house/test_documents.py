@@ -167,7 +167,7 @@ def imports(path):
 
 def test_imports_run_down_and_libraries_are_declared_and_heavy_ones_stay_in_their_rooms():
     may_import = {
-        "megatron": {"policy", "models", "weights", "plan"}, "vllm": {"engines", "weights"},
+        "megatron": {"policy", "models", "weights", "plan"}, "vllm": {"engines"},
         "ray": {"cluster"}, "transformers": {"data", "weights"},  # tokenizers; names in GGUF files
         "triton": {"kernels"}, "scipy": {"study", "plan"},  # statistics; the fit of a calibration
         "pyarrow": {"data", "evaluate"}, "huggingface_hub": {"data"}, "msgpack": {"journal"},
@@ -195,6 +195,20 @@ def test_imports_run_down_and_libraries_are_declared_and_heavy_ones_stay_in_thei
     assert wrong == []
     assert rooms == {*ROOMS}
     assert len(arrows) <= 120
+
+
+def test_vllm_is_behind_one_door():
+    """Its own folder knows it; of the rest, the registry of engines and their room's door know this
+    folder."""
+    own, doors = PACKAGE / "engines/vllm", {PACKAGE / "engines/registry.py", PACKAGE / "engines/__init__.py"}
+    outside = [path for path in PACKAGE.rglob("*.py") if own not in path.parents]
+    assert len(outside) > 200
+    for path in outside:
+        first = {name.partition(".")[0] for name in imports(path)}
+        ours = [name for name in imports(path) if name.startswith("megatron_ibpo.engines.vllm")]
+        assert "vllm" not in first, path
+        assert path in doors or not ours, path
+        assert path in doors or "megatron_ibpo.engines.vllm" not in path.read_text(), path
 
 
 def test_tests_are_in_folders_named_as_the_rooms_and_import_no_test_file():

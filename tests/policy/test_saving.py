@@ -257,3 +257,17 @@ def test_a_sharded_optimizer_does_not_take_the_state_of_a_whole_one(world, check
     trainer, _, _ = open_trainer(world, checkpoints["dense"], config_for(layout(**SHARDED)))
     with pytest.raises(ValueError, match="saved with use_distributed_optimizer=False"):
         load_checkpoint(trainer, saved)
+
+
+@pytest.mark.parametrize("torch_version", ["2.11", "2.13"])
+def test_memory_pinned_for_a_checkpoint_is_freed_under_either_name(monkeypatch, torch_version):
+    freed: list[str] = []
+    accelerator = torch.accelerator
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    if torch_version == "2.11":
+        monkeypatch.delattr(accelerator, "empty_host_cache", raising=False)
+        monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: freed.append("2.11"), raising=False)
+    else:
+        monkeypatch.setattr(accelerator, "empty_host_cache", lambda: freed.append("2.13"), raising=False)
+    saving._write([])
+    assert freed == [torch_version]

@@ -9,6 +9,7 @@ from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.engines import Engine
+from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.weights.transfer.update import open_transport, update_engines
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
@@ -80,7 +81,7 @@ def difference(ours, theirs):
 
 def open_gloo(workers=1, bucket_bytes=100_000):
     sizes = {"workers_per_engine": workers, "bucket_bytes": bucket_bytes}
-    return open_transport("gloo", WORLD, **sizes, timeout=TIMEOUT)
+    return open_transport(TRANSPORTS["gloo"], WORLD, **sizes, timeout=TIMEOUT)
 
 
 def connect(engine, source):

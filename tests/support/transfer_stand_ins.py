@@ -1,5 +1,6 @@
 """NCCL (gloo), CUDA's memory handles (files) and streams on a CPU: what vLLM's transports use of them."""
 
+import inspect
 import os
 import tempfile
 import time
@@ -89,6 +90,8 @@ def install():
     from vllm.distributed.device_communicators import pynccl
     from vllm.distributed.weight_transfer import packed_tensor
 
+    # torch's arguments have the use count in these places
+    rebuild_cuda_tensor.__signature__ = inspect.signature(reductions.rebuild_cuda_tensor)  # type: ignore
     packed_tensor.torch = memory = SharedMemory()
     packed_tensor.reduce_tensor = memory.reduce_tensor
     reductions.rebuild_cuda_tensor = rebuild_cuda_tensor

@@ -7,14 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
 from megatron_ibpo.engines import Engine
+from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.weights.transfer.update import open_transport, update_engines
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from megatron_ibpo.weights.weight_errors import WeightPlanError
 from support import engine_runs, transfer_stand_ins
-from support.engine_runs import TIMEOUT, CheckpointSource
+from support.engine_runs import TIMEOUT, WORLD, CheckpointSource
 from support.paths import TESTS
 from support.tiny_models import make_qwen3
 from support.weight_sources import DividedWeights
@@ -24,7 +26,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 def open_stood_in(world, transport, workers=1, bucket_bytes=100_000):
     transfer_stand_ins.install()
-    return open_transport(transport, world, workers_per_engine=workers, bucket_bytes=bucket_bytes, timeout=60)
+    path = TRANSPORTS[transport]
+    return open_transport(path, world, workers_per_engine=workers, bucket_bytes=bucket_bytes, timeout=60)
 
 
 def failures_of_update(transport, world, source, version, links, engines):
@@ -133,3 +136,16 @@ def test_what_engines_take_from_the_trainers_gpus_is_counted(world):
     assert sorted(name for names in handed for name in names) == ["a", "a", "b", "b"]
     assert (sent.failures, sent.needed_bytes, sent.num_bytes) == ({}, 2 * 88, 4 * 88)
     assert list(sent.sums) == ["a", "b"]
+    assert sent.waits[0] == 2, "a bucket each"
+
+
+@pytest.mark.parametrize("lacks", ["the use count", "its release"])
+def test_a_torch_that_lends_memory_in_another_way_is_refused_at_start(monkeypatch, lacks):
+    from megatron_ibpo.engines.vllm.gpu_transports import IpcTransport
+
+    if lacks == "the use count":
+        monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda handle, size: None)
+    else:
+        monkeypatch.setattr(torch, "UntypedStorage", object)
+    with pytest.raises(RuntimeError, match=r"lends GPU memory .* in an unknown way.*--no-colocate"):
+        IpcTransport(WORLD, workers_per_engine=1, bucket_bytes=100, timeout=1.0)

@@ -209,7 +209,7 @@ def test_a_gathering_races_unless_it_has_its_own_stream(device, packed_tensor, m
 def test_a_worker_loads_what_has_arrived(device, packed_tensor):
     """A model that vLLM reloads layer by layer keeps what comes until a layer is complete, and reads it then
     under whatever stream is the present one: with two buffers it races."""
-    from megatron_ibpo.weights.transfer.cuda import PACKED_BUFFERS
+    from megatron_ibpo.engines.vllm.gpu_transports import PACKED_BUFFERS
 
     sent = halves(0).tensors
     parameters, kept = {name: torch.zeros(shape) for name, shape in SHAPES.items()}, {}

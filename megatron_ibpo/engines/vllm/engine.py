@@ -20,6 +20,7 @@ import megatron_ibpo
 from megatron_ibpo.basics.records import Sample, SampleRequest
 from megatron_ibpo.basics.rendezvous import private_directory, remove_private
 from megatron_ibpo.basics.supervised import end_group, shared_memory
+from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.messages import (
@@ -32,7 +33,7 @@ from megatron_ibpo.engines.vllm.messages import (
     Samples,
     Unsampled,
 )
-from megatron_ibpo.engines.vllm.needs import sampling_mask_obstacle, vllm_needs
+from megatron_ibpo.engines.vllm.needs import model_problems, sampling_mask_obstacle, vllm_needs
 
 SOCKET_BYTES = 37
 """Length of a slash and the 36 characters of the names of vLLM's sockets."""
@@ -59,6 +60,7 @@ class Engine:
     """
 
     needs = staticmethod(vllm_needs)
+    model_problems = staticmethod(model_problems)
     sampling_mask_obstacle = staticmethod(sampling_mask_obstacle)
 
     def __init__(self, settings: EngineSettings, log: Path, again: bool = False) -> None:
@@ -98,6 +100,20 @@ class Engine:
         self._reader.start()
         with suppress(ConnectionError):  # it has died already: `wait_ready` says so
             self._channel.send(settings)
+
+    @staticmethod
+    def make_settings(*arguments: Any, **named: Any) -> EngineSettings:
+        """Return `settings.engine_settings`, whose imports the engine's own process does not need."""
+        from megatron_ibpo.engines.vllm.settings import engine_settings
+
+        return engine_settings(*arguments, **named)
+
+    @staticmethod
+    def start_timeout(rollout: RolloutConfig, hf_dir: Path) -> float:
+        """Return `settings.start_timeout`."""
+        from megatron_ibpo.engines.vllm.settings import start_timeout
+
+        return start_timeout(rollout, hf_dir)
 
     def wait_ready(self, timeout: float) -> None:
         """Wait until the engine can take requests.

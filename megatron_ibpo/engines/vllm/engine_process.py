@@ -36,7 +36,8 @@ from megatron_ibpo.engines.vllm.messages import (
     Samples,
     Unsampled,
 )
-from megatron_ibpo.weights.transfer.update_order import NCCL_BACKEND, TransportName
+from megatron_ibpo.engines.vllm.model_runner import check_runner, uses_second_runner
+from megatron_ibpo.weights.transfer.update_order import TransportName
 
 HOLD_STEPS = 16
 """Steps of a busy engine between messages with finished samples. Each message costs several processes a
@@ -50,9 +51,11 @@ CPU_BATCHED_TOKENS = 8192
 FLASHINFER_KERNELS = "flashinfer_jit_cache"
 """Package with FlashInfer's compiled kernels. Without it vLLM lets nvcc and ninja compile those for the delta
 net at the first prompt, for minutes, on GPUs where it prefers FlashInfer (Hopper)."""
-PLUGIN = "megatron_ibpo.weights.transfer.vllm_plugin.WorkerExtension"
+PLUGIN = "megatron_ibpo.engines.vllm.worker.WorkerExtension"
 RECORDING_PLUGIN = "megatron_ibpo.engines.vllm.routing_recorder.RecordingWorker"
 """The same plugin with a record of the routers' choices, for CPUs, where vLLM's own record does not work."""
+NCCL_BACKEND = "ibpo_nccl"
+"""Name under which vLLM knows this project's worker for nccl; its own has the shorter name."""
 NO_VERSION = "none"
 """Version of weights that are being replaced."""
 PROGRESS_S = 1.0
@@ -172,6 +175,10 @@ class SamplingEngine:
         # vLLM derives the prompt tokens per step from the GPU and from this: 16,384 on an H100, and 2,048 by
         # default
         self._llm = LLMEngine.from_engine_args(_engine_args(settings), UsageContext.LLM_CLASS)
+        native_records = settings.records_sampling_mask or (
+            settings.recorded_experts > 0 and not self._records_itself
+        )
+        check_runner(self._llm.vllm_config.use_v2_model_runner, native_records)
         self._set_version("0")
         self.paused = False
         """True while weights are being replaced: nothing is sampled until they are whole."""
@@ -266,7 +273,7 @@ class SamplingEngine:
         if not count or not outputs:
             return [None] * len(outputs)
         reads = [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs]
-        if not self._records_itself:  # vLLM's own record; not run
+        if not self._records_itself:  # vLLM's own record
             return [_native_choices(o, n, count, dense) for o, n in zip(outputs, reads, strict=True)]
         asked = [(output.request_id, n) for output, n in zip(outputs, reads, strict=True)]
         of_workers = self._llm.collective_rpc("take_routing", args=(asked,))
@@ -306,8 +313,11 @@ class SamplingEngine:
         self._updating = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load tensors."""
-        self._llm.collective_rpc("update_weights", args=(update_info,))
+        """Receive and load tensors. After a worker's failure the engine has no weights until the next
+        update."""
+        errors = self._llm.collective_rpc("load_update", args=(update_info,))
+        if failed := [f"worker {rank}: {error}" for rank, error in enumerate(errors) if error is not None]:
+            raise Refusal(f"the weight update failed on {'; '.join(failed)}")
 
     def missing_weights(self) -> list[list[str]]:
         """Return the tensors that each worker still lacks in the present update; empty if it is whole."""
@@ -334,7 +344,7 @@ class SamplingEngine:
     def _end_update(self) -> list[dict[str, int]]:
         """Let vLLM process the tensors of an update, whole or not; return the checksums of each worker."""
         sums = self._llm.collective_rpc("end_loading")
-        self._llm.collective_rpc("finish_weight_update")
+        self._llm.collective_rpc("close_update")
         self._updating = False
         return sums
 
@@ -378,7 +388,8 @@ class SamplingEngine:
         self._set_version(NO_VERSION)
 
     def wake(self, part: str) -> None:
-        """Allocate the memory of "weights" or "kv_cache" again, with undefined contents."""
+        """Allocate the memory of "weights" or "kv_cache" again, with undefined contents. vLLM ignores the
+        call where that is awake, as in the second pass of an update that failed."""
         self._llm.wake_up([part])
 
     def close(self) -> None:
@@ -388,9 +399,8 @@ class SamplingEngine:
 
 
 def _records_itself(settings: EngineSettings) -> bool:
-    """Return whether vLLM's own record of routing works: it needs its second model runner, which CPUs
-    lack."""
-    return settings.recorded_experts > 0 and settings.device == "cpu"
+    """Return whether the worker records routing, since vLLM's own record needs the second model runner."""
+    return settings.recorded_experts > 0 and not uses_second_runner(settings.device)
 
 
 def _sent_choices(sent: tuple[str, list[int], bytes] | None) -> ExpertIds | None:
@@ -403,7 +413,7 @@ def _sent_choices(sent: tuple[str, list[int], bytes] | None) -> ExpertIds | None
 
 def _native_choices(output: Any, reads: int, num_experts: int, dense_layers: int) -> ExpertIds:
     """Return vLLM's own record of a finished request (enable_return_routed_experts), which has room for
-    layers without a router too. Not run: there was no GPU."""
+    layers without a router too. Run with the second model runner on a CPU only."""
     ids = output.outputs[0].routed_experts
     if ids is None or len(ids) != reads:
         there = "none" if ids is None else f"{len(ids)}"
@@ -417,8 +427,8 @@ def _keeps_all(request: SampleRequest) -> bool:
 
 
 def _native_mask(output: Any) -> SamplingMask:
-    """Return vLLM's own record of what top-k and top-p left (return_sampling_mask). Not run: there was no
-    GPU."""
+    """Return vLLM's own record of what top-k and top-p left (return_sampling_mask). Run with the second model
+    runner on a CPU only."""
     (completion,) = output.outputs
     sets = [] if completion.sampling_mask is None else completion.sampling_mask.token_ids
     tokens = completion.token_ids
@@ -453,15 +463,16 @@ def _backend(transport: TransportName) -> str:
 
 def _device_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Return vLLM's arguments that differ between CPUs and GPUs."""
+    records: dict[str, Any] = {}
+    if settings.recorded_experts and not _records_itself(settings):
+        records["enable_return_routed_experts"] = True
+    if settings.records_sampling_mask:
+        records["return_sampling_mask"] = True
     if settings.device == "cpu":
         # Whole prompts in one step. Models with delta nets are told otherwise by `engine_settings`.
         batched_tokens = max(CPU_BATCHED_TOKENS, settings.max_model_len or 0)
-        return {"enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens}
-    arguments: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization}
-    if settings.recorded_experts:
-        arguments["enable_return_routed_experts"] = True
-    if settings.records_sampling_mask:
-        arguments["return_sampling_mask"] = True
+        return {"enable_chunked_prefill": False, "max_num_batched_tokens": batched_tokens} | records
+    arguments = {"gpu_memory_utilization": settings.gpu_memory_utilization} | records
     if importlib.util.find_spec(FLASHINFER_KERNELS) is None:
         arguments["gdn_prefill_backend"] = "triton"
     return arguments

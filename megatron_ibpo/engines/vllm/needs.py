@@ -4,6 +4,7 @@ vLLM."""
 
 from megatron_ibpo.config import Config, RolloutConfig, eval_sampling, named_values
 from megatron_ibpo.engines.settings import EngineNeeds
+from megatron_ibpo.engines.vllm.model_runner import VARIABLE, uses_second_runner
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape
 
@@ -67,11 +68,13 @@ TOP_K = 1000
 def sampling_mask_obstacle(config: Config, on_gpu: bool) -> str | None:
     """Return why vLLM does not record the ids that top-k and top-p leave, and what to do; None if it does.
 
-    Its second model runner records them, which CPUs lack, in an engine all of whose requests have top-k.
+    Its second model runner records them, in an engine all of whose requests have top-k.
     """
     rollout = config.rollout
-    if not on_gpu:
+    if not on_gpu and not uses_second_runner("cpu"):
         return "vLLM records what was left only on GPUs; take --rollout-backend lean"
+    if on_gpu and not uses_second_runner("cuda"):
+        return f"{VARIABLE}=0: vLLM's first model runner does not record what was left; unset it"
     if min([rollout.rollout_top_k, *rollout.rollout_top_k_cycle]) <= 0:
         return f"vLLM records what was left only on GPUs and with top-k; add --rollout-top-k {TOP_K} there"
     held_out, run = eval_sampling(config), config.run
@@ -87,13 +90,15 @@ DELTA_NET_MULTIPLE = 32
 """The head size of delta nets must be a multiple of this (vLLM 0.32's `chunk_gated_delta_rule_cpu`)."""
 
 
-def cpu_problems(rollout: RolloutConfig, shape: ModelShape) -> list[str]:
-    """Return what vLLM cannot compute of a model on CPUs, one line each.
+def model_problems(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> list[str]:
+    """Return what vLLM cannot compute of a model, one line each; on GPUs it is taken to compute all.
 
     Args:
         rollout: settings with the precision resolved (`config.on_device`).
     """
-    problems = []
+    problems: list[str] = []
+    if on_gpu:
+        return problems
     if any(shape.full_attention) and shape.head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         problems.append(

@@ -1,6 +1,6 @@
-"""A vLLM worker on CPUs that records the experts chosen for each token of each request.
+"""A vLLM worker that records the experts chosen for each token of each request, with the first model runner.
 
-vLLM has such a record itself (`enable_return_routed_experts`), for its second model runner, which CPUs lack.
+vLLM has such a record itself (`enable_return_routed_experts`) for its second one (`model_runner`).
 This module is imported in vLLM's process alone.
 """
 
@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from megatron_ibpo.engines.vllm.routing_record import Choices, RoutingRecord
-from megatron_ibpo.weights.transfer.vllm_plugin import WorkerExtension
+from megatron_ibpo.engines.vllm.worker import WorkerExtension
 
 
 class RecordingWorker(WorkerExtension):

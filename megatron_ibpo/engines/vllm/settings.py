@@ -8,6 +8,7 @@ from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.config.declared import declared_fields, declared_values
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.settings import EngineSettings
+from megatron_ibpo.engines.vllm.model_runner import VARIABLE, uses_second_runner
 from megatron_ibpo.engines.vllm.needs import kv_cache_bytes
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer.update_order import TransportName
@@ -87,11 +88,17 @@ def engine_settings(
     arguments = _taking_new_weights(
         vllm_arguments(rollout.vllm_arg), experts_on_gpu=shape.is_moe and not on_cpu
     )
+    by_cache = recorded > 0 and uses_second_runner("cpu" if on_cpu else "cuda")
+    if recorded and not by_cache and not on_cpu:
+        raise ValueError(
+            f"--use-rollout-routing-replay: on GPUs vLLM's first model runner ({VARIABLE}=0) does not record "
+            "routing; unset the variable"
+        )
     prefix_caching = arguments.pop("enable_prefix_caching", None)
     if prefix_caching is None:
-        # With delta nets it has not been run on GPUs, where vLLM records routing by the blocks of that cache
-        prefix_caching = not shape.is_recurrent or (recorded > 0 and not on_cpu)
-    if recorded and not on_cpu and not prefix_caching:
+        # With delta nets it has not been run on GPUs
+        prefix_caching = not shape.is_recurrent or by_cache
+    if by_cache and not prefix_caching:
         raise ValueError(
             "--vllm-arg enable_prefix_caching=false: on GPUs vLLM records routing by the blocks of its "
             "prefix cache; leave it out, or --use-rollout-routing-replay"

@@ -22,10 +22,46 @@ class Sent:
     again: bool = False
     """True if no engine has whole weights, since one of them failed on the way: the others must start again.
     The same on every rank."""
+    waits: tuple[int, float] = (0, 0.0)
+    """Number of times, and seconds, that this rank waited for all ranks and its GPU between buckets (ipc)."""
+
+
+class WeightReceiver(Protocol):
+    """An engine as a weight update calls it, over any transport.
+
+    The calls of one update come in this order, with `update_weights` once or several times. An engine that
+    refuses one of them (RuntimeError) has no weights until the next update, and must not sample.
+    """
+
+    def rehearse_weight_update(self, tensors: bytes) -> list[bytes]:
+        """Return, for each worker, what it takes of these tensors: pickled `TensorMeta`s in, `wire.Answer`s
+        out. Only gloo calls this, before the first update."""
+        ...
+
+    def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Join the trainers' group, or agree on buffers; what `init_info` holds is the transport's."""
+        ...
+
+    def start_weight_update(self, check: bool) -> None:
+        """Stop sampling and prepare for new weights; with `check` keep checksums of what arrives. An update
+        that was not finished is given up."""
+        ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load tensors; what `update_info` holds is the transport's."""
+        ...
+
+    def missing_weights(self) -> list[list[str]]:
+        """Return the tensors that each worker still lacks."""
+        ...
+
+    def finish_weight_update(self, version: int) -> list[dict[str, int]]:
+        """Go on sampling with the weights as policy `version`; return each worker's checksums by tensor."""
+        ...
 
 
 class EngineLink(Protocol):
-    """An engine as its owner holds it (`megatron_ibpo.engines.vllm.engine.Engine`)."""
+    """A `WeightReceiver` as its owner holds it: methods are called by name, and answers fetched later."""
 
     def begin(self, method: str, *arguments: Any) -> None:
         """Call a method without waiting. Raises RuntimeError when the engine is gone."""

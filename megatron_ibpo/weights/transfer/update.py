@@ -1,13 +1,14 @@
-"""Transports by name, and one weight update of running engines, the same over all transports."""
+"""The protocol of transports, and one weight update of running engines, the same over all transports."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Protocol
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.weights.layout.regions import WeightSource
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, without
-from megatron_ibpo.weights.transfer.update_order import TransportName, UpdateOrder
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from megatron_ibpo.weights.transfer.wire import compare_checksums
 from megatron_ibpo.weights.weight_errors import WeightPlanError, listed
 
@@ -32,23 +33,20 @@ class Transport(Protocol):
 
 
 def open_transport(
-    name: TransportName, world: World, *, workers_per_engine: int, bucket_bytes: int, timeout: float
+    path: str, world: World, *, workers_per_engine: int, bucket_bytes: int, timeout: float
 ) -> Transport:
-    """Return the trainers' side of transport `name`, not yet connected. Only nccl and ipc import vLLM.
+    """Return the trainers' side of a transport, not yet connected.
 
     Args:
+        path: import path of its class, module:Class (`engines.registry.TRANSPORTS`).
         bucket_bytes: the update uses at most twice this much memory beside the model.
         timeout: seconds that a step of an update may take.
     """
-    if name == "gloo":
-        from megatron_ibpo.weights.transfer.gloo import GlooTransport
-
-        return GlooTransport(world, workers_per_engine, bucket_bytes, timeout)
-    from megatron_ibpo.weights.transfer.cuda import IpcTransport, NcclTransport
-
-    if name == "nccl":
-        return NcclTransport(world, workers_per_engine, bucket_bytes, timeout)
-    return IpcTransport(world, workers_per_engine, bucket_bytes, timeout)
+    module, _, kind = path.partition(":")
+    transport: Transport = getattr(import_module(module), kind)(
+        world, workers_per_engine, bucket_bytes, timeout
+    )
+    return transport
 
 
 def update_engines(

@@ -9,8 +9,6 @@ import yaml
 from megatron_ibpo.config import named_values
 
 TransportName = Literal["gloo", "ipc", "nccl"]
-NCCL_BACKEND = "ibpo_nccl"
-"""Name under which vLLM knows this project's worker for nccl; its own has the shorter name."""
 
 
 @dataclass(frozen=True, slots=True)

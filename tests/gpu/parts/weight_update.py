@@ -8,6 +8,7 @@ from job import TIMEOUT_S, beside, check
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from training import set_up, start_policy
 
+from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from megatron_ibpo.weights.transfer.wire import checksum
 
@@ -21,24 +22,25 @@ def run(job):
     with beside(Worker) as link:
 
         def send(version, check_sums):
-            """Seconds of an update, and the sum of what came; checks that the same was sent."""
+            """Seconds of an update, the sum of what came, and waits; checks that the same was sent."""
             order = UpdateOrder(version, sleeping=False, check=check_sums, timeout=TIMEOUT_S)
             started = time.perf_counter()
             sent = rank.send({0: link}, [0], order)
             seconds = time.perf_counter() - started
             check(sent.failures == {}, f"the update failed: {sent.failures}")
-            return seconds, link.ask("sum")
+            return seconds, link.ask("sum"), sent.waits
 
-        rank.open_transport("ipc")
+        rank.open_transport(TRANSPORTS["ipc"])
         check(rank.connect({0: link}, [0]) == {}, "the stand-in refused to connect")
-        first, before = send(1, check_sums=True)
+        first, before, _ = send(1, check_sums=True)
         policy.update(sequences)
-        seconds, _ = send(2, check_sums=False)
-        checked, after = send(3, check_sums=True)
+        seconds, _, waits = send(2, check_sums=False)
+        checked, after, _ = send(3, check_sums=True)
         size = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in rank.export.metadata())
         job.note(
             sender="a stand-in for vLLM's" if stands_in else "vLLM's", bytes=size, first_seconds=first,
             update_seconds=seconds, checked_seconds=checked, bytes_per_second=size / seconds,
+            waits=waits[0], wait_seconds=waits[1],
             summary=f"{size / 1e9:.2f} GB in {seconds:.2f} s, {size / seconds / 1e9:.1f} GB/s",
         )  # fmt: skip
         check(before != after, "the last update brought the weights of the first")

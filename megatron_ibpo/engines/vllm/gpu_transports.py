@@ -6,26 +6,32 @@ trainer rank 0 talk to all. On a GPU only ipc has run, with a stand-in for vLLM'
 (tests/weights/test_gpu_transports.py).
 """
 
-import socket
+import inspect
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from socket import socket
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import reductions
+from vllm.distributed.device_communicators import pynccl
+from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSource
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
 from vllm.distributed.weight_transfer.nccl_engine import (
-    NCCLTrainerInitInfo,
     NCCLTrainerWeightTransferEngine,
     NCCLWeightTransferUpdateInfo,
 )
+from vllm.utils.nccl import unpinned_nccl_env
 
 from megatron_ibpo.basics.distributed import World, open_store, own_address
+from megatron_ibpo.basics.rendezvous import listen
 from megatron_ibpo.weights.layout.gather import Gather, on_one_stream
 from megatron_ibpo.weights.layout.regions import TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start, without
@@ -118,8 +124,13 @@ class NcclTransport:
             return {}
         timeout = timedelta(seconds=self._timeout)
         store = open_store(own_address(), 0, timeout) if self._world.is_rank_0 else None
+        listener = listen(own_address()) if self._world.is_rank_0 else None  # the port stays taken
         host, port, lost_port = self._world.on_rank_0(
-            lambda: (own_address(), _free_port(), store.port if store else 0)
+            lambda: (
+                own_address(),
+                listener.getsockname()[1] if listener else 0,
+                store.port if store else 0,
+            )
         )
         self._lost = store or dist.TCPStore(host, lost_port, timeout=timeout)
         size = 1 + len(engines) * self._workers
@@ -141,9 +152,11 @@ class NcclTransport:
         why = f"no NCCL group was formed with it within {self._timeout:g} seconds"
         with _heard(links, failures, self._lost, self._timeout):
             try:
-                self._sender = self._join(host, port, size)
+                self._sender = self._join(listener, size)
             except Exception as error:  # the log says why the engines are replaced
                 why = f"no NCCL group was formed with it: {type(error).__name__}: {error}"
+        if listener is not None:
+            listener.close()  # no-op once the group's store has it
         formed, why = self._world.on_rank_0(lambda: (self._sender is not None, why))
         if not formed and not any(self._world.all_gather(bool(failures))):
             failures = {engine: RuntimeError(why) for engine in links}
@@ -151,28 +164,37 @@ class NcclTransport:
             self._members = list(engines)
         return failures
 
-    def _join(self, host: str, port: int, size: int) -> NCCLTrainerWeightTransferEngine | None:
-        info = NCCLTrainerInitInfo(
-            host,
-            port,
-            size,
+    def _join(self, listener: socket | None, size: int) -> NCCLTrainerWeightTransferEngine | None:
+        """Return vLLM's sender, on rank 0 with a group whose store takes over `listener`. (vLLM's
+        `trainer_init` would bind a port of its own, which another process may have taken by then.)"""
+        sender = NCCLTrainerWeightTransferEngine(
+            client=_Uninvolved(),
+            source=_Adapted([], ()),
+            is_sender=listener is not None,
             packed_buffer_size_bytes=self._bucket_bytes,
             packed_num_buffers=PACKED_BUFFERS,
-            rank=self._world.rank,
         )
-        trainer_init = NCCLTrainerWeightTransferEngine.trainer_init
-        return joined(
-            lambda: trainer_init(info, client=_Uninvolved(), source=_Adapted([], ())),
-            self._world.device.index or 0,
-            self._lost,
-            self._timeout,
+        if listener is None:
+            return sender
+        device = self._world.device.index or 0
+        sender.model_update_group = joined(
+            lambda: _open_group(listener, size, device), device, self._lost, self._timeout
         )
+        return sender if sender.model_update_group is not None else None
 
     def _leave(self) -> None:
         """End what is left of the present group."""
         if self._sender is not None and self._sender.model_update_group is not None:
             abort(self._sender.model_update_group)
         self._sender, self._lost, self._members = None, None, []
+
+
+def _open_group(listener: socket, size: int, device: int) -> pynccl.PyNcclCommunicator:
+    """Form an NCCL group as its rank 0, as vLLM's `stateless_init_process_group`."""
+    host, port, *_ = listener.getsockname()
+    group = StatelessProcessGroup.create(host, port, 0, size, listen_socket=listener)
+    with unpinned_nccl_env():
+        return pynccl.PyNcclCommunicator(group, device=device)
 
 
 @contextmanager
@@ -210,6 +232,7 @@ class IpcTransport:
         self._bucket_bytes = max(1, bucket_bytes // 4)
         self._timeout = timeout
         self._gather: Gather | None = None
+        _use_count_places()
 
     def connect(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
@@ -242,7 +265,26 @@ class IpcTransport:
         if self._world.rank // self._workers not in engines:
             sender.take_back()
         num_bytes = _num_bytes(metas) * len(engines) if self._world.is_rank_0 else 0
-        return Sent(client.failures, num_bytes * self._workers, num_bytes, sums)
+        waits = (sender.num_waits, sender.wait_seconds)
+        return Sent(client.failures, num_bytes * self._workers, num_bytes, sums, waits=waits)
+
+
+def _use_count_places() -> tuple[int, int]:
+    """Return where PyTorch's arguments of a lent buffer have its use count: handle and offset.
+
+    Raises:
+        RuntimeError: PyTorch lends memory in another way than 2.11 and 2.13, which were read.
+    """
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    try:
+        places = names.index("ref_counter_handle"), names.index("ref_counter_offset")
+        torch.UntypedStorage._release_ipc_counter_cuda  # noqa: B018
+    except (ValueError, AttributeError):
+        raise RuntimeError(
+            f"torch {torch.__version__} lends GPU memory to other processes in an unknown way, so colocated "
+            "engines cannot get weights; take torch 2.11 or 2.13, or --no-colocate"
+        ) from None
+    return places
 
 
 class _Lender(IPCTrainerWeightTransferEngine):
@@ -251,16 +293,22 @@ class _Lender(IPCTrainerWeightTransferEngine):
 
     _lent: tuple[Any, ...] | None = None
     """Arguments with which a worker rebuilds the buffer's tensor: PyTorch's `rebuild_cuda_tensor`."""
+    num_waits = 0
+    """Number of times that this rank waited for all others and for its GPU: one a bucket."""
+    wait_seconds = 0.0
 
     def _all_gather_and_merge_handles(self, handles: list[dict[str, tuple]]) -> list[dict[str, tuple]]:
         for handle in handles:  # each of the same buffer, on this rank's GPU
             (self._lent,) = handle.values()
-        return super()._all_gather_and_merge_handles(handles)
+        began = time.monotonic()
+        merged = super()._all_gather_and_merge_handles(handles)
+        self.num_waits, self.wait_seconds = self.num_waits + 1, self.wait_seconds + time.monotonic() - began
+        return merged
 
     def take_back(self) -> None:
         """Take back the memory of a buffer that no worker has opened."""
         if self._lent is not None:
-            counter, offset = self._lent[11:13]
+            counter, offset = (self._lent[place] for place in _use_count_places())
             torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)  # as a worker does
             torch.cuda.ipc_collect()
 
@@ -317,9 +365,3 @@ def _recorded(tensors: Gather, sums: dict[str, int]) -> Iterator[tuple[str, torc
 
 def _num_bytes(metas: Sequence[TensorMeta]) -> int:
     return sum(meta.num_bytes for meta in metas)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

@@ -14,6 +14,8 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
+from megatron_ibpo.engines.vllm.version_guard import written_for
+
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 EXPERTS = (
@@ -26,6 +28,7 @@ EXPERTS = (
 SINKS = ".self_attn.sinks"
 
 
+@written_for("0.32")
 def take_updates_whole() -> None:
     """Make all of gpt-oss pass through vLLM's loaders."""
     model_class: Any = GptOssForCausalLM

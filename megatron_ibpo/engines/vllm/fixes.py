@@ -1,0 +1,153 @@
+"""Fixes of vLLM's workers: on CPUs, of updates of experts and tied heads, prompts of one token, seeded
+requests whose prompt is read in parts, and the prefix cache of models with delta nets; on GPUs, of sleep.
+
+gpt-oss has its own (`gpt_oss_updates`).
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from megatron_ibpo.engines.vllm.version_guard import written_for
+
+log = logging.getLogger(__name__)
+GREW = "Memory usage increased after sleeping."
+"""Message of vLLM's worker."""
+
+
+def fix_cpu() -> None:
+    """Apply the fixes that workers on CPUs need."""
+    _repack_experts_on_update()
+    _close_up_single_rows()
+    _hold_generators_of_discarded_tokens()
+    _cache_prompts_alone()
+    _read_single_tokens_as_prompts()
+
+
+def fix_gpu() -> None:
+    """Apply the fixes that workers on GPUs need."""
+    _sleep_beside_others()
+
+
+def repack_tied_heads(model: torch.nn.Module) -> None:
+    """Pack a tied head again. It has the embedding's weight and gets none of its own, so on CPUs vLLM 0.32
+    keeps using the packing of the first load."""
+    layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
+    for layer in layers:
+        if isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings:
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+@written_for("0.32")
+def _repack_experts_on_update() -> None:
+    """Make vLLM 0.32 (and 0.33) pack experts for its CPU kernels on weight updates, not only at the first
+    load: `_setup_kernel` skips it, and the kernels then silently read plain weights as packed ones."""
+    method: Any = UnquantizedFusedMoEMethod
+    setup_kernel = method._setup_kernel
+
+    def setup_and_pack(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        is_update = self.moe_kernel is not None
+        setup_kernel(self, layer, w13, w2)
+        if is_update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    method._setup_kernel = setup_and_pack
+
+
+@written_for("0.32")
+def _close_up_single_rows() -> None:
+    """Make vLLM 0.32 read a prompt of one token with Qwen3.5, whose queries, keys and values are a slice of a
+    wider row: torch counts a single row as contiguous whatever its stride, and the convolution for CPUs
+    refuses the stride."""
+    convolve = gdn_attention._causal_conv1d_fwd_cpu
+
+    def convolve_closed(*, x: torch.Tensor, **others: Any) -> torch.Tensor:
+        if x.shape[1] == 1:
+            x = x.T.clone(memory_format=torch.contiguous_format).T
+        return convolve(x=x, **others)
+
+    gdn_attention._causal_conv1d_fwd_cpu = convolve_closed
+
+
+@written_for("0.32")
+def _hold_generators_of_discarded_tokens() -> None:
+    """Let vLLM 0.32 read a prompt in parts on CPUs. It samples a token after each part, discards it unless
+    the part was the last, and then rewinds the request's generator by `set_offset`, which a CPU generator
+    lacks. Here such a token is drawn from the generator of requests without a seed. This is the first model
+    runner; the second one has no generators."""
+    runner: Any = CPUModelRunner
+    sample_tokens = runner.sample_tokens
+
+    def sample_holding(self: Any, *arguments: Any) -> Any:
+        generators = self.input_batch.generators
+        discarded = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
+        held = {row: generators.pop(row) for row in discarded.tolist() if row in generators}
+        try:
+            return sample_tokens(self, *arguments)
+        finally:
+            generators.update(held)
+
+    runner.sample_tokens = sample_holding
+
+
+@written_for("0.32")
+def _cache_prompts_alone() -> None:
+    """Have vLLM 0.32 cache what a model with delta nets read as a prompt, and not what it wrote. Keys and
+    values that were computed token by token differ in their last bits, and would take the place of those of
+    the next turn's prompt. No hit is lost: delta nets keep states of prompts alone. Blocks are counted in the
+    engine's core, which with one worker is this process."""
+    coordinator: Any = HybridKVCacheCoordinator
+    cache_blocks = coordinator.cache_blocks
+
+    def cache_prompt(self: Any, request: Any, num_computed_tokens: int) -> None:
+        if self.kv_cache_config.has_mamba_layers:
+            num_computed_tokens = min(num_computed_tokens, request.num_prompt_tokens)
+        cache_blocks(self, request, num_computed_tokens)
+
+    coordinator.cache_blocks = cache_prompt
+
+
+@written_for("0.32")
+def _read_single_tokens_as_prompts() -> None:
+    """Have vLLM 0.32 read the last token of a prompt by the kernels for prompts, if it is alone. For the
+    cache of delta nets a prompt is cut at a multiple of 64, and a rest of one token would go to the kernels
+    that sample, whose last bits are not those of a prompt that is read whole."""
+    builder: Any = GDNAttentionMetadataBuilder
+    build = builder.build
+
+    def build_prompts(self: Any, prefix: int, batch: Any, *arguments: Any, **more: Any) -> Any:
+        if batch.is_prefilling is not None:  # a part is taken for a prompt if nothing was read before it
+            read, whole = batch.query_start_loc_cpu.diff(), batch.seq_lens_cpu_upper_bound
+            single = batch.is_prefilling & (read == 1)
+            batch = batch.replace(seq_lens_cpu_upper_bound=torch.where(single, read, whole))
+        return build(self, prefix, batch, *arguments, **more)
+
+    builder.build = build_prompts
+
+
+@written_for("0.32")
+def _sleep_beside_others() -> None:
+    """Let a worker sleep while another process takes memory of its GPU. vLLM compares the free memory of the
+    whole device before and after, and takes a loss for its own failure when its memory is free already."""
+    worker: Any = Worker
+    sleep = worker.sleep
+
+    def sleep_beside_others(self: Any, level: int = 1) -> None:
+        try:
+            sleep(self, level)
+        except AssertionError as error:
+            if str(error) != GREW:
+                raise
+            log.warning("another process took memory of the GPU while its engine went to sleep")
+
+    worker.sleep = sleep_beside_others

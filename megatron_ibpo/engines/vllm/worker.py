@@ -1,0 +1,103 @@
+"""The extension of vLLM's workers (`worker_extension_cls`): it watches weight updates and keeps receipts.
+
+Importing it makes this project's transports known to vLLM, and applies the fixes.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.platforms import current_platform
+
+from megatron_ibpo.engines.vllm.engine_process import NCCL_BACKEND
+from megatron_ibpo.engines.vllm.fixes import fix_cpu, fix_gpu
+from megatron_ibpo.engines.vllm.gpt_oss_updates import take_updates_whole
+from megatron_ibpo.engines.vllm.loading import Drafter, Loading
+from megatron_ibpo.engines.vllm.receivers import GlooWeightTransferEngine, NcclWorker
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker; `SamplingEngine` calls them on all workers by name."""
+
+    model_runner: Any
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+    weight_transfer_engine: WeightTransferEngine[Any, Any]
+    _weight_update_active: bool
+
+    def watch_loading(self, check: bool) -> None:
+        """Record what arrives until `end_loading`; call it once vLLM is ready for weights. With `check`, keep
+        checksums: of the parts that gloo brings, or of the whole tensors of vLLM's own transports."""
+        engine = self.weight_transfer_engine
+        self._sums: dict[str, int] = {}
+        in_parts = isinstance(engine, GlooWeightTransferEngine)
+        if isinstance(engine, GlooWeightTransferEngine):
+            engine.receipt = self._sums if check else None
+        sums = self._sums if check and not in_parts else None
+        self._loading = Loading(self.model_runner.get_model(), sums, self._drafter())
+
+    def load_update(self, update_info: dict[str, Any]) -> str | None:
+        """Receive and load tensors; return the error if this fails. An exception would leave the answers of
+        the engine's other workers unread: vLLM's next call would take them for its own."""
+        try:
+            self.update_weights(update_info)
+        except Exception as error:  # a connection, a loader or a kernel may raise anything
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def close_update(self) -> None:
+        """End an update, whole or not. After a failed `update_weights` vLLM 0.32 has closed the session
+        (`Worker.update_weights`) and refuses to finish it, while the model still waits for tensors."""
+        self._weight_update_active = True
+        self.finish_weight_update()
+
+    def _drafter(self) -> Drafter | None:
+        """Return the model of --vllm-arg speculative-config, if it is the policy's own prediction layer."""
+        speculation = self.model_runner.vllm_config.speculative_config
+        if speculation is None or speculation.method != "mtp":
+            return None
+        return Drafter(self.model_runner.get_draft_model(), speculation.draft_model_config)
+
+    def take_rehearsal(self) -> bytes:
+        """Return this worker's needs of the trainers' tensors: a pickled `Answer`."""
+        engine = self.weight_transfer_engine
+        assert isinstance(engine, GlooWeightTransferEngine)
+        return engine.answer(self._loading.missing())
+
+    def missing_weights(self) -> list[str]:
+        """Return the tensors that this update has not brought; see `Loading.missing`.
+
+        Raises:
+            RuntimeError: the update was cut off on the way.
+        """
+        engine = self.weight_transfer_engine
+        if isinstance(engine, NcclWorker) and engine.lost:
+            raise RuntimeError("the weight update was cut off: another member of its group was lost")
+        return self._loading.missing()
+
+    def end_loading(self) -> dict[str, int]:
+        """Return the checksums since `watch_loading`; empty if none were requested."""
+        self._loading.close()
+        sums, self._sums = self._sums, {}
+        return sums
+
+
+def _say_less() -> None:
+    """Silence warnings that are expected in every update: float32 weights are cast as they load, and vLLM
+    takes layers without weights for forgotten layers (truly forgotten ones are an error above)."""
+    for module in ("models.utils", "model_loader.reload.layerwise"):
+        logging.getLogger(f"vllm.model_executor.{module}").setLevel(logging.ERROR)
+
+
+WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
+WeightTransferEngineFactory.register_engine(NCCL_BACKEND, NcclWorker)
+_say_less()
+take_updates_whole()
+if current_platform.is_cpu():
+    fix_cpu()
+else:
+    fix_gpu()
