@@ -50,18 +50,17 @@ class Config:
         Args:
             trains: False if the policy is only evaluated.
         """
-        checked = (
-            self.model,
-            self.parallel,
-            self.optimizer,
-            self.loss,
-            self.data,
-            self.rollout,
-            self.environment,
-            self.run,
-        )
-        missing = self.data.missing(self.run, trains=trains)
-        return [*missing, *(problem for section in checked for problem in section.problems(self))]
+        return [
+            *self.data.missing(self.run, trains=trains),
+            *self.model.problems(self.loss, self.algorithm),
+            *self.parallel.problems(),
+            *self.optimizer.problems(self.model, self.parallel, self.run),
+            *self.loss.problems(self.rollout.rollout_batch_size),
+            *self.data.problems(self.algorithm, self.run),
+            *self.rollout.problems(self.algorithm, self.run),
+            *self.environment.problems(self.rollout),
+            *self.run.problems(),
+        ]
 
 
 def on_device(config: Config, *, on_gpu: bool, has_delta_nets: bool) -> Config:

@@ -2,7 +2,7 @@
 
 from megatron_ibpo.credit.assign import Credit, assign_credit
 from megatron_ibpo.credit.compared_parts import ThinkingMarks, part_in_prompt
-from megatron_ibpo.credit.estimators import CRITIC, ComparedSamples, Estimator
+from megatron_ibpo.credit.estimators import ComparedSamples, Estimator
 from megatron_ibpo.credit.group_filters import (
     AfterCredit,
     GroupFilter,
@@ -35,7 +35,6 @@ from megatron_ibpo.credit.registries import (
 from megatron_ibpo.credit.token_credit import TokenCredit, TokenFactors
 
 __all__ = [
-    "CRITIC",
     "ESTIMATORS",
     "OPERATORS",
     "REGISTRIES",

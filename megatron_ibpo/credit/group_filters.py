@@ -6,7 +6,6 @@ from dataclasses import replace
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import AlgorithmConfig, load_hook
 from megatron_ibpo.credit.assign import assign_credit
-from megatron_ibpo.credit.estimators import CRITIC
 from megatron_ibpo.credit.operator import CreditContext, Operator
 
 GroupFilter = Callable[[Group], bool]
@@ -34,7 +33,7 @@ def leaves_gradient(group: Group, context: CreditContext, operator: Operator) ->
     rewards decide instead of advantages.
     """
     algorithm = replace(context.algorithm, token_credit="uniform")
-    if algorithm.advantages == CRITIC:
+    if algorithm.trains_critic:
         algorithm.advantages = "group-mean"
     credit = assign_credit([group], replace(context, algorithm=algorithm), operator)
     return any(sequence.has_advantage for sequence in credit.sequences)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from megatron_ibpo.config import (
+    CRITIC,
     AlgorithmConfig,
     Config,
     Registry,
@@ -14,7 +15,6 @@ from megatron_ibpo.config import (
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.divergence import DivergenceCut, DivergenceWindow
 from megatron_ibpo.credit.estimators import (
-    CRITIC,
     Estimator,
     group_mean,
     group_z_score,
@@ -117,7 +117,7 @@ def check_credit(config: Config) -> None:
 def _contradictions(algorithm: AlgorithmConfig, operator: Operator, token_credit: TokenCredit) -> list[str]:
     """Return the conflicts between choices that are valid alone."""
     problems = []
-    if algorithm.token_credit != "uniform" and algorithm.advantages == CRITIC:
+    if algorithm.token_credit != "uniform" and algorithm.trains_critic:
         problems.append(
             f"--token-credit {algorithm.token_credit} compares the responses of a group, and --advantages "
             "critic gives every token an advantage of its own; drop one of them"

@@ -24,7 +24,7 @@ from megatron_ibpo.loss.logprobs import own_vocab_range, row_functions, whole_vo
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.packed_rows import LossRows
 from megatron_ibpo.loss.sampling_sets import SamplingSets
-from megatron_ibpo.loss.segments import segment_loss
+from megatron_ibpo.loss.segments import checked_rows, segment_loss
 from megatron_ibpo.loss.sequence_loss import LossStats
 
 CHUNK_ROWS = 4096
@@ -68,7 +68,7 @@ def linear_policy_loss(
         ValueError: as there; fp16; dtypes that differ; a variant whose token term sees its sequence's mean
             (gspo-token: gspo is the same loss for advantages [S]); into_main_grad without a main_grad.
     """
-    rows = rows.checked(len(hidden_NH), objective)
+    rows = checked_rows(rows, len(hidden_NH), objective)
     _check(hidden_NH, weight_VH, rows.targets_N, chunk)
     if objective.variant.sequence_ratio:
         raise ValueError(

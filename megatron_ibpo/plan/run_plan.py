@@ -35,7 +35,7 @@ from megatron_ibpo.plan.parameter_count import Census
 from megatron_ibpo.plan.prediction import lines, setting_of
 from megatron_ibpo.report.display import open_console, sizes_table
 from megatron_ibpo.report.sizes import run_sizes
-from megatron_ibpo.weights.formats.retention import checkpoint_bytes, export_bytes, kept_at_once
+from megatron_ibpo.weights.formats.retention import checkpoint_bytes, kept_at_once, kept_bytes
 
 FITS, REFUSED = 0, 2
 
@@ -367,23 +367,15 @@ def _disk(config: Config, census: Census) -> str:
     if not config.run.save:
         return "disk: no checkpoints, --no-save"
     checkpoints, exports = kept_at_once(config)
+    checkpoint = config.algorithm.num_models * checkpoint_bytes(census.trained, bf16=bool(config.model.bf16))
     return (
         f"disk: {_gib(_disk_bytes(config, census))} GiB for {counted(checkpoints, 'checkpoint')} at one "
         "time (--keep-checkpoints, and one being written) of "
-        f"{_gib(_checkpoint_bytes(config, census.trained))} each and "
+        f"{_gib(checkpoint)} each and "
         f"{counted(exports, 'Hugging Face export')}"
     )
 
 
 def _disk_bytes(config: Config, census: Census) -> int:
     """Return the bytes that a run keeps on disk at one time."""
-    if not config.run.save:
-        return 0
-    checkpoints, exports = kept_at_once(config)
-    export = export_bytes(census.total, bf16=bool(config.model.bf16))
-    return checkpoints * _checkpoint_bytes(config, census.trained) + exports * export
-
-
-def _checkpoint_bytes(config: Config, parameters: int) -> int:
-    models = 2 if config.algorithm.advantages == "critic" else 1
-    return models * checkpoint_bytes(parameters, bf16=bool(config.model.bf16))
+    return kept_bytes(config, parameters=census.total, trained=census.trained)

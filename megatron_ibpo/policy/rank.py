@@ -194,7 +194,7 @@ class TrainerRank:
 
     def _build_critic(self, updates: int) -> Critic | None:
         """Build the value model, which starts from the policy's checkpoint; None if advantages need none."""
-        if self.config.algorithm.advantages != "critic":
+        if not self.config.algorithm.trains_critic:
             return None
         assert self.config.model.hf_checkpoint is not None
         shape = read_hf_config(self.config.model.hf_checkpoint)
