@@ -81,7 +81,6 @@ def calibrate(config: Config, path: Path) -> None:
     """Run the whole measurement and write the file."""
     check_installed()
     # imported late, so that wrong flags are reported at once
-    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.plan.calibration import calibrated, measure_rates
     from megatron_ibpo.plan.machine import write_machine
     from megatron_ibpo.run.open import open_run
@@ -90,12 +89,11 @@ def calibrate(config: Config, path: Path) -> None:
     with ExitStack() as stack:
         run = stack.enter_context(open_run(config))
         steps = list(measured_steps(run))
-        config = run.config
-    hf_dir, world_size = config.model.hf_checkpoint, config.cluster.num_trainers
-    assert hf_dir is not None  # the run has started
+        config, shape = run.config, run.foundation.shape
+    world_size = config.cluster.num_trainers
     assert world_size is not None
     about = f"a machine measured on {date.today()}, in {len(steps)} steps of a run"
-    machine = calibrated(steps, rates, config, read_hf_config(hf_dir), world_size, about=about)
+    machine = calibrated(steps, rates, config, shape, world_size, about=about)
     write_machine(machine, path)
     print(f"{path} is written; --dry-run-hardware takes it for runs of {machine.workload}")
 

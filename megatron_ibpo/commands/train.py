@@ -11,7 +11,7 @@ from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
 from megatron_ibpo.config import COMMON_FLAGS, Config
 from megatron_ibpo.data.hub import with_local_copies
 from megatron_ibpo.data.hub_upload import prepare_upload, upload_export
-from megatron_ibpo.run.checks import check_installed, check_run, check_settings
+from megatron_ibpo.run.checks import check_installed, check_settings
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.stop_request import StopRequest
 
@@ -94,16 +94,9 @@ def _steps(run: "Run", stop: StopRequest) -> int:
 
 
 def _plan(config: Config) -> int:
-    """Print the plan of a run."""
-    from megatron_ibpo.plan.run_plan import plan_run
-    from megatron_ibpo.run.user_code import check_user_code
+    from megatron_ibpo.run.preflight import dry_run  # imported late, as `open_run`
 
-    check_run(config)
-    note = check_user_code(config)
-    status = plan_run(config)
-    if note is not None:
-        print(note)
-    return status
+    return dry_run(config)
 
 
 if __name__ == "__main__":

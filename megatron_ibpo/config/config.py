@@ -63,12 +63,15 @@ class Config:
         ]
 
 
-def on_device(config: Config, *, on_gpu: bool, has_delta_nets: bool) -> Config:
+def on_device(
+    config: Config, *, on_gpu: bool, has_delta_nets: bool, max_context: int | None = None
+) -> Config:
     """Return the configuration with every device-dependent default resolved.
 
     Args:
         on_gpu: whether the trainers have GPUs; a plan assumes that they will.
         has_delta_nets: whether the model has recurrent layers (`ModelShape.is_recurrent`).
+        max_context: limit of tokens in prompt and response; None: as it is.
     """
     bf16 = on_gpu if config.model.bf16 is None else config.model.bf16
     dtype = engine_dtype(
@@ -78,9 +81,9 @@ def on_device(config: Config, *, on_gpu: bool, has_delta_nets: bool) -> Config:
         has_delta_nets=has_delta_nets,
         is_quantized="quantization" in named_values(config.rollout.vllm_arg),
     )
-    return replace(
-        config, model=replace(config.model, bf16=bf16), rollout=replace(config.rollout, vllm_dtype=dtype)
-    )
+    context = config.rollout.rollout_max_context_len if max_context is None else max_context
+    rollout = replace(config.rollout, vllm_dtype=dtype, rollout_max_context_len=context)
+    return replace(config, model=replace(config.model, bf16=bf16), rollout=rollout)
 
 
 def engine_dtype(

@@ -147,6 +147,11 @@ class RolloutConfig:
             top_k[index % len(top_k)] if top_k else self.rollout_top_k,
         )
 
+    def context_of(self, limit: int) -> int:
+        """Return the limit of tokens in prompt and response together: --rollout-max-context-len, or the
+        model's own."""
+        return self.rollout_max_context_len or limit
+
     @property
     def runs_ahead(self) -> bool:
         """True if groups are sampled before earlier steps are finished."""

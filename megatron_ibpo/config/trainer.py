@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from megatron_ibpo.config.algorithm import AlgorithmConfig, LossConfig
-from megatron_ibpo.config.config_error import broken
+from megatron_ibpo.config.config_error import ConfigError, broken
 from megatron_ibpo.config.paths import Kind, missing_model
 from megatron_ibpo.config.ranges import (
     BELOW_1,
@@ -22,6 +22,8 @@ from megatron_ibpo.config.ranges import (
     within,
 )
 from megatron_ibpo.config.run import RunConfig
+
+NO_MODEL = "--hf-checkpoint: required, a directory in Hugging Face format, or owner/name"
 
 
 @dataclass
@@ -77,6 +79,13 @@ class ModelConfig:
     weights themselves."""
 
     @property
+    def hf_dir(self) -> Path:
+        """--hf-checkpoint, which `problems` has found to be there."""
+        if self.hf_checkpoint is None:
+            raise ConfigError(NO_MODEL)
+        return self.hf_checkpoint
+
+    @property
     def tokens_without_gradient(self) -> int:
         """Tokens per micro-batch in passes without a gradient."""
         return self.log_probs_max_tokens_per_gpu or self.max_tokens_per_gpu
@@ -85,7 +94,7 @@ class ModelConfig:
         """Return the problems, one line each."""
         found = []
         if self.hf_checkpoint is None:
-            found.append("--hf-checkpoint: required, a directory in Hugging Face format, or owner/name")
+            found.append(NO_MODEL)
         found += missing_model("--hf-checkpoint", self.hf_checkpoint)
         found += missing_model("--ref-load", self.ref_load)
         if self.ref_load is not None and loss.kl_coef == 0:

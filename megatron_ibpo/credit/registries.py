@@ -1,5 +1,6 @@
 """The methods, token credits and estimators by name, and the user's own by import path."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ibpo.config import (
@@ -64,6 +65,28 @@ def find_operator(algorithm: AlgorithmConfig) -> Operator:
         ValueError: no such method, it lacks `judge`, or a parameter is out of range.
     """
     return built(_operator(algorithm.ibpo_operator), algorithm.parameters)
+
+
+@dataclass(frozen=True)
+class Method:
+    """The method of a run, built with its parameters."""
+
+    operator: Operator
+    estimator: Estimator
+    token_credit: TokenCredit
+
+
+def find_method(algorithm: AlgorithmConfig, operator: Operator | None = None) -> Method:
+    """Return the method of --ibpo-operator, --advantages and --token-credit.
+
+    Args:
+        operator: in place of that of --ibpo-operator.
+
+    Raises:
+        ValueError: one of them does not exist, or a parameter is out of range.
+    """
+    operator = operator or find_operator(algorithm)
+    return Method(operator, find_estimator(algorithm), find_token_credit(algorithm))
 
 
 def find_token_credit(algorithm: AlgorithmConfig) -> TokenCredit:

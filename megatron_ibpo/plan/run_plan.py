@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -13,6 +12,7 @@ from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.basics.text import counted, listed
 from megatron_ibpo.cluster.main_memory import main_memory
 from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.credit import find_operator
 from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.engines.truncation import check_truncation
 from megatron_ibpo.models import ModelConfigError, padded_vocab_size
@@ -75,8 +75,8 @@ def _on_this_machine(plan: Plan, config: Config) -> str:
     if plan.census is None or plan.world_size > (os.cpu_count() or 1):
         return ""
     context = plan.config.rollout.rollout_max_context_len
-    config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
-    config = on_device(config, on_gpu=False, has_delta_nets=plan.shape.is_recurrent)
+    recurrent = plan.shape.is_recurrent
+    config = on_device(config, on_gpu=False, has_delta_nets=recurrent, max_context=context)
     try:
         check_truncation(config, on_gpu=False)
         parts = memory_on_cpus(config, plan.shape, plan.census)
@@ -104,7 +104,15 @@ def _print_plan(plan: Plan, console: Console, on_this_machine: str) -> None:
     parameters = None if plan.census is None else plan.census.total
     layers = served_by(plan.shape, FAST, bf16=bool(config.model.bf16))
     engines = plan.num_engines or None
-    sizes = run_sizes(config, plan.world_size, parameters=parameters, engines=engines, layers=layers)
+    corrections = find_operator(config.algorithm).ibpo_corrections
+    sizes = run_sizes(
+        config,
+        plan.world_size,
+        corrections=corrections,
+        parameters=parameters,
+        engines=engines,
+        layers=layers,
+    )
     console.print(sizes_table(sizes))
     if plan.census is not None:
         say()

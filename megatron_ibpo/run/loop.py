@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -12,14 +12,13 @@ import numpy as np
 
 from megatron_ibpo.basics.records import Floats, Group, TrainSequence
 from megatron_ibpo.cluster.deaths import MOST_DEATHS, ProcessDiedError
-from megatron_ibpo.config import AlgorithmConfig, Config
+from megatron_ibpo.config import Config
 from megatron_ibpo.credit import (
     Credit,
     CreditContext,
     LogProbQuery,
     assign_credit,
     credit_of,
-    find_operator,
 )
 from megatron_ibpo.credit.break_even import composition_counts, learns_from_corrections
 from megatron_ibpo.engines.probe import IdleEngine, compare_probes, probe
@@ -49,6 +48,7 @@ from megatron_ibpo.run.operator_skill import (
     skill_json,
     try_corrections,
 )
+from megatron_ibpo.run.resolve import Foundation
 from megatron_ibpo.run.rollouts import Fleet, LiveRollouts, Rollouts
 from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.weights.formats.retention import Keep
@@ -146,6 +146,7 @@ class Run:
     """A run in progress."""
 
     config: Config
+    foundation: Foundation
     data: RunData
     rollouts: Rollouts
     """Source of samples and rewards: engines and verifiers, or a recording."""
@@ -181,7 +182,7 @@ class Run:
         """
         self._lay_engines_to_sleep()  # credit may need the policy or the critic, and training follows
         with self.stages("credit"):
-            credit = self._surviving(lambda: assign_credit(groups, self._context()))
+            credit = self._surviving(lambda: assign_credit(groups, self._context(), self.foundation.method))
         if not self.config.run.debug_rollout_only:
             check_recorded(self.config, credit.sequences)
         self._count_passes()
@@ -191,15 +192,15 @@ class Run:
     def measure_corrections_if_due(self) -> None:
         """Measure before the first step whether corrections succeed more often than another try. Its seeds
         and prompts are not those of the first step."""
-        config, rollouts = self.config, self.rollouts
-        count, algorithm = config.run.operator_skill_prompts, config.algorithm
-        if self.progress.step > 0 or not count or not corrects(algorithm):
+        config, rollouts, operator = self.config, self.rollouts, self.foundation.method.operator
+        count = config.run.operator_skill_prompts
+        if self.progress.step > 0 or not count or not corrects(operator):
             return
         if not isinstance(rollouts, LiveRollouts):  # a recording cannot answer
             return
         context = self._context()
         asking = Asking(
-            algorithm,
+            operator.ibpo_k,
             config.rollout,
             context.vocabulary,
             context.max_context,
@@ -229,7 +230,7 @@ class Run:
         if interval is None or self.progress.step % interval or run.debug_rollout_only:
             return {}
         with self.stages("gradient meter"):
-            plain = assign_credit(groups, self._context(algorithm=GSPO)).sequences
+            plain = assign_credit(groups, replace(self._context(), algorithm=GSPO)).sequences
             metrics = self._surviving(lambda: self.policy.measure_gradient(sequences, plain))
         self.policy.take_passes()  # passes of an instrument are free
         return metrics
@@ -338,8 +339,8 @@ class Run:
     def _premise(self, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Return the metrics that tell whether corrections pay (`credit.break_even`). Empty if the run learns
         from no corrections; the suffixes of reset-groups are other responses."""
-        algorithm = self.config.algorithm
-        if not corrects(algorithm) or not learns_from_corrections(find_operator(algorithm)):
+        operator = self.foundation.method.operator
+        if not corrects(operator) or not learns_from_corrections(operator):
             return {}
         price = self.cost.correction_price(groups, sequences)
         return {} if price is None else {"correction_price": price, **composition_counts(groups)}
@@ -514,7 +515,7 @@ class Run:
         progress.saved = progress.whole
         steps = range(done, progress.step if not run.debug_rollout_only else done)
         for step, groups in zip(steps, self.rollouts.past(steps, self._context), strict=True):
-            credit = assign_credit(groups, self._context(step))
+            credit = assign_credit(groups, self._context(step), self.foundation.method)
             self._remember(step, credit)
             self.policy.update(credit.sequences)
         self.policy.take_passes()  # repeated work after a death is no cost of the algorithm
@@ -525,16 +526,14 @@ class Run:
         kept = {at: memory for at, memory in self.progress.remembered.items() if at >= self.progress.whole}
         self.progress.remembered = kept | ({step + 1: credit.memory} if credit.memory else {})
 
-    def _context(self, step: int | None = None, algorithm: AlgorithmConfig | None = None) -> CreditContext:
+    def _context(self, step: int | None = None) -> CreditContext:
         """Return the context of the step after `step` completed ones; None: the present step."""
-        limit = self.config.rollout.rollout_max_context_len
-        assert limit is not None  # resolved at start-up
         step = self.progress.step if step is None else step
         return CreditContext(
-            algorithm or self.config.algorithm,
+            self.config.algorithm,
             self.config.rollout,
             self.data.vocabulary,
-            limit,
+            self.foundation.max_context,
             self.config.run.seed,
             step,
             self.config.data.reward_threshold,

@@ -227,7 +227,7 @@ def run_of(run_dir):
     config, asked = Config(), mock.Mock()
     config.run.run_dir = run_dir
     run = Run(
-        config=config, data=None, policy=asked.policy, engines=asked.engines,
+        config=config, foundation=None, data=None, policy=asked.policy, engines=asked.engines,
         rollouts=SimpleNamespace(state=dict, past=lambda steps, _: [[] for _ in steps]),
         journal=SimpleNamespace(pending_bytes=0, saved=lambda _: None),
         reporter=SimpleNamespace(note=print), disk=DiskWait(0, print),
