@@ -25,7 +25,7 @@ from megatron_ibpo.run.settings import parse_config
 
 if TYPE_CHECKING:
     from megatron_ibpo.plan.calibration import MeasuredStep
-    from megatron_ibpo.run.loop import Run
+    from megatron_ibpo.run.state import Run
 
 SMALL = 4
 """Small steps use a quarter of the prompts."""
@@ -114,9 +114,11 @@ def measured_steps(run: "Run") -> Iterator["MeasuredStep"]:
 
 def _step(run: "Run") -> tuple[list[Group], dict[str, float]]:
     """Take one step as `train` does, without a report."""
-    groups = run.sample()
-    metrics = run.update(run.credit(groups).sequences)
-    run.sync()
+    from megatron_ibpo.run import loop
+
+    groups = loop.sample(run)
+    metrics = loop.update(run, loop.credit(run, groups).sequences)
+    loop.sync(run)
     return groups, metrics
 
 

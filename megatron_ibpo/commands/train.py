@@ -16,7 +16,7 @@ from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.stop_request import StopRequest
 
 if TYPE_CHECKING:
-    from megatron_ibpo.run.loop import Run
+    from megatron_ibpo.run.state import Run
 
 OF_PLAN: dict[str, Any] = {
     "program": "ibpo plan",
@@ -85,11 +85,12 @@ def _train(config: Config, stop: StopRequest) -> int:
 
 
 def _steps(run: "Run", stop: StopRequest) -> int:
-    from megatron_ibpo.run.steps import steps  # imported late, as `open_run`
+    from megatron_ibpo.run import saving  # imported late, as `open_run`
+    from megatron_ibpo.run.steps import steps
 
     for _ in steps(run, stop):
         pass
-    run.finish("interrupted" if stop.requested else "finished")
+    saving.finish(run, "interrupted" if stop.requested else "finished")
     return INTERRUPTED if stop.requested else DONE
 
 

@@ -99,7 +99,7 @@ class OwnRank:
 
 
 class LeanEngines:
-    """The one engine, in this process, for the loop and the sampler (`run.loop.Engines`)."""
+    """The one engine, in this process, for the loop and the sampler (`run.state.Engines`)."""
 
     count = alive = 1
 

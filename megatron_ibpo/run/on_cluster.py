@@ -15,6 +15,7 @@ from typing import Any
 from megatron_ibpo.basics.policy_digest import policy_digest
 from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.basics.text import counted
+from megatron_ibpo.cluster.engine_processes import EngineProcesses
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.cluster.environments import Environments
 from megatron_ibpo.cluster.placement import Engines as WantedEngines
@@ -33,11 +34,11 @@ from megatron_ibpo.models import ModelShape, least_world
 from megatron_ibpo.report.run_dir import check_disk
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs
-from megatron_ibpo.run.loop import Run
 from megatron_ibpo.run.processes import Launched, Processes, TrainersAlone
 from megatron_ibpo.run.resolve import ResolvedConfig, check_model_layout, read_foundation, resolve
 from megatron_ibpo.run.rollouts import Rollouts, open_rollouts
 from megatron_ibpo.run.run_data import RunData
+from megatron_ibpo.run.state import Run
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder, choose_transport
 
 NODE_ERRORS = (NodeLostError, EngineLostError)
@@ -93,7 +94,7 @@ class OnCluster:
                 wait_ready=partial(_wait_ready, engines, verifiers, environments),
             )
 
-        memory = trainers.main_memory() | (engines.main_memory() if engines is not None else {})
+        memory = trainers.main_memory() | (engines.processes.main_memory() if engines is not None else {})
         return Launched(memory, build)
 
     def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[TrainersAlone]:
@@ -116,7 +117,7 @@ def _build(config: Config, checkpoint: Path | None, trainers: Trainers, engines:
     """Build the trainers' model while engines load theirs."""
     if engines is not None:
         engines.start()
-        if engines.settings.sleep_mode:
+        if engines.sleeps:
             # memory that trainers take meanwhile would look like the engines' own use of a shared GPU
             engines.wait_ready()
             engines.sleep()
@@ -137,7 +138,7 @@ def _wait_ready(engines: Engines | None, verifiers: Verifiers, environments: Env
     verifiers.wait_ready()
     if environments is not None:
         environments.wait_ready()
-    if engines is not None and not engines.settings.sleep_mode:
+    if engines is not None and not engines.sleeps:
         engines.wait_ready()
 
 
@@ -311,23 +312,26 @@ def _launch_engines(
         num_threads=environment_number("OMP_NUM_THREADS", 1, least=1),
         records_sampling_mask=records_sampling_mask,
     )
-    engines = Engines(
+    processes = EngineProcesses(
         trainers,
         placement,
         group,
         rollout.rollout_backend,
         settings,
         config.run.run_dir / "logs",
+        start_timeout(rollout, hf_dir),
+    )
+    engines = Engines(
+        processes,
         UpdateOrder(
             version=0,
             sleeping=False,
             check=rollout.check_weight_update_equal,
             timeout=rollout.update_weight_timeout,
         ),
-        start_timeout(rollout, hf_dir),
     )
     stack.callback(engines.close)
-    engines.launch()
+    processes.launch()
     return engines
 
 

@@ -19,12 +19,12 @@ from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs, open_journal
-from megatron_ibpo.run.loop import Progress, Run
 from megatron_ibpo.run.preflight import preflight
 from megatron_ibpo.run.processes import Backend, Processes
 from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation, resolve
 from megatron_ibpo.run.resume_point import ResumePoint, read_resume_point
 from megatron_ibpo.run.rollouts import open_rollouts
+from megatron_ibpo.run.state import Progress, Run
 from megatron_ibpo.sampling.journal_memory import JournalMemory
 
 

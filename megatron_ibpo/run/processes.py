@@ -13,8 +13,8 @@ from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.group import RankCalls
 from megatron_ibpo.rewards import Pool
 from megatron_ibpo.run.inputs import Inputs
-from megatron_ibpo.run.loop import Engines
 from megatron_ibpo.run.resolve import ResolvedConfig
+from megatron_ibpo.run.state import Engines
 
 T = TypeVar("T")
 

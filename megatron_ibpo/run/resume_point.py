@@ -9,7 +9,7 @@ from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.report import load_groups, rollout_path
 from megatron_ibpo.report.run_dir import CONFIG_FILE, holds_work
 from megatron_ibpo.run.cost import Spent
-from megatron_ibpo.run.loop import Progress
+from megatron_ibpo.run.state import Progress
 from megatron_ibpo.weights.formats.run_state import RUN_STATE, find_checkpoint, load_run_state
 from megatron_ibpo.weights.weight_errors import CheckpointError
 

@@ -14,8 +14,9 @@ import megatron_ibpo as mi
 from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.journal import LostStepError, read_journal
 from megatron_ibpo.report import RewardErrorRateError, read_rows
+from megatron_ibpo.run import loop, saving
 from megatron_ibpo.run.inputs import open_journal
-from megatron_ibpo.run.loop import NotFiniteError, Run
+from megatron_ibpo.run.loop import NotFiniteError
 from megatron_ibpo.run.preflight import disk_bytes
 from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.run_data import RunData, open_run_data
@@ -216,7 +217,7 @@ def test_a_run_whose_operator_asks_for_more_samples_finishes_with_its_summary(tm
     with live_run(config_of(tmp_path, *flags)) as steps:
         steps.take(1)
         assert any(group.corrections for group in steps.groups[0])
-        steps.run.finish("finished")
+        saving.finish(steps.run, "finished")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert (summary["break_even"] is None) == (operator != "compare-and-correct")
@@ -308,7 +309,7 @@ def test_what_was_sampled_before_an_error_is_not_sampled_again(tmp_path, monkeyp
     fail, before, again = Mock(side_effect=error), StandIns(), StandIns()
     with monkeypatch.context() as patched:
         if isinstance(error, KeyboardInterrupt):
-            patched.setattr(Run, "update", fail)
+            patched.setattr(loop, "update", fail)
         with pytest.raises(type(error)), opened(config_of(tmp_path, "--num-rollout", "2"), before) as run:
             fail(next(run))
     assert before.engines.asked
