@@ -374,7 +374,7 @@ def _padding(plan: Plan) -> Iterator[str]:
 def _disk(config: Config, census: Census) -> str:
     if not config.run.save:
         return "disk: no checkpoints, --no-save"
-    checkpoints, exports = kept_at_once(config)
+    checkpoints, exports = kept_at_once(config.run)
     checkpoint = config.algorithm.num_models * checkpoint_bytes(census.trained, bf16=bool(config.model.bf16))
     return (
         f"disk: {_gib(_disk_bytes(config, census))} GiB for {counted(checkpoints, 'checkpoint')} at one "
