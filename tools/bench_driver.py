@@ -407,7 +407,7 @@ def real_calls(tokens: int, responses: int) -> dict[str, Any]:
 
     from megatron_ibpo.cluster.actor import Host, on_node, result
     from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
-    from megatron_ibpo.cluster.engines import CALLS_AT_ONCE
+    from megatron_ibpo.cluster.engine_processes import CALLS_AT_ONCE
 
     node = ray.get_runtime_context().get_node_id()
     hosts = {

@@ -25,7 +25,7 @@ from megatron_ibpo.run.settings import parse_config
 
 if TYPE_CHECKING:
     from megatron_ibpo.plan.calibration import MeasuredStep
-    from megatron_ibpo.run.loop import Run
+    from megatron_ibpo.run.state import Run
 
 SMALL = 4
 """Small steps use a quarter of the prompts."""
@@ -81,7 +81,6 @@ def calibrate(config: Config, path: Path) -> None:
     """Run the whole measurement and write the file."""
     check_installed()
     # imported late, so that wrong flags are reported at once
-    from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.plan.calibration import calibrated, measure_rates
     from megatron_ibpo.plan.machine import write_machine
     from megatron_ibpo.run.open import open_run
@@ -90,12 +89,11 @@ def calibrate(config: Config, path: Path) -> None:
     with ExitStack() as stack:
         run = stack.enter_context(open_run(config))
         steps = list(measured_steps(run))
-        config = run.config
-    hf_dir, world_size = config.model.hf_checkpoint, config.cluster.num_trainers
-    assert hf_dir is not None  # the run has started
+        config, shape = run.config, run.foundation.shape
+    world_size = config.cluster.num_trainers
     assert world_size is not None
     about = f"a machine measured on {date.today()}, in {len(steps)} steps of a run"
-    machine = calibrated(steps, rates, config, read_hf_config(hf_dir), world_size, about=about)
+    machine = calibrated(steps, rates, config, shape, world_size, about=about)
     write_machine(machine, path)
     print(f"{path} is written; --dry-run-hardware takes it for runs of {machine.workload}")
 
@@ -116,9 +114,11 @@ def measured_steps(run: "Run") -> Iterator["MeasuredStep"]:
 
 def _step(run: "Run") -> tuple[list[Group], dict[str, float]]:
     """Take one step as `train` does, without a report."""
-    groups = run.sample()
-    metrics = run.update(run.credit(groups).sequences)
-    run.sync()
+    from megatron_ibpo.run import loop
+
+    groups = loop.sample(run)
+    metrics = loop.update(run, loop.credit(run, groups).sequences)
+    loop.sync(run)
     return groups, metrics
 
 

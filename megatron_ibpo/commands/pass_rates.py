@@ -113,14 +113,10 @@ def measure(config: Config, path: Path) -> None:
 
 def _prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:
     """Return the prompts of training, without the filter."""
-    from megatron_ibpo.models import read_hf_config
+    from megatron_ibpo.run.resolve import read_foundation
     from megatron_ibpo.run.run_data import training_prompts
 
-    hf_dir = config.model.hf_checkpoint
-    assert hf_dir is not None  # check_settings has refused None
-    context = config.rollout.rollout_max_context_len or read_hf_config(hf_dir).max_position_embeddings
-    rollout = replace(config.rollout, rollout_max_context_len=context)
-    source = training_prompts(replace(config, rollout=rollout), tokenizer)
+    source = training_prompts(config, tokenizer, read_foundation(config).max_context)
     if not source.num_prompts():
         raise ValueError(
             "--prompt-data: a generated task never repeats, so its prompts cannot be chosen by pass rate"

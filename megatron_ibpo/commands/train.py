@@ -11,12 +11,12 @@ from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
 from megatron_ibpo.config import COMMON_FLAGS, Config
 from megatron_ibpo.data.hub import with_local_copies
 from megatron_ibpo.data.hub_upload import prepare_upload, upload_export
-from megatron_ibpo.run.checks import check_installed, check_run, check_settings
+from megatron_ibpo.run.checks import check_installed, check_settings
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.stop_request import StopRequest
 
 if TYPE_CHECKING:
-    from megatron_ibpo.run.loop import Run
+    from megatron_ibpo.run.state import Run
 
 OF_PLAN: dict[str, Any] = {
     "program": "ibpo plan",
@@ -85,25 +85,19 @@ def _train(config: Config, stop: StopRequest) -> int:
 
 
 def _steps(run: "Run", stop: StopRequest) -> int:
-    from megatron_ibpo.run.steps import steps  # imported late, as `open_run`
+    from megatron_ibpo.run import saving  # imported late, as `open_run`
+    from megatron_ibpo.run.steps import steps
 
     for _ in steps(run, stop):
         pass
-    run.finish("interrupted" if stop.requested else "finished")
+    saving.finish(run, "interrupted" if stop.requested else "finished")
     return INTERRUPTED if stop.requested else DONE
 
 
 def _plan(config: Config) -> int:
-    """Print the plan of a run."""
-    from megatron_ibpo.plan.run_plan import plan_run
-    from megatron_ibpo.run.user_code import check_user_code
+    from megatron_ibpo.run.preflight import dry_run  # imported late, as `open_run`
 
-    check_run(config)
-    note = check_user_code(config)
-    status = plan_run(config)
-    if note is not None:
-        print(note)
-    return status
+    return dry_run(config)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Settings of the algorithm: credit, the groups to train on, the loss and the corrections of its ratios."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.config.ranges import (
@@ -15,8 +15,8 @@ from megatron_ibpo.config.ranges import (
     UseAppendAction,
 )
 
-if TYPE_CHECKING:
-    from megatron_ibpo.config.config import Config
+CRITIC = "critic"
+"""--advantages of a critic's values, in place of an estimator that compares rewards."""
 
 
 @dataclass
@@ -68,6 +68,16 @@ class AlgorithmConfig:
     overlong_buffer_share: Annotated[float, UNIT] = 0.0
     """DAPO: share of --rollout-max-response-len, at its end, in which a response loses reward, up to 1 at the
     full length. 0: off; DAPO uses 0.2 (4,096 of 20,480 tokens)."""
+
+    @property
+    def trains_critic(self) -> bool:
+        """True if a critic is trained beside the policy."""
+        return self.advantages == CRITIC
+
+    @property
+    def num_models(self) -> int:
+        """Number of trained models: the policy, and the critic if there is one, which has about its size."""
+        return 2 if self.trains_critic else 1
 
 
 @dataclass
@@ -147,10 +157,13 @@ class LossConfig:
         """Flags under which the loss reads the log-probs of sampling."""
         return [*self.corrections, *(["--old-logprobs engine"] if self.old_logprobs == "engine" else [])]
 
-    def problems(self, config: "Config") -> list[str]:
-        """Return the problems, one line each."""
+    def problems(self, size: int) -> list[str]:
+        """Return the problems, one line each.
+
+        Args:
+            size: --rollout-batch-size.
+        """
         from_engine, steps = self.old_logprobs == "engine", self.num_steps_per_rollout
-        size = config.rollout.rollout_batch_size
         return broken(
             {
                 f"--num-steps-per-rollout {steps}: does not divide --rollout-batch-size {size}, and "

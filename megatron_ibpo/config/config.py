@@ -50,26 +50,28 @@ class Config:
         Args:
             trains: False if the policy is only evaluated.
         """
-        checked = (
-            self.model,
-            self.parallel,
-            self.optimizer,
-            self.loss,
-            self.data,
-            self.rollout,
-            self.environment,
-            self.run,
-        )
-        missing = self.data.missing(self.run, trains=trains)
-        return [*missing, *(problem for section in checked for problem in section.problems(self))]
+        return [
+            *self.data.missing(self.run, trains=trains),
+            *self.model.problems(self.loss, self.algorithm),
+            *self.parallel.problems(),
+            *self.optimizer.problems(self.model, self.parallel, self.run),
+            *self.loss.problems(self.rollout.rollout_batch_size),
+            *self.data.problems(self.algorithm, self.run),
+            *self.rollout.problems(self.algorithm, self.run),
+            *self.environment.problems(self.rollout),
+            *self.run.problems(),
+        ]
 
 
-def on_device(config: Config, *, on_gpu: bool, has_delta_nets: bool) -> Config:
+def on_device(
+    config: Config, *, on_gpu: bool, has_delta_nets: bool, max_context: int | None = None
+) -> Config:
     """Return the configuration with every device-dependent default resolved.
 
     Args:
         on_gpu: whether the trainers have GPUs; a plan assumes that they will.
         has_delta_nets: whether the model has recurrent layers (`ModelShape.is_recurrent`).
+        max_context: limit of tokens in prompt and response; None: as it is.
     """
     bf16 = on_gpu if config.model.bf16 is None else config.model.bf16
     dtype = engine_dtype(
@@ -79,9 +81,9 @@ def on_device(config: Config, *, on_gpu: bool, has_delta_nets: bool) -> Config:
         has_delta_nets=has_delta_nets,
         is_quantized="quantization" in named_values(config.rollout.vllm_arg),
     )
-    return replace(
-        config, model=replace(config.model, bf16=bf16), rollout=replace(config.rollout, vllm_dtype=dtype)
-    )
+    context = config.rollout.rollout_max_context_len if max_context is None else max_context
+    rollout = replace(config.rollout, vllm_dtype=dtype, rollout_max_context_len=context)
+    return replace(config, model=replace(config.model, bf16=bf16), rollout=rollout)
 
 
 def engine_dtype(

@@ -3,8 +3,9 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.config.paths import Kind, searched
 from megatron_ibpo.config.ranges import (
@@ -19,10 +20,7 @@ from megatron_ibpo.config.ranges import (
     UseAppendAction,
     within,
 )
-
-if TYPE_CHECKING:
-    from megatron_ibpo.config.config import Config
-    from megatron_ibpo.config.run import RunConfig
+from megatron_ibpo.config.run import RunConfig
 
 
 @dataclass
@@ -123,9 +121,8 @@ class DataConfig:
     data_seed: Annotated[int, SEED] = 0
     """Seed for the order of prompts and for generated tasks."""
 
-    def problems(self, config: "Config") -> list[str]:
+    def problems(self, algorithm: AlgorithmConfig, run: RunConfig) -> list[str]:
         """Return the problems, one line each."""
-        algorithm = config.algorithm
         passes_over = algorithm.dynamic_sampling or algorithm.group_filter is not None
         found = broken(
             {
@@ -138,9 +135,7 @@ class DataConfig:
                 "--filter-pass-rate (bounds) and --pass-rates (measured rates) need each other; give "
                 "both or neither": ((self.filter_pass_rate is None) != (self.pass_rates is None)),
                 "--num-epoch: --dynamic-sampling and --group-filter skip prompts, so the number of steps "
-                "of an epoch is not known; use --num-rollout": (
-                    config.run.num_epoch is not None and passes_over
-                ),
+                "of an epoch is not known; use --num-rollout": (run.num_epoch is not None and passes_over),
             }
         )
         if self.pass_rates is not None and not os.path.isfile(self.pass_rates):
@@ -150,7 +145,7 @@ class DataConfig:
             )
         return found
 
-    def missing(self, run: "RunConfig", *, trains: bool) -> list[str]:
+    def missing(self, run: RunConfig, *, trains: bool) -> list[str]:
         """Return an error for each source of prompts that the run needs but lacks; a dry run needs none."""
         if run.dry_run or run.load_debug_rollout_data is not None:
             return []

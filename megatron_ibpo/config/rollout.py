@@ -1,8 +1,9 @@
 """Settings of sampling, and of environments: episodes of many turns."""
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.config.ranges import (
@@ -21,11 +22,7 @@ from megatron_ibpo.config.ranges import (
     or_word,
     within,
 )
-
-if TYPE_CHECKING:
-    from megatron_ibpo.config.algorithm import AlgorithmConfig
-    from megatron_ibpo.config.config import Config
-    from megatron_ibpo.config.run import RunConfig
+from megatron_ibpo.config.run import RunConfig
 
 MOST_SEQUENCES = 4_000_000
 """Most responses or corrections per step; each is a record in the driver's memory."""
@@ -150,20 +147,25 @@ class RolloutConfig:
             top_k[index % len(top_k)] if top_k else self.rollout_top_k,
         )
 
+    def context_of(self, limit: int) -> int:
+        """Return the limit of tokens in prompt and response together: --rollout-max-context-len, or the
+        model's own."""
+        return self.rollout_max_context_len or limit
+
     @property
     def runs_ahead(self) -> bool:
         """True if groups are sampled before earlier steps are finished."""
         return self.max_staleness > 0 or (self.over_sampling_batch_size or 0) > self.rollout_batch_size
 
-    def problems(self, config: "Config") -> list[str]:
+    def problems(self, algorithm: AlgorithmConfig, run: RunConfig) -> list[str]:
         """Return the problems, one line each."""
-        return [*self._size_problems(config.algorithm), *self._staleness_problems(config.run)]
+        return [*self._size_problems(algorithm), *self._staleness_problems(run)]
 
-    def _size_problems(self, algorithm: "AlgorithmConfig") -> list[str]:
+    def _size_problems(self, algorithm: AlgorithmConfig) -> list[str]:
         context, longest = self.rollout_max_context_len, self.rollout_max_response_len
         groups = max(self.rollout_batch_size, self.over_sampling_batch_size or 0)
         corrections = algorithm.parameters.get("ibpo_corrections", 0)
-        compares = algorithm.advantages != "critic" and not is_import_path(algorithm.advantages)
+        compares = not algorithm.trains_critic and not is_import_path(algorithm.advantages)
         sequences = groups * self.n_samples_per_prompt * max(1, corrections)
         return broken(
             {
@@ -180,7 +182,7 @@ class RolloutConfig:
             }
         )
 
-    def _staleness_problems(self, run: "RunConfig") -> list[str]:
+    def _staleness_problems(self, run: RunConfig) -> list[str]:
         over, size = self.over_sampling_batch_size, self.rollout_batch_size
         return broken(
             {
@@ -240,9 +242,8 @@ class EnvironmentConfig:
         own = [one for one in fields(self) if one.name not in without_effect]
         return {one.name: value for one in own if (value := getattr(self, one.name)) != one.default}
 
-    def problems(self, config: "Config") -> list[str]:
+    def problems(self, rollout: RolloutConfig) -> list[str]:
         """Return the problems, one line each."""
-        found = []
-        if self.environment is not None and config.rollout.rollout_prompt_suffixes:
-            found.append("--rollout-prompt-suffixes: with --environment the environment writes the prompt")
-        return found
+        if self.environment is None or not rollout.rollout_prompt_suffixes:
+            return []
+        return ["--rollout-prompt-suffixes: with --environment the environment writes the prompt"]

@@ -3,7 +3,7 @@
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config.config_error import broken, nearest
@@ -22,10 +22,6 @@ from megatron_ibpo.config.ranges import (
     or_word,
     within,
 )
-
-if TYPE_CHECKING:
-    from megatron_ibpo.config.config import Config
-
 
 _PROMPT_ROOM = 2048
 """Tokens reserved for the prompt in the paper's context lengths; the paper does not give the prompt's
@@ -190,7 +186,7 @@ class RunConfig:
         """Packages with wandb's interface that metrics are logged to as well."""
         return [name for name, used in (("wandb", self.use_wandb), ("trackio", self.use_trackio)) if used]
 
-    def problems(self, config: "Config") -> list[str]:
+    def problems(self) -> list[str]:
         """Return the problems, one line each."""
         preset, pushed = self.eval_preset, self.push_to_hub
         hub = None if pushed is None else read_hub_id(pushed)

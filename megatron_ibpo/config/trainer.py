@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-from megatron_ibpo.config.config_error import broken
+from megatron_ibpo.config.algorithm import AlgorithmConfig, LossConfig
+from megatron_ibpo.config.config_error import ConfigError, broken
 from megatron_ibpo.config.paths import Kind, missing_model
 from megatron_ibpo.config.ranges import (
     BELOW_1,
@@ -20,9 +21,9 @@ from megatron_ibpo.config.ranges import (
     named_values,
     within,
 )
+from megatron_ibpo.config.run import RunConfig
 
-if TYPE_CHECKING:
-    from megatron_ibpo.config.config import Config
+NO_MODEL = "--hf-checkpoint: required, a directory in Hugging Face format, or owner/name"
 
 
 @dataclass
@@ -78,20 +79,30 @@ class ModelConfig:
     weights themselves."""
 
     @property
+    def hf_dir(self) -> Path:
+        """--hf-checkpoint, which `problems` has found to be there."""
+        if self.hf_checkpoint is None:
+            raise ConfigError(NO_MODEL)
+        return self.hf_checkpoint
+
+    @property
     def tokens_without_gradient(self) -> int:
         """Tokens per micro-batch in passes without a gradient."""
         return self.log_probs_max_tokens_per_gpu or self.max_tokens_per_gpu
 
-    def problems(self, config: "Config") -> list[str]:
+    def problems(self, loss: LossConfig, algorithm: AlgorithmConfig) -> list[str]:
         """Return the problems, one line each."""
         found = []
         if self.hf_checkpoint is None:
-            found.append("--hf-checkpoint: required, a directory in Hugging Face format, or owner/name")
+            found.append(NO_MODEL)
         found += missing_model("--hf-checkpoint", self.hf_checkpoint)
         found += missing_model("--ref-load", self.ref_load)
-        if self.ref_load is not None and config.loss.kl_coef == 0:
+        if self.ref_load is not None and loss.kl_coef == 0:
             found.append("--ref-load: --kl-coef 0 uses no reference policy; set one or drop the other")
-        return [*found, *(self._needs_lora() if self.lora_rank is None else self._adapter_problems(config))]
+        return [
+            *found,
+            *(self._needs_lora() if self.lora_rank is None else self._adapter_problems(algorithm)),
+        ]
 
     def _needs_lora(self) -> list[str]:
         return broken(
@@ -101,7 +112,7 @@ class ModelConfig:
             }
         )
 
-    def _adapter_problems(self, config: "Config") -> list[str]:
+    def _adapter_problems(self, algorithm: AlgorithmConfig) -> list[str]:
         given = named_values(self.model_override)
         around = [
             name
@@ -110,7 +121,7 @@ class ModelConfig:
         ]
         rules = {
             "--lora-rank: a critic has no adapters, since all its weights are trained; take another "
-            "--advantages, or drop --lora-rank": config.algorithm.advantages == "critic",
+            "--advantages, or drop --lora-rank": algorithm.trains_critic,
             "--mtp-num-layers: trains all weights of its layers, and --lora-rank trains adapters only; "
             "drop one of them": self.mtp_num_layers > 0,
             "--moe-aux-loss-coeff: balances routers, which --lora-rank does not train; drop one of "
@@ -167,7 +178,7 @@ class ParallelConfig:
     distributed_timeout_minutes: Annotated[float, MINUTES] = 30.0
     """Minutes until a collective times out. 30: a step's longest forward pass stays far below it."""
 
-    def problems(self, config: "Config") -> list[str]:
+    def problems(self) -> list[str]:
         """Return the problems, one line each."""
         gathers_nothing = not (self.use_distributed_optimizer and self.overlap_grad_reduce)
         return broken(
@@ -222,17 +233,17 @@ class OptimizerConfig:
     """Any other field of Megatron's OptimizerConfig, as name=value like --model-override, such as
     exp_avg_dtype=bf16."""
 
-    def problems(self, config: "Config") -> list[str]:
+    def problems(self, model: ModelConfig, parallel: ParallelConfig, run: RunConfig) -> list[str]:
         """Return the problems, one line each."""
         precision_aware, offloads = self.use_precision_aware_optimizer, self.optimizer_cpu_offload
         follows_schedule = self.lr_decay_style != "constant" or self.lr_warmup_fraction > 0
         return broken(
             {
                 "--use-precision-aware-optimizer: needs --use-distributed-optimizer": (
-                    precision_aware and not config.parallel.use_distributed_optimizer
+                    precision_aware and not parallel.use_distributed_optimizer
                 ),
                 "--use-precision-aware-optimizer: needs bfloat16 weights; add --bf16 True": (
-                    precision_aware and config.model.bf16 is False
+                    precision_aware and model.bf16 is False
                 ),
                 "--optimizer-cpu-offload: needs --use-precision-aware-optimizer, as in Megatron-LM": (
                     offloads and not precision_aware
@@ -242,7 +253,7 @@ class OptimizerConfig:
                 ),
                 "--budget: the number of steps is not known beforehand, so the learning rate cannot "
                 "follow a schedule; use --lr-decay-style constant --lr-warmup-fraction 0": (
-                    config.run.budget is not None and follows_schedule
+                    run.budget is not None and follows_schedule
                 ),
             }
         )

@@ -2,7 +2,7 @@
 
 from megatron_ibpo.credit.assign import Credit, assign_credit
 from megatron_ibpo.credit.compared_parts import ThinkingMarks, part_in_prompt
-from megatron_ibpo.credit.estimators import CRITIC, ComparedSamples, Estimator
+from megatron_ibpo.credit.estimators import ComparedSamples, Estimator
 from megatron_ibpo.credit.group_filters import (
     AfterCredit,
     GroupFilter,
@@ -26,16 +26,17 @@ from megatron_ibpo.credit.registries import (
     OPERATORS,
     REGISTRIES,
     TOKEN_CREDITS,
+    Method,
     check_credit,
     credit_of,
     find_estimator,
+    find_method,
     find_operator,
     find_token_credit,
 )
 from megatron_ibpo.credit.token_credit import TokenCredit, TokenFactors
 
 __all__ = [
-    "CRITIC",
     "ESTIMATORS",
     "OPERATORS",
     "REGISTRIES",
@@ -50,6 +51,7 @@ __all__ = [
     "GroupFilter",
     "Judgement",
     "LogProbQuery",
+    "Method",
     "Operator",
     "ThinkingMarks",
     "TokenCredit",
@@ -62,6 +64,7 @@ __all__ = [
     "fill_batch",
     "find_estimator",
     "find_group_filter",
+    "find_method",
     "find_operator",
     "find_token_credit",
     "is_informative",

@@ -10,7 +10,7 @@ from megatron_ibpo.credit.estimators import ComparedSamples, Estimator, advantag
 from megatron_ibpo.credit.gae import Critic, critic_credit
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
 from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator, TokenWeights
-from megatron_ibpo.credit.registries import find_estimator, find_operator, find_token_credit
+from megatron_ibpo.credit.registries import Method, find_method
 from megatron_ibpo.credit.shaping import shaped_rewards, with_overlong_penalty
 from megatron_ibpo.credit.token_credit import weigh_tokens
 from megatron_ibpo.credit.train_sequences import joining_rewards, plain_prompt_sequences, train_sequences
@@ -29,9 +29,7 @@ class Credit:
     """Memory for the context of the next step (`CreditContext.memory`)."""
 
 
-def assign_credit(
-    groups: Sequence[Group], context: CreditContext, operator: Operator | None = None
-) -> Credit:
+def assign_credit(groups: Sequence[Group], context: CreditContext, method: Method | None = None) -> Credit:
     """Turn the step's scored groups, corrections attached, into weighted training sequences.
 
     Every sequence weighs 1 / (P·G). P·G counts all responses of the step, including those left out.
@@ -42,15 +40,15 @@ def assign_credit(
 
     Args:
         groups: all groups of the step; the operator's findings about the corrections are filled in.
-        operator: the method that judges responses; None: the one of --ibpo-operator.
+        method: the built method; None: built from the settings in the context.
 
     Raises:
         ValueError: the operator, the estimator or the token credit is unknown, gives an invalid result, or
             needs something that the context lacks.
     """
-    algorithm = context.algorithm
-    operator = operator or find_operator(algorithm)
-    judgement, estimator = operator.judge(groups, context), find_estimator(algorithm)
+    method = method or find_method(context.algorithm)
+    operator, estimator = method.operator, method.estimator
+    judgement = operator.judge(groups, context)
     num_responses = sum(len(group.responses) for group in groups)
     weight = 1 / num_responses if num_responses else 0.0
     correction_weight = weight * operator.ibpo_correction_weight
@@ -59,7 +57,7 @@ def assign_credit(
     relative = advantages(compared, estimator)
     shaped, joining = _parted(groups, [list(own.rewards) for own in compared])
     of_responses, of_joining = _parted(groups, relative)
-    factors = weigh_tokens(groups, of_responses, judgement, find_token_credit(algorithm), context)
+    factors = weigh_tokens(groups, of_responses, judgement, method.token_credit, context)
     rewards_of, advantages_of = _corrections(groups, judgement, operator, estimator, context)
     sequences: list[TrainSequence] = []
     for number, (group, rewards) in enumerate(zip(groups, shaped, strict=True)):

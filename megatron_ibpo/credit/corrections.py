@@ -111,7 +111,7 @@ class CompareAndCorrect(Operator):
             f"{flag}: a correction is trained on once, under its own prompt or the plain one; add "
             "--no-ibpo-joint": self.ibpo_joint,
             f"{flag}: corrections join the responses that they are compared with, and --advantages critic "
-            "compares none; take another estimator": config.algorithm.advantages == "critic",
+            "compares none; take another estimator": config.algorithm.trains_critic,
             f"{flag}: the engine's log-probs of a correction are those of its own long prompt; use "
             "--old-logprobs recompute": config.loss.old_logprobs == "engine",
         }

@@ -37,9 +37,6 @@ class BatchEstimator(Protocol):
 
 Estimator = GroupEstimator | BatchEstimator
 
-CRITIC = "critic"
-"""--advantages of PPO: a critic's value is each token's baseline (`gae.py`)."""
-
 _EPSILON = 1e-8
 
 

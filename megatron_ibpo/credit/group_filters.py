@@ -1,13 +1,14 @@
 """Filters of groups: --group-filter, and dynamic sampling (DAPO, arXiv 2503.14476, section 3.2)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import AlgorithmConfig, load_hook
 from megatron_ibpo.credit.assign import assign_credit
-from megatron_ibpo.credit.estimators import CRITIC
+from megatron_ibpo.credit.estimators import group_mean
 from megatron_ibpo.credit.operator import CreditContext, Operator
+from megatron_ibpo.credit.registries import Method, find_estimator
+from megatron_ibpo.credit.token_credit import uniform
 
 GroupFilter = Callable[[Group], bool]
 """Returns whether to use a group, scored and not yet corrected."""
@@ -33,10 +34,9 @@ def leaves_gradient(group: Group, context: CreditContext, operator: Operator) ->
     Judged by the group alone, so an adaptive rewrite threshold is that of its own corrections. With a critic,
     rewards decide instead of advantages.
     """
-    algorithm = replace(context.algorithm, token_credit="uniform")
-    if algorithm.advantages == CRITIC:
-        algorithm.advantages = "group-mean"
-    credit = assign_credit([group], replace(context, algorithm=algorithm), operator)
+    algorithm = context.algorithm
+    estimator = group_mean if algorithm.trains_critic else find_estimator(algorithm)
+    credit = assign_credit([group], context, Method(operator, estimator, uniform))
     return any(sequence.has_advantage for sequence in credit.sequences)
 
 

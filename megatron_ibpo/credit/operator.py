@@ -247,7 +247,7 @@ def bonus_problems(weight: float, most: float, factor: str, reward_threshold: fl
 
 def mask_problems(variant: str, config: Config) -> list[str]:
     """Return an error if a variant of masks cannot work with the estimator."""
-    if variant != "signed-mask" or config.algorithm.advantages != "critic":
+    if variant != "signed-mask" or not config.algorithm.trains_critic:
         return []
     return [
         "--ibpo-variant signed-mask goes by the sign of a response's advantage, and --advantages critic "

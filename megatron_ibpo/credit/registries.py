@@ -1,8 +1,10 @@
 """The methods, token credits and estimators by name, and the user's own by import path."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ibpo.config import (
+    CRITIC,
     AlgorithmConfig,
     Config,
     Registry,
@@ -14,7 +16,6 @@ from megatron_ibpo.config import (
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.divergence import DivergenceCut, DivergenceWindow
 from megatron_ibpo.credit.estimators import (
-    CRITIC,
     Estimator,
     group_mean,
     group_z_score,
@@ -64,6 +65,28 @@ def find_operator(algorithm: AlgorithmConfig) -> Operator:
         ValueError: no such method, it lacks `judge`, or a parameter is out of range.
     """
     return built(_operator(algorithm.ibpo_operator), algorithm.parameters)
+
+
+@dataclass(frozen=True)
+class Method:
+    """The method of a run, built with its parameters."""
+
+    operator: Operator
+    estimator: Estimator
+    token_credit: TokenCredit
+
+
+def find_method(algorithm: AlgorithmConfig, operator: Operator | None = None) -> Method:
+    """Return the method of --ibpo-operator, --advantages and --token-credit.
+
+    Args:
+        operator: in place of that of --ibpo-operator.
+
+    Raises:
+        ValueError: one of them does not exist, or a parameter is out of range.
+    """
+    operator = operator or find_operator(algorithm)
+    return Method(operator, find_estimator(algorithm), find_token_credit(algorithm))
 
 
 def find_token_credit(algorithm: AlgorithmConfig) -> TokenCredit:
@@ -117,7 +140,7 @@ def check_credit(config: Config) -> None:
 def _contradictions(algorithm: AlgorithmConfig, operator: Operator, token_credit: TokenCredit) -> list[str]:
     """Return the conflicts between choices that are valid alone."""
     problems = []
-    if algorithm.token_credit != "uniform" and algorithm.advantages == CRITIC:
+    if algorithm.token_credit != "uniform" and algorithm.trains_critic:
         problems.append(
             f"--token-credit {algorithm.token_credit} compares the responses of a group, and --advantages "
             "critic gives every token an advantage of its own; drop one of them"

@@ -100,8 +100,7 @@ def prompt_fingerprint(prompt: Prompt) -> str:
 def policy_fingerprint(config: Config) -> str:
     """Return a fingerprint of the weights of --hf-checkpoint, and of everything else that affects its pass
     rates."""
-    hf_dir, rollout, data = config.model.hf_checkpoint, config.rollout, config.data
-    assert hf_dir is not None  # checked before
+    hf_dir, rollout, data = config.model.hf_dir, config.rollout, config.data
     settings = [
         rollout.rollout_temperature,
         rollout.rollout_top_p,

@@ -21,7 +21,7 @@ from megatron_ibpo.config import (
     eval_sampling,
     nearest,
 )
-from megatron_ibpo.credit import find_operator
+from megatron_ibpo.credit import Operator
 from megatron_ibpo.data import DataError, PromptSource, Tokenizer, open_source
 from megatron_ibpo.data.files import each_row
 from megatron_ibpo.data.generated import told_if_slow
@@ -79,13 +79,13 @@ class SetEvaluation:
     samples: list[EvalSample]
 
 
-def set_settings(own: EvalSet, config: Config, policy: str) -> Settings:
+def set_settings(own: EvalSet, config: Config, operator: Operator, policy: str) -> Settings:
     """Return everything that the samples of a set depend on.
 
     Args:
         policy: digest of the policy's weights.
     """
-    corrects, operator = config.run.eval_compare_and_correct, find_operator(config.algorithm)
+    corrects = config.run.eval_compare_and_correct
     episodes = {f"--{name.replace('_', '-')}": own for name, own in config.environment.of_samples().items()}
     return episodes | {
         "policy": policy,
@@ -106,8 +106,12 @@ def set_settings(own: EvalSet, config: Config, policy: str) -> Settings:
     }
 
 
-def open_eval_sets(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
+def open_eval_sets(config: Config, tokenizer: Tokenizer, max_context: int, *, ibpo_k: int) -> list[EvalSet]:
     """Open every set of --eval-prompt-data, or what is held out of --prompt-data; none if evaluation is off.
+
+    Args:
+        max_context: limit of tokens in prompt and response together.
+        ibpo_k: samples that --eval-compare-and-correct shows.
 
     Raises:
         ValueError: one cannot be used (`DataError`), two have one name, or --eval-compare-and-correct shows
@@ -119,7 +123,8 @@ def open_eval_sets(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
     if config.holds_out:
         specs = [EvalSpec(None, spec) for spec in config.data.prompt_data]
     sets = [
-        _open(spec, config, tokenizer, is_named=len(specs) > 1 or spec.name is not None) for spec in specs
+        _open(spec, config, tokenizer, max_context, ibpo_k, is_named=len(specs) > 1 or spec.name is not None)
+        for spec in specs
     ]
     sets += [
         _at_temperature(own, temperature)
@@ -135,7 +140,9 @@ def open_eval_sets(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
     return sets
 
 
-def _open(spec: EvalSpec, config: Config, tokenizer: Tokenizer, *, is_named: bool) -> EvalSet:
+def _open(
+    spec: EvalSpec, config: Config, tokenizer: Tokenizer, max_context: int, ibpo_k: int, *, is_named: bool
+) -> EvalSet:
     scheme, separator, rest = spec.spec.partition("://")
     benchmark = BENCHMARKS.get(scheme) if separator else None
     if separator and benchmark is None and scheme not in _OTHER_SCHEMES:
@@ -146,7 +153,7 @@ def _open(spec: EvalSpec, config: Config, tokenizer: Tokenizer, *, is_named: boo
         )
     of_the_set = {} if benchmark is None else {"n_samples_per_eval_prompt": benchmark.samples}
     sampling = eval_sampling(config, of_the_set)
-    room = _room(config, sampling)
+    room = _room(max_context, sampling)
     if benchmark is not None:
         rows = BenchmarkRows(benchmark, scheme, rest)
         source = _benchmark_prompts(rows, tokenizer, config.data, room)
@@ -169,7 +176,7 @@ def _open(spec: EvalSpec, config: Config, tokenizer: Tokenizer, *, is_named: boo
         prompts = source.batch(0, number) if half == "all" else _of_half(source, half, count, spec)
     if found > count:
         notes.append(f"{spec}: the first {count} of {counted(found, 'prompt')} (--eval-num-prompts)")
-    _check(spec, config, prompts, sampling)
+    _check(spec, prompts, sampling, ibpo_k if config.run.eval_compare_and_correct else 0)
     return EvalSet(
         name=spec.name or _name_of(spec.spec),
         is_named=is_named,
@@ -214,8 +221,9 @@ def _benchmark_prompts(
     return prompts_of_rows(rows, tokenizer, plain, spec="benchmark", shuffled=False, max_prompt_len=room)
 
 
-def _check(spec: EvalSpec, config: Config, prompts: list[Prompt], sampling: EvalSampling) -> None:
-    """Raise ValueError for prompts that cannot be told apart or corrected."""
+def _check(spec: EvalSpec, prompts: list[Prompt], sampling: EvalSampling, k: int) -> None:
+    """Raise ValueError for prompts that cannot be told apart, or with fewer samples than `k`, which a
+    correction is shown."""
     first: dict[str, int] = {}
     for prompt in prompts:
         if (other := first.setdefault(problem_id(prompt), prompt.index)) != prompt.index:
@@ -223,18 +231,15 @@ def _check(spec: EvalSpec, config: Config, prompts: list[Prompt], sampling: Eval
                 f"--eval-prompt-data {spec}: rows {other} and {prompt.index}, counted from 0, both have the "
                 f"id {problem_id(prompt)!r}"
             )
-    k = find_operator(config.algorithm).ibpo_k
-    if config.run.eval_compare_and_correct and sampling.samples < k:
+    if sampling.samples < k:
         raise ValueError(
             f"--eval-compare-and-correct: a correction is shown --ibpo-k {k} samples of its prompt, but "
             f"{spec} takes {sampling.samples}; raise --n-samples-per-eval-prompt"
         )
 
 
-def _room(config: Config, sampling: EvalSampling) -> int:
+def _room(context: int, sampling: EvalSampling) -> int:
     """Return the limit of tokens per prompt."""
-    context = config.rollout.rollout_max_context_len
-    assert context is not None  # resolved at start-up
     if sampling.max_tokens >= context:
         raise ValueError(
             f"--eval-max-response-len, which --eval-preset may set: {sampling.max_tokens} leaves no room for "

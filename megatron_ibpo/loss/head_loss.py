@@ -15,6 +15,7 @@ from megatron_ibpo.loss.linear_loss import check_head, move_to_front
 from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.packed_rows import LossRows
+from megatron_ibpo.loss.segments import checked_rows
 from megatron_ibpo.loss.sequence_loss import LossStats, loss_of_logprobs
 
 
@@ -36,9 +37,9 @@ def head_policy_loss(
     Raises:
         ValueError: as `policy_loss`; shapes or dtypes of the head that do not fit, or fp16.
     """
-    rows = rows.checked(len(hidden_NH), objective)
+    rows = checked_rows(rows, len(hidden_NH), objective)
     check_head(hidden_NH, weight_VH, rows.targets_N)
-    places_L = rows.gradient_places(objective).on_device
+    places_L = rows.gradient_places(kl_coef=objective.kl_coef).on_device
     shards = {"tp_group": tp_group, "vocab_range": vocab_range, "backend": objective.backend}
     logprobs_N, entropy_N = _head_logprobs(hidden_NH, weight_VH, rows, places_L, entropy=True, **shards)
     assert entropy_N is not None

@@ -27,7 +27,7 @@ from megatron_ibpo.loss.logprobs import own_vocab_range, row_functions, whole_vo
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.packed_rows import GradientPlaces, LossRows
 from megatron_ibpo.loss.sampling_sets import SamplingSets
-from megatron_ibpo.loss.segments import segment_loss
+from megatron_ibpo.loss.segments import checked_rows, segment_loss
 from megatron_ibpo.loss.sequence_loss import LossStats
 
 CHUNK_ROWS = 4096
@@ -73,7 +73,7 @@ def linear_policy_loss(
         ValueError: as there; fp16; dtypes that differ; a variant whose token term sees its sequence's mean
             (gspo-token: gspo is the same loss for advantages [S]); into_main_grad without a main_grad.
     """
-    rows = rows.checked(len(hidden_NH), objective)
+    rows = checked_rows(rows, len(hidden_NH), objective)
     check_head(hidden_NH, weight_VH, rows.targets_N)
     _check_chunk(chunk)
     if objective.variant.sequence_ratio:
@@ -203,7 +203,7 @@ class _LinearLoss(torch.autograd.Function):
         entropy_N = torch.zeros_like(logprobs_N)
         gradients = _Gradients(hidden_NH, weight_VH, wanted, dtype)
         known = RowCoefficients(rows, objective, rows_R, dtype)
-        places = rows.gradient_places(objective)
+        places = rows.gradient_places(kl_coef=objective.kl_coef)
         for step in schedule(rows, rows_R, known.ends, chunk):
             rows_C = rows_R[step.start : step.stop]
             logprobs_N[rows_C], entropy_N[rows_C], overwrite = head(rows_C)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ibpo.loss.sampling_sets import SamplingSets
-
-if TYPE_CHECKING:
-    from megatron_ibpo.loss.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -113,10 +110,10 @@ class LossRows:
         """Return [R] int64, rising. The host waits for their number, unless there is an index."""
         return self.response_mask_N.nonzero().squeeze(1) if self.index is None else self.index.response_rows_R
 
-    def gradient_places(self, objective: Objective) -> GradientPlaces:
+    def gradient_places(self, *, kl_coef: float) -> GradientPlaces:
         """Return which of this rank's response rows have a gradient, as far as that is known before their
         log-probs: clips may leave further rows without one. A KL penalty reaches every row."""
-        if objective.kl_coef:
+        if kl_coef:
             rows_R = self.response_rows()
             return GradientPlaces(np.arange(len(rows_R)), torch.arange(len(rows_R), device=rows_R.device))
         return self._policy_places() if self.index is None else self.index.policy_places
@@ -133,20 +130,24 @@ class LossRows:
         places = has_gradient_R.nonzero().squeeze(1)
         return GradientPlaces(places.cpu().numpy(), places)
 
-    def checked(self, num_rows: int, objective: Objective) -> LossRows:
+    def checked(self, num_rows: int, *, kl_coef: float, per_token: bool) -> LossRows:
         """Return these rows in the form that the loss takes. One copy to the host, unless there is an index.
 
         The mask becomes bool, cu_seqlens this rank's own (those given, divided by the ranks of cp_group), and
         weights are filled in.
 
+        Args:
+            kl_coef: of the objective; other than 0 it needs reference log-probs.
+            per_token: whether the variant takes an advantage per token as well.
+
         Raises:
             ValueError: values that do not fit the number of rows, the sequences or the objective, with their
                 shape.
         """
-        if objective.kl_coef != 0 and self.ref_logprobs_N is None:
-            raise ValueError(f"kl_coef={objective.kl_coef} needs ref_logprobs_N")
+        if kl_coef != 0 and self.ref_logprobs_N is None:
+            raise ValueError(f"kl_coef={kl_coef} needs ref_logprobs_N")
         bounds = self._own_boundaries(num_rows)
-        self._check_sizes(num_rows, objective)
+        self._check_sizes(num_rows, per_token=per_token)
         weights_S = self.sequence_weights_S
         if weights_S is None:
             equal, device = 1.0 / self.num_sequences, self.response_mask_N.device
@@ -176,7 +177,7 @@ class LossRows:
             )
         return self.cu_seqlens if size == 1 else self.cu_seqlens // size
 
-    def _check_sizes(self, num_rows: int, objective: Objective) -> None:
+    def _check_sizes(self, num_rows: int, *, per_token: bool) -> None:
         names = (
             "response_mask_N",
             "old_logprobs_N",
@@ -191,7 +192,6 @@ class LossRows:
         _check_shape("off_policy_S", self.off_policy_S, self.num_sequences)
         if isinstance(self.temperature, Tensor) and self.temperature.ndim > 0:
             _check_shape("temperature", self.temperature, self.num_sequences)
-        per_token = objective.variant.takes_token_advantages
         sizes = [self.num_sequences, num_rows] if per_token else [self.num_sequences]
         if self.advantages.ndim != 1 or len(self.advantages) not in sizes:
             wanted = " or ".join(f"({size},)" for size in sizes)

@@ -143,8 +143,14 @@ def weighted_value(
         entropy_N: as in `LossStats`, for variants that read it.
     """
     with torch.no_grad():
-        checked = rows.checked(len(logprobs_N), objective)
+        checked = checked_rows(rows, len(logprobs_N), objective)
         return _segment_loss(logprobs_N, checked, objective, entropy_N, importance_weights_N)[0]
+
+
+def checked_rows(rows: LossRows, num_rows: int, objective: Objective) -> LossRows:
+    """Return the rows in the form that this objective takes; raises as `LossRows.checked`."""
+    per_token = objective.variant.takes_token_advantages
+    return rows.checked(num_rows, kl_coef=objective.kl_coef, per_token=per_token)
 
 
 def divisors(aggregation: str | float, counts_S: Tensor, weights_S: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from megatron_ibpo.loss.backend import choose_backend
 from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.packed_rows import LossRows
-from megatron_ibpo.loss.segments import segment_loss
+from megatron_ibpo.loss.segments import checked_rows, segment_loss
 from megatron_ibpo.loss.term_inputs import more_inputs
 
 
@@ -58,7 +58,7 @@ def policy_loss(
         ValueError: shapes that do not fit, cut sequences, a target outside the vocabulary or its sampling
             set, a backend that cannot be used.
     """
-    rows = rows.checked(len(logits_NV), objective)
+    rows = checked_rows(rows, len(logits_NV), objective)
     backend = choose_backend(objective.backend, logits_NV.device, logits_NV.dtype).name
     logprobs_N, entropy_N = packed_logprobs(
         logits_NV,

@@ -6,7 +6,13 @@ where they build something.
 
 from megatron_ibpo.models.cost import forward_flops
 from megatron_ibpo.models.families import FAMILIES
-from megatron_ibpo.models.layout import check_layout, least_world, padded_vocab_size, pipeline_layers
+from megatron_ibpo.models.layout import (
+    check_layout,
+    least_world,
+    padded_vocab_size,
+    pipeline_layers,
+    world_problems,
+)
 from megatron_ibpo.models.shape import ModelConfigError, ModelShape, read_hf_config
 
 __all__ = [
@@ -19,4 +25,5 @@ __all__ = [
     "padded_vocab_size",
     "pipeline_layers",
     "read_hf_config",
+    "world_problems",
 ]

@@ -102,14 +102,32 @@ def check_layout(
     problems = [f"{flag}={size}: must be at least 1" for flag, size in sizes.items() if size < 1]
     if mtp_layers:
         problems += _mtp_problems(shape, parallel)
-    return problems or list(_layout_problems(shape, parallel, world_size, virtual_stages))
+    if problems:
+        return problems
+    of_the_model = _layout_problems(shape, parallel, virtual_stages)
+    return [*of_the_model, *world_problems(shape, parallel, world_size)]
 
 
-def _layout_problems(
-    shape: ModelShape, parallel: ParallelConfig, world_size: int, virtual_stages: int
-) -> Iterator[str]:
+def world_problems(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> list[str]:
+    """Return the products of parallel sizes that do not divide the number of ranks."""
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    cp = parallel.context_parallel_size
+    cp, ep, etp = (
+        parallel.context_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.expert_tensor_parallel_size,
+    )
+    problems = []
+    if shape.is_moe and world_size % (ep * etp * pp):
+        problems.append(f"EP x ETP x PP = {ep * etp * pp} does not divide the world size ({world_size})")
+    if world_size % (tp * pp * cp):
+        sizes = f"TP x PP = {tp * pp}" if cp == 1 else f"TP x PP x CP = {tp * pp * cp}"
+        last = "" if cp == 1 else f"; --context-parallel-size is {cp}"
+        problems.append(f"{sizes} does not divide the world size ({world_size}){last}")
+    return problems
+
+
+def _layout_problems(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int) -> Iterator[str]:
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     yield from _undivided("--tensor-model-parallel-size", tp, shape.divided_by_tp())
     if shape.is_recurrent and tp > 1 and not parallel.sequence_parallel:
         # each rank's norm after a delta net has the gradient of its own heads, and Megatron adds those up
@@ -135,11 +153,7 @@ def _layout_problems(
         pipeline_layers(shape.num_layers, parallel, virtual_stages)
     except ValueError as error:
         yield str(error)
-    yield from _expert_problems(shape, parallel, world_size)
-    if world_size % (tp * pp * cp):
-        sizes = f"TP x PP = {tp * pp}" if cp == 1 else f"TP x PP x CP = {tp * pp * cp}"
-        last = "" if cp == 1 else f"; --context-parallel-size is {cp}"
-        yield f"{sizes} does not divide the world size ({world_size}){last}"
+    yield from _expert_problems(shape, parallel)
 
 
 def _mtp_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
@@ -162,8 +176,8 @@ def _mtp_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
         )
 
 
-def _expert_problems(shape: ModelShape, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+def _expert_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
+    tp = parallel.tensor_model_parallel_size
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     if not shape.is_moe:
         if ep > 1 or etp > 1:
@@ -183,8 +197,6 @@ def _expert_problems(shape: ModelShape, parallel: ParallelConfig, world_size: in
     yield from _undivided("--expert-tensor-parallel-size", etp, hidden)
     if tp > 1 and not parallel.sequence_parallel:
         yield "a mixture of experts with --tensor-model-parallel-size > 1 needs --sequence-parallel"
-    if world_size % (ep * etp * pp):
-        yield f"EP x ETP x PP = {ep * etp * pp} does not divide the world size ({world_size})"
 
 
 def _undivided(flag: str, size: int, counts: dict[str, int]) -> Iterator[str]:

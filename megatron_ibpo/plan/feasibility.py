@@ -6,7 +6,7 @@ Settings of --model-override that change memory in ways this does not count are 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config, RolloutConfig, on_device
@@ -68,11 +68,9 @@ def make_plan(
     Raises:
         ModelConfigError: there is no usable config.json.
     """
-    assert config.model.hf_checkpoint is not None  # check_config has refused None
-    shape = read_hf_config(config.model.hf_checkpoint)
-    context = config.rollout.rollout_max_context_len or shape.max_position_embeddings
-    config = on_device(config, on_gpu=True, has_delta_nets=shape.is_recurrent)
-    config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
+    shape = read_hf_config(config.model.hf_dir)
+    context = config.rollout.context_of(shape.max_position_embeddings)
+    config = on_device(config, on_gpu=True, has_delta_nets=shape.is_recurrent, max_context=context)
     mtp, chunks = config.model.mtp_num_layers, model_chunks(config)
     problems = check_layout(shape, config.parallel, world_size, chunks, mtp)
     if not problems:

@@ -162,7 +162,7 @@ def rank_memory(
     state = optimizer_bytes(config)
     own = _shard(census, part) if config.parallel.use_distributed_optimizer else part.trained
     stages = config.parallel.pipeline_model_parallel_size
-    models = _models(config)
+    models = config.algorithm.num_models
     groups = communicators(shape, config, census)
     return RankMemory(
         weights=models * part.parameters * element,
@@ -292,7 +292,7 @@ def _reference(config: Config, census: Census, rank: RankMemory, place: Place) -
     """Return the bytes of the reference policy that are stored for a rank: only the trained parameters, if
     the two policies differ only in these."""
     if config.model.lora_rank is None or config.model.ref_load is not None:
-        return rank.weights // _models(config)
+        return rank.weights // config.algorithm.num_models
     return census.stages[place.pipeline].trained * _trainer_element(config)
 
 
@@ -302,11 +302,11 @@ def _checkpoint_copies(config: Config, census: Census, places: Sequence[Place]) 
     besides."""
     if not config.parallel.use_distributed_optimizer:
         whole = checkpoint_bytes(census.trained, bf16=bool(config.model.bf16))
-        return _models(config) * whole * len(places) // census.world_size
+        return config.algorithm.num_models * whole * len(places) // census.world_size
     weights = census.trained * _trainer_element(config) * len(places) // census.world_size
     gathered = sum(_gathers(census, place) for place in places)
     sent = sum(_shard(census, census.stages[place.pipeline]) for place in places)
-    kept = _models(config) * (weights + _GATHERED_BYTES * gathered)
+    kept = config.algorithm.num_models * (weights + _GATHERED_BYTES * gathered)
     return kept + _GATHERING_BYTES * (gathered + sent)
 
 
@@ -359,12 +359,6 @@ def sync_bytes(census: Census, config: Config) -> tuple[int, int]:
     whole, largest = census.total * element, census.largest * element
     bucket = min(whole, max(config.rollout.update_weight_buffer_size, largest))
     return whole, largest + 2 * bucket
-
-
-def _models(config: Config) -> int:
-    """Return the number of models. A critic is a second one of about this size; its activations are freed
-    before the policy's begin."""
-    return 2 if config.algorithm.advantages == "critic" else 1
 
 
 def _trainer_element(config: Config) -> int:

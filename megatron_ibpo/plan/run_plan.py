@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -13,6 +12,7 @@ from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.basics.text import counted, listed
 from megatron_ibpo.cluster.main_memory import main_memory
 from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.credit import find_operator
 from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.engines.truncation import check_truncation
 from megatron_ibpo.models import ModelConfigError, padded_vocab_size
@@ -35,7 +35,7 @@ from megatron_ibpo.plan.parameter_count import Census
 from megatron_ibpo.plan.prediction import lines, setting_of
 from megatron_ibpo.report.display import open_console, sizes_table
 from megatron_ibpo.report.sizes import run_sizes
-from megatron_ibpo.weights.formats.retention import checkpoint_bytes, export_bytes, kept_at_once
+from megatron_ibpo.weights.formats.retention import checkpoint_bytes, kept_at_once, kept_bytes
 
 FITS, REFUSED = 0, 2
 
@@ -75,8 +75,8 @@ def _on_this_machine(plan: Plan, config: Config) -> str:
     if plan.census is None or plan.world_size > (os.cpu_count() or 1):
         return ""
     context = plan.config.rollout.rollout_max_context_len
-    config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
-    config = on_device(config, on_gpu=False, has_delta_nets=plan.shape.is_recurrent)
+    recurrent = plan.shape.is_recurrent
+    config = on_device(config, on_gpu=False, has_delta_nets=recurrent, max_context=context)
     try:
         check_truncation(config, on_gpu=False)
         parts = memory_on_cpus(config, plan.shape, plan.census)
@@ -104,7 +104,15 @@ def _print_plan(plan: Plan, console: Console, on_this_machine: str) -> None:
     parameters = None if plan.census is None else plan.census.total
     layers = served_by(plan.shape, FAST, bf16=bool(config.model.bf16))
     engines = plan.num_engines or None
-    sizes = run_sizes(config, plan.world_size, parameters=parameters, engines=engines, layers=layers)
+    corrections = find_operator(config.algorithm).ibpo_corrections
+    sizes = run_sizes(
+        config,
+        plan.world_size,
+        corrections=corrections,
+        parameters=parameters,
+        engines=engines,
+        layers=layers,
+    )
     console.print(sizes_table(sizes))
     if plan.census is not None:
         say()
@@ -366,24 +374,16 @@ def _padding(plan: Plan) -> Iterator[str]:
 def _disk(config: Config, census: Census) -> str:
     if not config.run.save:
         return "disk: no checkpoints, --no-save"
-    checkpoints, exports = kept_at_once(config)
+    checkpoints, exports = kept_at_once(config.run)
+    checkpoint = config.algorithm.num_models * checkpoint_bytes(census.trained, bf16=bool(config.model.bf16))
     return (
         f"disk: {_gib(_disk_bytes(config, census))} GiB for {counted(checkpoints, 'checkpoint')} at one "
         "time (--keep-checkpoints, and one being written) of "
-        f"{_gib(_checkpoint_bytes(config, census.trained))} each and "
+        f"{_gib(checkpoint)} each and "
         f"{counted(exports, 'Hugging Face export')}"
     )
 
 
 def _disk_bytes(config: Config, census: Census) -> int:
     """Return the bytes that a run keeps on disk at one time."""
-    if not config.run.save:
-        return 0
-    checkpoints, exports = kept_at_once(config)
-    export = export_bytes(census.total, bf16=bool(config.model.bf16))
-    return checkpoints * _checkpoint_bytes(config, census.trained) + exports * export
-
-
-def _checkpoint_bytes(config: Config, parameters: int) -> int:
-    models = 2 if config.algorithm.advantages == "critic" else 1
-    return models * checkpoint_bytes(parameters, bf16=bool(config.model.bf16))
+    return kept_bytes(config, parameters=census.total, trained=census.trained)

@@ -49,8 +49,7 @@ def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Foun
     Raises:
         ValueError: no such hardware, or nothing fits.
     """
-    assert config.model.hf_checkpoint is not None
-    shape, kind = read_hf_config(config.model.hf_checkpoint), read_hardware(hardware)
+    shape, kind = read_hf_config(config.model.hf_dir), read_hardware(hardware)
     run = replace(
         config.run,
         dry_run_hardware=kind.name,
@@ -76,7 +75,7 @@ def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Foun
     if not found:
         reason = f": {problems[0]}" if problems else ""
         raise ValueError(
-            f"no layout of {display_name(config.model.hf_checkpoint)} fits {gpus} GPUs of {kind.name}{reason}"
+            f"no layout of {display_name(config.model.hf_dir)} fits {gpus} GPUs of {kind.name}{reason}"
         )
     return found
 

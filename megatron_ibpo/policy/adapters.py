@@ -285,9 +285,8 @@ def offered_adapters(chunks: list[Any], shape: ModelShape, model: ModelConfig) -
     lora = chosen_lora(model, shape)
     if lora is None:
         return None
-    assert model.hf_checkpoint is not None  # check_config has checked it
     export = HFExport(chunks, shape, values=adapter_values(chunks), entries=list(lora_entries(shape, lora)))
-    return Adapters(export, shape, lora, model.hf_checkpoint)
+    return Adapters(export, shape, lora, model.hf_dir)
 
 
 def _adapters(chunks: Sequence[Module]) -> Iterator[tuple[Adapter, Module]]:

@@ -72,7 +72,7 @@ class Policy:
         metrics = self._run("update", plan)[0] | update_metrics(sequences)
         if micro_batch_multiple(self._config) > 1:
             metrics["micro_batches_empty"] = empty_micro_batches(plan.shares)
-        if self._config.algorithm.advantages == "critic":
+        if self._config.algorithm.trains_critic:
             plan = plan_value_update(sequences, self._config, self._num_shares, self._cost)
             metrics |= self._run("update_critic", plan)[0]
         return metrics

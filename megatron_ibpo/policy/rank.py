@@ -52,9 +52,8 @@ class TrainerRank:
             ValueError, OSError: a layout, checkpoint or model that cannot be used, or a machine that lacks a
                 library.
         """
-        assert config.model.hf_checkpoint is not None  # check_config has checked it
         self.config = config
-        shape = read_hf_config(config.model.hf_checkpoint)
+        self.shape = shape = read_hf_config(config.model.hf_dir)
         self.libraries = find_backends(
             shape,
             on_gpu=torch.cuda.is_available(),
@@ -68,11 +67,11 @@ class TrainerRank:
             torch.set_num_threads(max(torch.get_num_threads(), len(os.sched_getaffinity(0)) // ranks))
         parallel.initialize(config.parallel, self.world, config.run.seed)
         chunks = build_model(shape, config, device=self.world.device_type, libraries=self.libraries)
-        load_hf(chunks, shape, config.model.hf_checkpoint)
+        load_hf(chunks, shape, config.model.hf_dir)
         mtp = None
         if config.model.mtp_num_layers:
             mtp = build_mtp(shape, config, device=self.world.device_type, libraries=self.libraries)
-            load_mtp(mtp, chunks, shape, config.model.hf_checkpoint)
+            load_mtp(mtp, chunks, shape, config.model.hf_dir)
         values = merged_values(chunks)
         # an engine that does not draft has no place for the layer
         drafts = mtp is not None and drafts_with_own_layer(config.rollout.vllm_arg)
@@ -96,10 +95,8 @@ class TrainerRank:
         self.transport: Transport | None = None
 
     def about(self) -> About:
-        assert self.config.model.hf_checkpoint is not None
         parameters = sum(math.prod(meta.shape) for meta in self.export.metadata())
-        shape = read_hf_config(self.config.model.hf_checkpoint)
-        layers = served_by(shape, self.libraries, bf16=bool(self.config.model.bf16))
+        layers = served_by(self.shape, self.libraries, bf16=bool(self.config.model.bf16))
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         return About(parameters, str(self.trainer.loss_backend), layers, device, self.notes)
 
@@ -151,13 +148,12 @@ class TrainerRank:
 
     def save_hf(self, directory: Path) -> None:
         """Write the policy in Hugging Face format."""
-        assert self.config.model.hf_checkpoint is not None
         with self.residence.visited():
             save_hf(
                 self.whole_export,
                 self.world,
                 directory,
-                self.config.model.hf_checkpoint,
+                self.config.model.hf_dir,
                 self.saver.adapters,
             )
 
@@ -194,14 +190,12 @@ class TrainerRank:
 
     def _build_critic(self, updates: int) -> Critic | None:
         """Build the value model, which starts from the policy's checkpoint; None if advantages need none."""
-        if self.config.algorithm.advantages != "critic":
+        if not self.config.algorithm.trains_critic:
             return None
-        assert self.config.model.hf_checkpoint is not None
-        shape = read_hf_config(self.config.model.hf_checkpoint)
         chunks = build_value_model(
-            shape, self.config, device=self.world.device_type, libraries=self.libraries
+            self.shape, self.config, device=self.world.device_type, libraries=self.libraries
         )
-        load_hf(chunks, shape, self.config.model.hf_checkpoint, head=False)
+        load_hf(chunks, self.shape, self.config.model.hf_dir, head=False)
         return Critic(chunks, self.config, self.world, updates)
 
 

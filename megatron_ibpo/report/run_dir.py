@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_ibpo.basics.versions import installed_versions, warn_on_differences
 from megatron_ibpo.config import Config, ConfigError, read_yaml, write_config
+from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.data import Tokenizer, load_tokenizer
 from megatron_ibpo.data.tokenizer import TOKENIZER_FILES
 
@@ -37,16 +38,12 @@ _SPARE_BYTES = 64 * 1024**2
 """Bytes kept free for logs, metrics and curves."""
 
 
-def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
+def prepare_run_dir(config: Config) -> Path:
     """Create the run's directory, with config.yaml, versions.json, and the model's tokenizer and
     configuration for later readers.
 
-    Args:
-        checkpoint_bytes: space for the checkpoints kept at one time; see `weights.formats.retention`.
-
     Raises:
-        ConfigError: the directory cannot be made or written, already holds another run's work, or its disk
-            has too little room.
+        ConfigError: the directory cannot be made or written, or already holds another run's work.
     """
     run_dir = config.run.run_dir
     continues = config.run.load is not None
@@ -62,16 +59,6 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"--run-dir: {run_dir} cannot be written: {error.strerror}") from error
-    needed = _SPARE_BYTES
-    if config.run.save:  # a resumed run overwrites what it has
-        needed += max(0, checkpoint_bytes - _saved_bytes(run_dir))
-    free = shutil.disk_usage(run_dir).free
-    if free < needed:
-        raise ConfigError(
-            f"--run-dir: the disk of {run_dir} has {free / 1024**3:.2f} GiB free, checkpoints and logs need "
-            f"{needed / 1024**3:.2f} GiB more; free some room, choose another --run-dir, lower "
-            "--keep-checkpoints, or pass --no-save"
-        )
     write_config(config, run_dir / CONFIG_FILE)
     if (hf_dir := config.model.hf_checkpoint) is not None:
         _copy_tokenizer(hf_dir, run_dir / _TOKENIZER)
@@ -80,6 +67,27 @@ def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
     written = json.dumps(versions | {"command": " ".join(sys.argv)}, indent=2)
     (run_dir / "versions.json").write_text(written + "\n", encoding="utf-8")
     return run_dir
+
+
+def check_disk(run: RunConfig, checkpoint_bytes: int) -> None:
+    """Refuse a run whose disk has too little room.
+
+    Args:
+        checkpoint_bytes: space for the checkpoints kept at one time (`weights.formats.retention`).
+
+    Raises:
+        ConfigError: with the bytes that there are and those that are needed.
+    """
+    run_dir, needed = run.run_dir, _SPARE_BYTES
+    if run.save:  # a resumed run overwrites what it has
+        needed += max(0, checkpoint_bytes - _saved_bytes(run_dir))
+    free = shutil.disk_usage(run_dir).free
+    if free < needed:
+        raise ConfigError(
+            f"--run-dir: the disk of {run_dir} has {free / 1024**3:.2f} GiB free, checkpoints and logs need "
+            f"{needed / 1024**3:.2f} GiB more; free some room, choose another --run-dir, lower "
+            "--keep-checkpoints, or pass --no-save"
+        )
 
 
 def holds_work(run_dir: Path) -> bool:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, LossConfig, named_values
-from megatron_ibpo.credit import find_operator
 from megatron_ibpo.engines.registry import VLLM, samples_in_trainer
 from megatron_ibpo.report.display import Size
 
@@ -13,6 +12,7 @@ def run_sizes(
     config: Config,
     world_size: int,
     *,
+    corrections: int,
     parameters: int | None = None,
     engines: int | None = None,
     loss_backend: str | None = None,
@@ -20,15 +20,12 @@ def run_sizes(
 ) -> list[Size]:
     """Return the named sizes of a step, and those of model and engines if known.
 
+    corrections: most corrections per response.
     loss_backend: back end that computes the loss and why, once known.
     layers: part of a layer → (the library that computes it, how), for the known parts.
     """
     rollout, loss, parallel = config.rollout, config.loss, config.parallel
-    prompts, samples, corrections = (
-        rollout.rollout_batch_size,
-        rollout.n_samples_per_prompt,
-        find_operator(config.algorithm).ibpo_corrections,
-    )
+    prompts, samples = rollout.rollout_batch_size, rollout.n_samples_per_prompt
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp = parallel.context_parallel_size
     shared, packed = (f" CP{cp}", f" x CP {cp}, packed") if cp > 1 else ("", ", packed")

@@ -5,7 +5,7 @@ from functools import partial
 
 from megatron_ibpo.basics.versions import missing
 from megatron_ibpo.config import EVAL_PRESETS, Config, ConfigError, as_specs, check_config, eval_sampling
-from megatron_ibpo.credit import CRITIC, check_credit, find_group_filter, find_operator
+from megatron_ibpo.credit import Operator, check_credit, find_group_filter, find_operator
 from megatron_ibpo.engines.registry import check_engine, check_limits
 from megatron_ibpo.engines.truncation import check_truncation, variant_readers
 from megatron_ibpo.policy.overrides import check_overrides
@@ -64,9 +64,9 @@ def check_loss_of_run(config: Config) -> None:
         raise ConfigError(str(error)) from None
 
 
-def doubtful_settings(config: Config) -> list[str]:
+def doubtful_settings(config: Config, operator: Operator) -> list[str]:
     """Return warnings about settings that work but may not be intended."""
-    algorithm, operator = config.algorithm, find_operator(config.algorithm)
+    algorithm = config.algorithm
     shapes_alone = operator.ibpo_lambda > 0 and operator.ibpo_plain_prompt == "none"
     notes = {
         "samples may be older than the policy that they train, and nothing corrects for it; --use-tis, "
@@ -125,7 +125,7 @@ def _check_loss(config: Config) -> None:
 
     check_truncation(config, variant_readers(config))
     variant, _ = resolve_variant(config.loss.loss_variant)
-    if config.algorithm.advantages == CRITIC and not variant.takes_token_advantages:
+    if config.algorithm.trains_critic and not variant.takes_token_advantages:
         raise ValueError(
             "--advantages critic gives every token its own advantage, but this --loss-variant takes one "
             "advantage per sequence; take ppo-clip, grpo or dapo"

@@ -7,22 +7,22 @@ in place of vLLM. When this process dies, --load resumes from the last checkpoin
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.cluster.placement import Node, Placement, plan_placement
+from megatron_ibpo.config import Config
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines import EngineLostError
 from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weights
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.process_start import trainer_rank
 from megatron_ibpo.run.inputs import Inputs
-from megatron_ibpo.run.processes import Processes, TrainersAlone, check_model_layout
-from megatron_ibpo.run.resume_point import ResumePoint
+from megatron_ibpo.run.processes import Launched, Processes, TrainersAlone
+from megatron_ibpo.run.resolve import Foundation, ResolvedConfig, check_model_layout
 
 ABOUT = (
     "one process trains and samples (--rollout-backend lean): its steps and rewards can be compared with "
@@ -33,48 +33,45 @@ ABOUT = (
 class InOneProcess:
     """The back end of the lean engine."""
 
-    def check(self, config: Config, shape: ModelShape) -> Config:
-        """Return the configuration for one process. With a GPU the trainer is on it, the engine on the CPU.
-
-        Raises:
-            ValueError: the model or layout does not work in one process.
-        """
+    def check(self, config: Config, shape: ModelShape) -> None:
+        """Refuse a model or a layout that does not work in one process."""
         check_shape(shape)
-        rollout = replace(config.rollout, vllm_dtype="float32")
-        config = replace(config, cluster=replace(config.cluster, num_trainers=1), rollout=rollout)
-        config = on_device(config, on_gpu=torch.cuda.is_available(), has_delta_nets=shape.is_recurrent)
         check_model_layout(shape, config, 1)
-        return config
 
     def connect(self, config: Config) -> AbstractContextManager[Callable[[], None]]:
         """Connect to nothing: there is no cluster."""
         return nullcontext(lambda: None)
 
-    def start(self, point: ResumePoint, inputs: Inputs, stack: ExitStack) -> Processes:
-        """Build the trainer in this process, and the engine with its weights."""
-        config = inputs.config
-        rank = stack.enter_context(_trainer(config, point.checkpoint))
-        engines = LeanEngines(rank, point.shape, config, point.hf_dir)
-        engines.update_weights(point.step)
-        return Processes(
-            config=config,
-            trainers=OwnRank(rank),
-            world_size=1,
-            engines=engines,
-            verifiers=inputs.pool,
-            environments=inputs.environments,
-            accelerators=1,
-            progress=point.progress(),
-            deaths=partial(_deaths, inputs),
-            where=ABOUT,
-        )
+    def place(self, config: Config, *, samples: bool = True) -> Placement:
+        """Return the place of the trainer: the GPU, if there is one. The engine is on the CPU."""
+        on_gpu = torch.cuda.is_available()
+        here = Node("here", "here", cpus=1, gpus=int(on_gpu))
+        return plan_placement([here], num_trainers=1, engines=None, on_gpu=on_gpu)
 
-    def start_trainers(
-        self, point: ResumePoint, config: Config, elements: dict[str, int], stack: ExitStack
-    ) -> TrainersAlone:
-        """Build the trainer in this process."""
-        rank = stack.enter_context(_trainer(config, point.checkpoint))
-        return TrainersAlone(config, OwnRank(rank), 1, "one process trains (--rollout-backend lean)")
+    def launch(self, resolved: ResolvedConfig, inputs: Inputs, stack: ExitStack) -> Launched[Processes]:
+        """Start nothing; the trainer is built in this process, and the engine with its weights."""
+
+        def build(checkpoint: Path | None) -> Processes:
+            rank = stack.enter_context(_trainer(resolved.config, checkpoint))
+            return Processes(
+                trainers=OwnRank(rank),
+                engines=LeanEngines(rank, resolved.foundation, resolved.config.rollout.vllm_max_num_seqs),
+                verifiers=inputs.pool,
+                environments=inputs.environments,
+                deaths=partial(_deaths, inputs),
+                where=ABOUT,
+            )
+
+        return Launched({}, build)
+
+    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[TrainersAlone]:
+        """Start nothing; the trainer is built in this process."""
+
+        def build(checkpoint: Path | None) -> TrainersAlone:
+            rank = stack.enter_context(_trainer(resolved.config, checkpoint))
+            return TrainersAlone(OwnRank(rank), "one process trains (--rollout-backend lean)")
+
+        return Launched({}, build)
 
 
 class OwnRank:
@@ -102,11 +99,11 @@ class OwnRank:
 
 
 class LeanEngines:
-    """The one engine, in this process, for the loop and the sampler (`run.loop.Engines`)."""
+    """The one engine, in this process, for the loop and the sampler (`run.state.Engines`)."""
 
     count = alive = 1
 
-    def __init__(self, rank: Any, shape: ModelShape, config: Config, hf_dir: Path) -> None:
+    def __init__(self, rank: Any, foundation: Foundation, most_at_once: int) -> None:
         """Build the engine, without weights yet.
 
         Args:
@@ -115,16 +112,14 @@ class LeanEngines:
         Raises:
             ValueError: a model that the lean back end does not support.
         """
-        limit = config.rollout.rollout_max_context_len
-        assert limit is not None  # resolved at start-up
-        self._rank, self._shape = rank, shape
+        self._rank, self._shape = rank, foundation.shape
         self._engine = LeanEngine(
-            shape,
-            read_eos_token_ids(hf_dir),
-            max_context=limit,
-            most_at_once=config.rollout.vllm_max_num_seqs,
+            foundation.shape,
+            read_eos_token_ids(foundation.hf_dir),
+            max_context=foundation.max_context,
+            most_at_once=most_at_once,
         )
-        self.version = 0
+        self.version = -1  # no weights
 
     prefix_caching = False
     reproducible = True
@@ -188,7 +183,7 @@ def _trainer(config: Config, checkpoint: Path | None) -> Iterator[Any]:
 def _deaths(inputs: Inputs) -> dict[str, int]:
     """Return the number of dead processes, by metric."""
     counts = {"verifier_deaths": inputs.pool.deaths}
-    counts |= {"trainer_restarts": 0, "engine_deaths": 0, "engine_restarts": 0}
+    counts |= {"engine_deaths": 0, "engine_restarts": 0}
     if inputs.environments is not None:
         counts["environment_deaths"] = inputs.environments.deaths
     return counts

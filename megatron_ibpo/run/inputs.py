@@ -4,7 +4,6 @@ import json
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.data.row_prompts import template_settings, with_system_prompt
@@ -12,17 +11,15 @@ from megatron_ibpo.environments import Sessions
 from megatron_ibpo.environments.chat import PlainChat, TemplateChat, open_chat
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.journal import Journal, Recovered, read_journal
-from megatron_ibpo.models import ModelShape, read_hf_config
-from megatron_ibpo.models.lora import adapter_elements
 from megatron_ibpo.report import prepare_run_dir
 from megatron_ibpo.report.run_dir import locked
 from megatron_ibpo.rewards import Pool, check_labels, check_servers, named_rm_types, open_pool
 from megatron_ibpo.run.checks import check_loss_of_run
+from megatron_ibpo.run.resolve import Foundation, settle
 from megatron_ibpo.run.resume_point import JOURNAL
-from megatron_ibpo.run.run_data import RunData, open_run_data, with_epochs
+from megatron_ibpo.run.run_data import RunData, open_run_data
 from megatron_ibpo.run.user_code import environments_of, try_user_code
 from megatron_ibpo.sampling.episodes import Episodes, environment_of
-from megatron_ibpo.weights.formats.retention import checkpoint_bytes, export_bytes, kept_at_once
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Inputs:
     """The inputs of a run, read and checked. The run directory is locked."""
 
     config: Config
-    """The configuration with the number of steps resolved."""
+    """The configuration with everything filled in that does not depend on devices (`settle`)."""
     data: RunData
     elements: dict[str, int]
     """Trained tensor → number of its elements; empty for an evaluation."""
@@ -46,9 +43,7 @@ class Inputs:
     """The model's chat format, for episodes; None if no prompt names an environment."""
 
 
-def open_inputs(
-    config: Config, hf_dir: Path, shape: ModelShape, stack: ExitStack, *, trains: bool = True
-) -> Inputs:
+def open_inputs(config: Config, foundation: Foundation, stack: ExitStack, *, trains: bool = True) -> Inputs:
     """Read and check data, headers of the weights and verifiers, which takes seconds, and lock the run's
     directory.
 
@@ -65,12 +60,13 @@ def open_inputs(
     from megatron_ibpo.weights.formats.convert import check_checkpoint
     from megatron_ibpo.weights.formats.hugging_face import trained_elements
 
-    data = open_run_data(config, trains=trains)
-    config = with_epochs(config, data.prompts)
+    hf_dir, shape = foundation.hf_dir, foundation.shape
+    data = open_run_data(config, foundation, trains=trains)
+    config = settle(config, foundation, data.prompts)
     stack.enter_context(locked(config.run.run_dir))
     elements = trained_elements(hf_dir, shape) if trains else {}
     check_checkpoint(hf_dir, shape)
-    prepare_run_dir(config, checkpoint_bytes=bytes_kept(config, sum(elements.values())) if trains else 0)
+    prepare_run_dir(config)
     first = data.first_prompts
     verified = [prompt for prompt in first if environment_of(prompt) is None]
     rm_types = named_rm_types(verified, config.data)
@@ -90,7 +86,9 @@ def open_inputs(
         environments = stack.enter_context(EnvironmentPool(config.environment))
         for target in targets:
             environments.check(target)
-    try_user_code(config, data, pool, environments, trains=trains, logs=config.run.run_dir / "logs")
+    try_user_code(
+        config, foundation, data, pool, environments, trains=trains, logs=config.run.run_dir / "logs"
+    )
     return Inputs(config, data, elements, rm_types, pool, targets, environments, chat)
 
 
@@ -143,25 +141,6 @@ def _changed(before: str, now: str) -> str:
         return f"another version of the program wrote it, with other settings ({', '.join(sorted(unknown))})"
     names = [name for name in new if old[name] != new[name]]
     return f"{', '.join(names)} changed"
-
-
-def bytes_kept(config: Config, parameters: int) -> int:
-    """Return an upper bound on the bytes that the run keeps on disk at one time. The device, and with it the
-    precision, is not known yet."""
-    models = 2 if config.algorithm.advantages == "critic" else 1
-    bf16 = config.model.bf16 is not False
-    checkpoints, exports = kept_at_once(config)
-    saved = checkpoint_bytes(_saved_parameters(config, parameters), bf16=bf16)
-    return models * checkpoints * saved + exports * export_bytes(parameters, bf16=bf16)
-
-
-def _saved_parameters(config: Config, parameters: int) -> int:
-    """Return the number of parameters in a checkpoint: only the adapters' with --lora-rank, otherwise the
-    model's."""
-    hf_dir = config.model.hf_checkpoint
-    if config.model.lora_rank is None or hf_dir is None:
-        return parameters
-    return adapter_elements(config.model, read_hf_config(hf_dir))
 
 
 def open_episodes(config: Config, inputs: Inputs, sessions: Sessions | None) -> Episodes | None:

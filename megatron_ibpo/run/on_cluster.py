@@ -15,6 +15,7 @@ from typing import Any
 from megatron_ibpo.basics.policy_digest import policy_digest
 from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.basics.text import counted
+from megatron_ibpo.cluster.engine_processes import EngineProcesses
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.cluster.environments import Environments
 from megatron_ibpo.cluster.placement import Engines as WantedEngines
@@ -23,7 +24,7 @@ from megatron_ibpo.cluster.ray_session import abandon_start, open_ray, take_back
 from megatron_ibpo.cluster.reservation import NodeLostError, cluster_nodes, placed_within, reserved
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
-from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.config import Config
 from megatron_ibpo.engines import EngineLostError
 from megatron_ibpo.engines.registry import (
     check_model,
@@ -33,14 +34,15 @@ from megatron_ibpo.engines.registry import (
 )
 from megatron_ibpo.engines.truncation import all_readers, check_truncation
 from megatron_ibpo.evaluate import KeptSamples, set_settings
-from megatron_ibpo.models import ModelShape, least_world, read_hf_config
+from megatron_ibpo.models import ModelShape, least_world
+from megatron_ibpo.report.run_dir import check_disk
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs
-from megatron_ibpo.run.loop import Progress, Run
-from megatron_ibpo.run.processes import Processes, TrainersAlone, check_model_layout
-from megatron_ibpo.run.resume_point import ResumePoint, with_context
+from megatron_ibpo.run.processes import Launched, Processes, TrainersAlone
+from megatron_ibpo.run.resolve import ResolvedConfig, check_model_layout, read_foundation, resolve
 from megatron_ibpo.run.rollouts import Rollouts, open_rollouts
 from megatron_ibpo.run.run_data import RunData
+from megatron_ibpo.run.state import Run
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder, choose_transport
 
 NODE_ERRORS = (NodeLostError, EngineLostError)
@@ -54,20 +56,22 @@ class OnCluster:
     node_wait: float = 0.0
     """Seconds to wait for nodes while the cluster has too few."""
 
-    def check(self, config: Config, shape: ModelShape) -> Config:
+    def check(self, config: Config, shape: ModelShape) -> None:
         """Refuse a layout that cannot hold the model, on as few trainers as it takes if their number is not
         known before Ray has counted GPUs."""
         check_model_layout(shape, config, config.cluster.num_trainers or least_world(config.parallel))
-        return config
 
     def connect(self, config: Config) -> AbstractContextManager[Callable[[], None]]:
         """Connect to the Ray of --ray-address or RAY_ADDRESS, or start one, in a thread."""
         return _starting(_ray_of(config))
 
-    def start(self, point: ResumePoint, inputs: Inputs, stack: ExitStack) -> Processes:
-        """Start trainers with their model; engines and verifiers are still starting when this returns."""
-        placement = placed_within(self.node_wait, lambda: _placed(inputs.config))
-        config = _on_devices(inputs.config, placement, point.shape)
+    def place(self, config: Config, *, samples: bool = True) -> Placement:
+        """Place trainers and engines on the nodes of the cluster, once it has room for them."""
+        return placed_within(self.node_wait, lambda: _placed(config, samples=samples))
+
+    def launch(self, resolved: ResolvedConfig, inputs: Inputs, stack: ExitStack) -> Launched[Processes]:
+        """Start the processes of trainers, engines and verifiers."""
+        config, placement = resolved.config, resolved.placement
         check_truncation(config, all_readers(config), on_gpu=placement.on_gpu)
         verifiers = stack.enter_context(Verifiers(inputs.pool, placement.nodes, config.data, inputs.rm_types))
         environments = _environments(inputs, placement, stack)
@@ -79,66 +83,45 @@ class OnCluster:
             records = bool(config.rollout.truncation) and not sampling_mask_obstacle(
                 config, on_gpu=placement.on_gpu
             )
-            engines = _launch_engines(
-                config, point.hf_dir, trainers, placement, group, stack, records_sampling_mask=records
-            )
+            engines = _launch_engines(resolved, trainers, group, stack, records_sampling_mask=records)
         trainers.locate()
-        from megatron_ibpo.plan.node_memory import check_main_memory  # imports torch
 
-        there = trainers.main_memory() | (engines.main_memory() if engines is not None else {})
-        check_main_memory(config, point.shape, inputs.elements, placement, there)
-        _build(config, point.checkpoint, trainers, engines)
-        progress = point.progress()
-        return Processes(
-            config=config,
-            trainers=trainers,
-            world_size=len(placement.trainers),
-            engines=engines,
-            verifiers=verifiers,
-            environments=environments,
-            accelerators=_accelerators(config, placement),
-            progress=progress,
-            deaths=partial(_deaths, engines, verifiers, environments, progress),
-            where=_where(placement, verifiers),
-            wait_ready=partial(_wait_ready, engines, verifiers, environments),
-        )
+        def build(checkpoint: Path | None) -> Processes:
+            _build(config, checkpoint, trainers, engines)
+            return Processes(
+                trainers=trainers,
+                engines=engines,
+                verifiers=verifiers,
+                environments=environments,
+                deaths=partial(_deaths, engines, verifiers, environments),
+                where=_where(placement, verifiers),
+                wait_ready=partial(_wait_ready, engines, verifiers, environments),
+            )
 
-    def start_trainers(
-        self, point: ResumePoint, config: Config, elements: dict[str, int], stack: ExitStack
-    ) -> TrainersAlone:
-        """Start trainers with their model on every GPU of the cluster, or --num-trainers of them."""
-        placement = placed_within(self.node_wait, lambda: _placed(config, samples=False))
-        config = _on_devices(config, placement, point.shape)
+        memory = trainers.main_memory() | (engines.processes.main_memory() if engines is not None else {})
+        return Launched(memory, build)
+
+    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[TrainersAlone]:
+        """Start the processes of trainers."""
+        placement = resolved.placement
         trainers = Trainers(stack.enter_context(reserved(placement)), placement)
         stack.callback(trainers.close)
         trainers.locate()
-        from megatron_ibpo.plan.node_memory import check_main_memory  # imports torch
 
-        check_main_memory(config, point.shape, elements, placement, trainers.main_memory())
-        _build(config, point.checkpoint, trainers, None)
-        nodes = zip(placement.nodes, placement.rows(), strict=True)
-        where = "\n".join(f"{node.address}: trainers {ranks}" for node, (_, ranks, _) in nodes)
-        return TrainersAlone(config, trainers, len(placement.trainers), where)
+        def build(checkpoint: Path | None) -> TrainersAlone:
+            _build(resolved.config, checkpoint, trainers, None)
+            nodes = zip(placement.nodes, placement.rows(), strict=True)
+            where = "\n".join(f"{node.address}: trainers {ranks}" for node, (_, ranks, _) in nodes)
+            return TrainersAlone(trainers, where)
 
-
-def _on_devices(config: Config, placement: Placement, shape: ModelShape) -> Config:
-    """Return the configuration with everything resolved that depends on the devices of the placement.
-
-    Raises:
-        ValueError: the layout cannot hold the model on this number of trainers.
-    """
-    world_size = len(placement.trainers)
-    config = replace(config, cluster=replace(config.cluster, num_trainers=world_size))
-    config = on_device(config, on_gpu=placement.on_gpu, has_delta_nets=shape.is_recurrent)
-    check_model_layout(shape, config, world_size)
-    return config
+        return Launched(trainers.main_memory(), build)
 
 
 def _build(config: Config, checkpoint: Path | None, trainers: Trainers, engines: Engines | None) -> None:
     """Build the trainers' model while engines load theirs."""
     if engines is not None:
         engines.start()
-        if engines.settings.sleep_mode:
+        if engines.sleeps:
             # memory that trainers take meanwhile would look like the engines' own use of a shared GPU
             engines.wait_ready()
             engines.sleep()
@@ -159,15 +142,15 @@ def _wait_ready(engines: Engines | None, verifiers: Verifiers, environments: Env
     verifiers.wait_ready()
     if environments is not None:
         environments.wait_ready()
-    if engines is not None and not engines.settings.sleep_mode:
+    if engines is not None and not engines.sleeps:
         engines.wait_ready()
 
 
 def _deaths(
-    engines: Engines | None, verifiers: Verifiers, environments: Environments | None, progress: Progress
+    engines: Engines | None, verifiers: Verifiers, environments: Environments | None
 ) -> dict[str, int]:
     """Return the numbers of dead and of restarted processes, by metric."""
-    counts = {"verifier_deaths": verifiers.deaths, "trainer_restarts": progress.trainer_restarts}
+    counts = {"verifier_deaths": verifiers.deaths}
     if environments is not None:
         counts["environment_deaths"] = environments.deaths
     if engines is not None:
@@ -199,24 +182,23 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
     Raises:
         ValueError, OSError, EngineError, ProcessDiedError: says what is wrong, where, and what to do.
     """
-    hf_dir = config.model.hf_checkpoint
-    assert hf_dir is not None  # check_evaluation has refused None
     with ExitStack() as stack:
-        shape = read_hf_config(hf_dir)
-        config = with_context(config, shape)
+        foundation = read_foundation(config)
         wait_connected = stack.enter_context(_starting(_ray_of(config)))
-        inputs = open_inputs(config, hf_dir, shape, stack, trains=False)
+        inputs = open_inputs(config, foundation, stack, trains=False)
+        check_disk(config.run, checkpoint_bytes=0)
         wait_connected()
         placement = _engines_placed(config)
-        config = on_device(config, on_gpu=placement.on_gpu, has_delta_nets=shape.is_recurrent)
+        resolved = resolve(inputs.config, foundation, placement)
+        config = resolved.config
         kept = None
         if policy is not None:
-            kept = stack.enter_context(_kept_samples(config, hf_dir, inputs.data, policy))
+            kept = stack.enter_context(_kept_samples(resolved, inputs.data, policy))
         verifiers = stack.enter_context(Verifiers(inputs.pool, placement.nodes, config.data, inputs.rm_types))
         environments = _environments(inputs, placement, stack)
         group = stack.enter_context(reserved(placement))
         no_trainers = Trainers(group, placement)
-        engines = _launch_engines(config, hf_dir, no_trainers, placement, group, stack)
+        engines = _launch_engines(resolved, no_trainers, group, stack)
         engines.start()
         verifiers.wait_ready()
         if environments is not None:
@@ -225,15 +207,16 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         verifier = Verifier(verifiers, config.data, config.run.run_dir / "logs")
         stack.callback(verifier.close_servers)
         episodes = open_episodes(config, inputs, environments)
-        opened = open_rollouts(config, inputs.data, engines, verifier, episodes=episodes)
+        opened = open_rollouts(resolved, inputs.data, engines, verifier, episodes=episodes)
         rollouts = stack.enter_context(opened)
         yield OpenEvaluation(inputs.data, kept, rollouts, engines, verifiers, _where(placement, verifiers))
 
 
-def _kept_samples(config: Config, hf_dir: Path, data: RunData, policy: str) -> KeptSamples:
+def _kept_samples(resolved: ResolvedConfig, data: RunData, policy: str) -> KeptSamples:
     """Open the samples that an earlier start of the same evaluation stored, to resume from."""
-    digest = policy_digest(hf_dir)
-    settings = {own.name: set_settings(own, config, digest) for own in data.eval_sets}
+    config, operator = resolved.config, resolved.foundation.method.operator
+    digest = policy_digest(resolved.foundation.hf_dir)
+    settings = {own.name: set_settings(own, config, operator, digest) for own in data.eval_sets}
     return KeptSamples(config.run.run_dir, policy, settings)
 
 
@@ -313,18 +296,17 @@ def _engines_placed(config: Config) -> Placement:
 
 
 def _launch_engines(
-    config: Config,
-    hf_dir: Path,
+    resolved: ResolvedConfig,
     trainers: Trainers,
-    placement: Placement,
     group: Any,
     stack: ExitStack,
     *,
     records_sampling_mask: bool = False,
 ) -> Engines:
     """Launch the engines' processes without waiting for them."""
+    config, placement, hf_dir = resolved.config, resolved.placement, resolved.foundation.hf_dir
     rollout = config.rollout
-    check_model(rollout, read_hf_config(hf_dir), on_gpu=placement.on_gpu)
+    check_model(rollout, resolved.shape, on_gpu=placement.on_gpu)
     transport = choose_transport(on_gpu=placement.on_gpu, colocate=rollout.colocate)
     settings = engine_settings(
         rollout,
@@ -334,23 +316,26 @@ def _launch_engines(
         num_threads=environment_number("OMP_NUM_THREADS", 1, least=1),
         records_sampling_mask=records_sampling_mask,
     )
-    engines = Engines(
+    processes = EngineProcesses(
         trainers,
         placement,
         group,
         rollout.rollout_backend,
         settings,
         config.run.run_dir / "logs",
+        start_timeout(rollout, hf_dir),
+    )
+    engines = Engines(
+        processes,
         UpdateOrder(
             version=0,
             sleeping=False,
             check=rollout.check_weight_update_equal,
             timeout=rollout.update_weight_timeout,
         ),
-        start_timeout(rollout, hf_dir),
     )
     stack.callback(engines.close)
-    engines.launch()
+    processes.launch()
     return engines
 
 
@@ -363,13 +348,6 @@ def going_on(run: Run, asked: Config) -> Config:
     """
     own = replace(run.config.run, load=run.config.run.run_dir)
     return replace(run.config, rollout=asked.rollout, run=own)
-
-
-def _accelerators(config: Config, placement: Placement) -> int:
-    """Return the number of GPUs that the run holds: the trainers', and the engines' unless they share
-    them."""
-    own = 0 if placement.colocated else len(placement.engines) * config.rollout.rollout_num_gpus_per_engine
-    return len(placement.trainers) + (own if placement.on_gpu else 0)
 
 
 def _where(placement: Placement, verifiers: Verifiers) -> str:

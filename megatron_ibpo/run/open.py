@@ -1,7 +1,7 @@
 """Opening a run: read and check its inputs, place and start its processes, join them to a `Run`."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -14,14 +14,17 @@ from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Report, Stages, run_sizes
 from megatron_ibpo.report.disk import DiskWait
+from megatron_ibpo.report.stages import Forecast
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs, open_journal
-from megatron_ibpo.run.loop import Run
+from megatron_ibpo.run.preflight import preflight
 from megatron_ibpo.run.processes import Backend, Processes
+from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation, resolve
 from megatron_ibpo.run.resume_point import ResumePoint, read_resume_point
 from megatron_ibpo.run.rollouts import open_rollouts
+from megatron_ibpo.run.state import Progress, Run
 from megatron_ibpo.sampling.journal_memory import JournalMemory
 
 
@@ -41,15 +44,19 @@ def open_run(config: Config, node_wait: float = 0.0, started: float | None = Non
     stages = Stages()
     with ExitStack() as stack:
         with stages("start"):
-            point = read_resume_point(config)
-            config = backend.check(point.config, point.shape)
+            foundation = read_foundation(config)
+            point = read_resume_point(config.run, foundation.shape.vocab_size)
+            backend.check(config, foundation.shape)
             # Ray starts while data and journal are read
             wait_connected = stack.enter_context(backend.connect(config))
-            inputs = open_inputs(config, point.hf_dir, point.shape, stack)
+            inputs = open_inputs(config, foundation, stack)
             journal = open_journal(inputs.config, point.step, stack)
             wait_connected()
-            processes = backend.start(point, inputs, stack)
-            run = join(point, inputs, journal, processes, stages, stack, started)
+            resolved = resolve(inputs.config, foundation, backend.place(inputs.config))
+            launched = backend.launch(resolved, inputs, stack)
+            forecast = preflight(resolved, inputs.elements, launched.memory)
+            processes = launched.build(point.checkpoint)
+            run = join(resolved, point, inputs, journal, processes, stages, stack, forecast, started)
         if run.engines is not None and run.engines.version != run.progress.step:
             with stages("sync"):
                 run.engines.update_weights(run.progress.step)
@@ -70,29 +77,36 @@ def choose_backend(config: Config, node_wait: float) -> Backend:
 
 
 def join(
+    resolved: ResolvedConfig,
     point: ResumePoint,
     inputs: Inputs,
     journal: tuple[Journal, Recovered],
     processes: Processes,
     stages: Stages,
     stack: ExitStack,
+    forecast: Callable[[str], Forecast],
     started: float | None = None,
 ) -> Run:
     """Return the run over its processes, after showing its table of sizes.
 
     Args:
         stack: closes what is opened.
+        forecast: name of a device → prediction of a step's time.
         started: as in `open_run`.
     """
-    config, engines = processes.config, processes.engines
+    config, foundation, engines = resolved.config, resolved.foundation, processes.engines
     own_journal, recovered = journal
     about = processes.trainers.all("about")[0]
-    report = Report(config, completed_steps=point.step, started=started, deaths=processes.deaths)
+    progress = point.progress()
+    deaths = partial(_deaths, processes, progress)
+    report = Report(config, completed_steps=point.step, started=started, deaths=deaths)
     reporter = stack.enter_context(report)
-    _introduce(reporter, point, processes, about)
+    _introduce(reporter, resolved, processes, about)
+    if engines is not None:
+        reporter.predicted(forecast(about.device))
     of_chat = () if inputs.chat is None else inputs.chat.notes
-    notes = (*point.notes, *about.notes, *inputs.data.notes, *of_chat, *recovered.notes)
-    for note in (*notes, *doubtful_settings(config)):
+    notes = (*point.notes(config.run.load), *about.notes, *inputs.data.notes, *of_chat, *recovered.notes)
+    for note in (*notes, *doubtful_settings(config, foundation.method.operator)):
         reporter.note(note)
     processes.wait_ready()
     disk = DiskWait(config.run.disk_wait, reporter.note)
@@ -100,36 +114,43 @@ def join(
     verifier = Verifier(processes.verifiers, config.data, config.run.run_dir / "logs")
     stack.callback(verifier.close_servers)
     episodes = open_episodes(config, inputs, processes.environments)
-    rollouts = open_rollouts(config, inputs.data, engines, verifier, memory, point.state, episodes)
+    rollouts = open_rollouts(resolved, inputs.data, engines, verifier, memory, point.state, episodes)
     return Run(
         config=config,
+        foundation=foundation,
         data=inputs.data,
         rollouts=stack.enter_context(rollouts),
         journal=own_journal,
-        policy=Policy(processes.trainers, config, processes.world_size, partial(forward_flops, point.shape)),
+        policy=Policy(
+            processes.trainers, config, resolved.world_size, partial(forward_flops, resolved.shape)
+        ),
         engines=engines,
         reporter=reporter,
         disk=disk,
         stages=stages,
         cost=CostMeter(
-            point.shape,
-            processes.accelerators,
+            foundation.shape,
+            resolved.accelerators,
             recomputes=config.model.recompute_granularity == "full",
             before=point.spent,
         ),
-        progress=processes.progress,
+        progress=progress,
     )
 
 
-def _introduce(reporter: Report, point: ResumePoint, processes: Processes, about: About) -> None:
-    """Show the sizes of the run, the placement of its processes, and the predicted time per step."""
-    from megatron_ibpo.plan.prediction import forecast  # imports torch
+def _deaths(processes: Processes, progress: Progress) -> dict[str, int]:
+    """Return the numbers of dead and of restarted processes, by metric."""
+    return {"trainer_restarts": progress.trainer_restarts, **processes.deaths()}
 
-    config, engines = processes.config, processes.engines
+
+def _introduce(reporter: Report, resolved: ResolvedConfig, processes: Processes, about: About) -> None:
+    """Show the sizes of the run and the placement of its processes."""
+    engines = processes.engines
     reporter.sizes(
         run_sizes(
-            config,
-            processes.world_size,
+            resolved.config,
+            resolved.world_size,
+            corrections=resolved.foundation.method.operator.ibpo_corrections,
             parameters=about.parameters,
             engines=engines.count if engines is not None else None,
             loss_backend=about.loss_backend,
@@ -137,8 +158,6 @@ def _introduce(reporter: Report, point: ResumePoint, processes: Processes, about
         )
     )
     reporter.note(processes.where)
-    if engines is not None:
-        reporter.predicted(forecast(config, point.shape, processes.world_size, about.device))
 
 
 @contextmanager

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.config import AlgorithmConfig, RolloutConfig
-from megatron_ibpo.credit import Vocabulary, find_operator, part_in_prompt
+from megatron_ibpo.config import RolloutConfig
+from megatron_ibpo.credit import Operator, Vocabulary, part_in_prompt
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.pairing import draw, is_wrong
 from megatron_ibpo.report import jsonable
@@ -47,7 +47,8 @@ Array = npt.NDArray[np.float64]
 class Asking:
     """Settings for asking the policy, as in the training that it is measured for."""
 
-    algorithm: AlgorithmConfig
+    ibpo_k: int
+    """Solutions that a correction is shown."""
     rollout: RolloutConfig
     vocabulary: Vocabulary
     max_context: int
@@ -93,9 +94,9 @@ class Trials:
     """Replacements whose verifier failed. They are not trials."""
 
 
-def corrects(algorithm: AlgorithmConfig) -> bool:
-    """Return whether a run corrects wrong responses by compare-and-correct or a method built on it."""
-    return isinstance(find_operator(algorithm), CompareAndCorrect)
+def corrects(operator: Operator) -> bool:
+    """Return whether the operator corrects wrong responses by compare-and-correct, or is built on it."""
+    return isinstance(operator, CompareAndCorrect)
 
 
 async def try_corrections(sampler: Sampler, prompts: Sequence[Prompt], asking: Asking) -> Trials:
@@ -148,9 +149,7 @@ def _replacements(
     for target in sorted(rng.sample(wrong, min(asking.targets, len(wrong)))):
         for way, pool in _ways(group, target, asking).items():
             keys = ("operator skill", asking.seed, way, group.prompt.index, target)
-            references = draw(
-                pool, find_operator(asking.algorithm).ibpo_k - 1, random.Random(derive_seed(*keys, "draw"))
-            )
+            references = draw(pool, asking.ibpo_k - 1, random.Random(derive_seed(*keys, "draw")))
             request = replace(requests[target], seed=derive_seed(*keys))
             if way != RESAMPLE:
                 request = _correction(group, (target, *references), request, asking)
@@ -159,7 +158,7 @@ def _replacements(
 
 def _ways(group: Group, target: int, asking: Asking) -> dict[Way, list[int]]:
     """Return every way to replace the response, with the responses that its references are drawn from."""
-    compares, as_in_training = find_operator(asking.algorithm).ibpo_k > 1, asking.as_in_training
+    compares, as_in_training = asking.ibpo_k > 1, asking.as_in_training
     correct = [i for i, response in enumerate(group.responses) if response.correct]
     wrong = [i for i, response in enumerate(group.responses) if is_wrong(response) and i != target]
     ways: dict[Way, list[int]] = {}

@@ -1,39 +1,34 @@
 """The processes of a run, and the interface of the back ends that start them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
-from megatron_ibpo.config import Config, ConfigError
+from megatron_ibpo.cluster.placement import Placement
+from megatron_ibpo.config import Config
 from megatron_ibpo.environments import Sessions
-from megatron_ibpo.models import ModelShape, check_layout
-from megatron_ibpo.models.lora import check_lora
+from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.group import RankCalls
-from megatron_ibpo.policy.overrides import model_chunks
 from megatron_ibpo.rewards import Pool
 from megatron_ibpo.run.inputs import Inputs
-from megatron_ibpo.run.loop import Engines, Progress
-from megatron_ibpo.run.resume_point import ResumePoint
+from megatron_ibpo.run.resolve import ResolvedConfig
+from megatron_ibpo.run.state import Engines
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Processes:
     """Trainers, engines and verifiers that have been started."""
 
-    config: Config
-    """The configuration with everything resolved that depends on the devices."""
     trainers: RankCalls
-    world_size: int
-    """Number of trainer ranks."""
     engines: Engines | None
     """None when recorded rollouts are replayed."""
     verifiers: Pool
-    accelerators: int
-    """GPUs that the run holds; on CPUs its trainer ranks."""
-    progress: Progress
     deaths: Callable[[], dict[str, int]]
-    """Returns the counts of dead and restarted processes so far, by metric."""
+    """Returns the counts of dead and restarted engines, verifiers and environments so far, by metric."""
     where: str
     """Nodes of the processes, for the user."""
     wait_ready: Callable[[], None] = lambda: None
@@ -46,19 +41,27 @@ class Processes:
 class TrainersAlone:
     """Trainers that have been started without engines and verifiers."""
 
-    config: Config
-    """The configuration with everything resolved that depends on the devices."""
     trainers: RankCalls
-    world_size: int
     where: str
     """Nodes of the processes, for the user."""
+
+
+@dataclass(frozen=True)
+class Launched(Generic[T]):
+    """Processes that have been started and have loaded nothing yet."""
+
+    memory: Mapping[int, int]
+    """Node, by its index in the placement → its bytes of main memory; empty in one process."""
+    build: Callable[[Path | None], T]
+    """Builds the model of the trainers from a checkpoint, or as a new one. Engines and verifiers may still be
+    starting when it returns."""
 
 
 class Backend(Protocol):
     """A way to start the processes of a run: on a cluster, or all in the driver's own process."""
 
-    def check(self, config: Config, shape: ModelShape) -> Config:
-        """Return the configuration with the back end's choices.
+    def check(self, config: Config, shape: ModelShape) -> None:
+        """Refuse a model or a layout, as far as that shows before devices are counted.
 
         Raises:
             ValueError: this back end cannot run it.
@@ -69,42 +72,22 @@ class Backend(Protocol):
         """Connect to the cluster in the background. The context gives a function that waits for it."""
         ...
 
-    def start(self, point: ResumePoint, inputs: Inputs, stack: ExitStack) -> Processes:
-        """Place and start the trainers, engines and verifiers. `stack` ends them.
-
-        Raises:
-            ValueError, OSError, EngineError, ProcessDiedError: one did not start; says why and what to do.
-        """
-        ...
-
-    def start_trainers(
-        self, point: ResumePoint, config: Config, elements: dict[str, int], stack: ExitStack
-    ) -> TrainersAlone:
-        """Place and start trainers, for training without sampling. `stack` ends them.
+    def place(self, config: Config, *, samples: bool = True) -> Placement:
+        """Return the place of every process.
 
         Args:
-            elements: as in `Inputs`.
+            samples: False for training without engines.
 
         Raises:
-            ValueError, OSError, ProcessDiedError: as `start`.
+            ValueError: the cluster is too small, or settings do not suit its devices.
         """
         ...
 
+    def launch(self, resolved: ResolvedConfig, inputs: Inputs, stack: ExitStack) -> Launched[Processes]:
+        """Start the processes of trainers, engines and verifiers. `stack` ends them. This, and `build`, raise
+        ValueError, OSError, EngineError or ProcessDiedError if one does not start."""
+        ...
 
-def check_model_layout(shape: ModelShape, config: Config, world_size: int) -> None:
-    """Refuse a layout that cannot hold the model.
-
-    Raises:
-        ValueError: with one line per problem.
-    """
-    if config.replays_routing and not shape.is_moe:
-        raise ValueError(
-            f"--use-rollout-routing-replay and --use-routing-replay: {shape.family} is dense and routes "
-            "nothing; drop them"
-        )
-    mtp, chunks = config.model.mtp_num_layers, model_chunks(config)
-    if problems := check_layout(shape, config.parallel, world_size, chunks, mtp):
-        raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
-    adapted = config.model.lora_rank is not None
-    if adapted and (problems := check_lora(config.model, shape, config.parallel, chunks)):
-        raise ConfigError("\n  ".join(["these adapters cannot be trained:", *problems]))
+    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[TrainersAlone]:
+        """Start trainers, for training without sampling. `stack` ends them; raises as `launch`."""
+        ...

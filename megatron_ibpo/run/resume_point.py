@@ -1,17 +1,15 @@
 """The starting point of a run: its model, and the checkpoint it resumes from. Reading it takes no time."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.config import Config
-from megatron_ibpo.models import ModelShape, read_hf_config
-from megatron_ibpo.plan.machine import find_machine
+from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.report import load_groups, rollout_path
 from megatron_ibpo.report.run_dir import CONFIG_FILE, holds_work
 from megatron_ibpo.run.cost import Spent
-from megatron_ibpo.run.loop import Progress
+from megatron_ibpo.run.state import Progress
 from megatron_ibpo.weights.formats.run_state import RUN_STATE, find_checkpoint, load_run_state
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
@@ -21,12 +19,8 @@ JOURNAL = "journal"
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The model of a run and the state it starts from."""
+    """The state that a run starts from."""
 
-    config: Config
-    """The configuration with the context length resolved."""
-    hf_dir: Path
-    shape: ModelShape
     checkpoint: Path | None
     """Checkpoint to resume from; None for a new run."""
     state: dict[str, Any]
@@ -41,10 +35,8 @@ class ResumePoint:
         """Number of completed steps."""
         return int(self.state["step"])
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """A line for the user if --load names no checkpoint."""
-        load = self.config.run.load
+    def notes(self, load: Path | None) -> tuple[str, ...]:
+        """Return a line for the user if --load names no checkpoint."""
         if load is None or self.checkpoint is not None:
             return ()
         return (f"--load {load}: no checkpoint was saved there; the run starts at step 0",)
@@ -55,19 +47,17 @@ class ResumePoint:
         return Progress(step, saved=step, whole=step, remembered=dict(self.remembered))
 
 
-def read_resume_point(config: Config) -> ResumePoint:
-    """Read the model's config.json and the state of the checkpoint in --load.
+def read_resume_point(run: RunConfig, vocab_size: int) -> ResumePoint:
+    """Read the state of the checkpoint in --load.
+
+    Args:
+        vocab_size: of the model, for recorded rollouts.
 
     Raises:
         ValueError, CheckpointError: a file is missing, cannot be read, or does not fit the model.
     """
-    hf_dir = config.model.hf_checkpoint
-    assert hf_dir is not None  # check_config has refused None
-    shape = read_hf_config(hf_dir)
-    if config.run.dry_run_hardware is not None:
-        find_machine(config.run.dry_run_hardware)
-    checkpoint = _chosen_checkpoint(config)
-    _check_recording(config, shape)
+    checkpoint = _chosen_checkpoint(run.load)
+    _check_recording(run.load_debug_rollout_data, vocab_size)
     state: dict[str, Any] = {"step": 0} if checkpoint is None else load_run_state(checkpoint)
     try:
         spent = Spent.read(state.get("spent", {}))
@@ -77,9 +67,6 @@ def read_resume_point(config: Config) -> ResumePoint:
     if not isinstance(remembered, dict):
         raise ValueError(f"--load {checkpoint}: {RUN_STATE}: remembered must be an object")
     return ResumePoint(
-        config=with_context(config, shape),
-        hf_dir=hf_dir,
-        shape=shape,
         checkpoint=checkpoint,
         state=state,
         spent=spent,
@@ -87,29 +74,9 @@ def read_resume_point(config: Config) -> ResumePoint:
     )
 
 
-def with_context(config: Config, shape: ModelShape) -> Config:
-    """Return the configuration with --rollout-max-context-len resolved to a number of tokens.
-
-    Raises:
-        ValueError: it exceeds the model's context, or leaves no room for a prompt.
-    """
-    asked = config.rollout.rollout_max_context_len
-    limit = shape.max_position_embeddings
-    if asked is not None and asked > limit:
-        raise ValueError(f"--rollout-max-context-len {asked}: more than the model's context of {limit}")
-    context = asked or limit
-    if config.rollout.rollout_max_response_len >= context:
-        raise ValueError(
-            f"--rollout-max-response-len {config.rollout.rollout_max_response_len} leaves no room for a "
-            f"prompt in a context of {context}"
-        )
-    return replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
-
-
-def _chosen_checkpoint(config: Config) -> Path | None:
+def _chosen_checkpoint(load: Path | None) -> Path | None:
     """Return the checkpoint of --load. None for a new run, for one that died before its first checkpoint and
     left a journal, and for one whose start failed."""
-    load = config.run.load
     if load is None:
         return None
     try:
@@ -121,19 +88,19 @@ def _chosen_checkpoint(config: Config) -> Path | None:
         raise
 
 
-def _check_recording(config: Config, shape: ModelShape) -> None:
+def _check_recording(directory: Path | None, vocab_size: int) -> None:
     """Read the first recorded step, so that a wrong directory is noticed before any process starts.
 
     Raises:
         ValueError: there is no recording, or its token ids are beyond the model's vocabulary.
     """
-    if (directory := config.run.load_debug_rollout_data) is None:
+    if directory is None:
         return
     path = min(directory.glob("step_*.json"), default=rollout_path(directory, 1))
     for group in load_groups(path)[1]:
         for response in group.responses:
-            if any(not 0 <= number < shape.vocab_size for number in response.token_ids.tolist()):
+            if any(not 0 <= number < vocab_size for number in response.token_ids.tolist()):
                 raise ValueError(
                     f"recorded rollouts {path}: token ids beyond the model's vocabulary of "
-                    f"{shape.vocab_size}; replay with the model of the recording"
+                    f"{vocab_size}; replay with the model of the recording"
                 )

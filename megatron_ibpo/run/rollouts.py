@@ -14,7 +14,6 @@ from megatron_ibpo.credit import (
     Operator,
     any_group,
     find_group_filter,
-    find_operator,
     is_informative,
     leaves_gradient,
     part_in_prompt,
@@ -36,6 +35,7 @@ from megatron_ibpo.evaluate import (
 from megatron_ibpo.journal import ClosedBatch, LostStepError
 from megatron_ibpo.report import load_groups, rollout_path
 from megatron_ibpo.rewards import Verifier
+from megatron_ibpo.run.resolve import Foundation, ResolvedConfig
 from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.episodes import Episodes
@@ -120,7 +120,7 @@ class Rollouts(Protocol):
 
 @contextmanager
 def open_rollouts(
-    config: Config,
+    resolved: ResolvedConfig,
     data: RunData,
     engines: Fleet | None,
     verifier: Verifier,
@@ -135,23 +135,24 @@ def open_rollouts(
         state: state at the checkpoint to resume from (`Rollouts.state`).
         episodes: plays the episodes of prompts with an environment; None: no prompt has one.
     """
+    config, foundation = resolved.config, resolved.foundation
     if engines is None:
         recorded = config.run.load_debug_rollout_data
         assert recorded is not None  # otherwise there are engines
-        yield RecordedRollouts(recorded)
+        yield RecordedRollouts(recorded, foundation.method.operator)
         return
     sampler = Sampler(
         engines.clients(),
         scorer(verifier, ResponseText(data.tokenizer)),
         stall_timeout=config.rollout.engine_stall_timeout,
-        max_context=config.rollout.rollout_max_context_len,
+        max_context=foundation.max_context,
         prefix_caching=engines.prefix_caching,
         revive=engines.revive,
         episodes=episodes,
         needs_masks=memory is not None and bool(all_readers(config)),
     )
     with sampler:
-        yield LiveRollouts(config, data, engines, sampler, memory, state or {})
+        yield LiveRollouts(config, foundation, data, engines, sampler, memory, state or {})
 
 
 @dataclass
@@ -159,13 +160,14 @@ class RecordedRollouts:
     """Groups that --save-debug-rollout-data saved, one file per step."""
 
     directory: Path
+    operator: Operator
 
     def groups(
         self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
     ) -> list[Group]:
         """See `Rollouts`. Raises ValueError if the recording is incomplete."""
         _, groups = load_groups(rollout_path(self.directory, step + 1))
-        return replay(groups, find_operator(context.algorithm), context)
+        return replay(groups, self.operator, context)
 
     def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
         return (self.groups(step, context(step)) for step in steps)
@@ -196,6 +198,7 @@ class LiveRollouts:
     """Rollouts sampled now, or ahead of training (--max-staleness, --over-sampling-batch-size)."""
 
     config: Config
+    foundation: Foundation
     data: RunData
     fleet: Fleet
     sampler: Sampler
@@ -212,15 +215,15 @@ class LiveRollouts:
     ) -> list[Group]:
         """See `Rollouts`. Raises the errors of `sample_batch` and `Ahead.batch`."""
         self.sampler.version = self.fleet.version
-        operator, memory = find_operator(context.algorithm), self.memory
+        memory = self.memory
         if self._under_way is None:
             found = self.loaded.get("sampling", {"cursor": step * self._batch_size, "open": []})
             self._under_way = UnderWay(
                 found["cursor"], {(index, attempt) for index, attempt in found["open"]}
             )
         if memory is not None and (closed := memory.batch(step + 1)) is not None:
-            return self._again(closed, memory, operator, context)
-        groups = GroupSampler(self.sampler, operator, self._rules(), memory)
+            return self._again(closed, memory, context)
+        groups = GroupSampler(self.sampler, self.foundation.method.operator, self._rules(), memory)
         sample = self._now if self._pace is None else self._next
         batch = sample(step, groups, context, meanwhile)
         self._sampled = batch.sampled
@@ -229,20 +232,16 @@ class LiveRollouts:
             self._under_way.close(memory.close(step + 1, batch))
         return batch.groups
 
-    def _again(
-        self, closed: ClosedBatch, memory: JournalMemory, operator: Operator, context: CreditContext
-    ) -> list[Group]:
+    def _again(self, closed: ClosedBatch, memory: JournalMemory, context: CreditContext) -> list[Group]:
         """Return groups that an earlier process sampled, but did not save the training on."""
         assert self._under_way is not None
-        groups = self._recorded(closed, memory, operator, context)
+        groups = self._recorded(closed, memory, context)
         self._under_way.close(closed)
         self._sampled = [sample for group in groups for sample in group.samples]
         self._metrics = {"groups_replayed": float(len(groups))}
         return groups
 
-    def _recorded(
-        self, closed: ClosedBatch, memory: JournalMemory, operator: Operator, context: CreditContext
-    ) -> list[Group]:
+    def _recorded(self, closed: ClosedBatch, memory: JournalMemory, context: CreditContext) -> list[Group]:
         """Return a batch from the journal."""
 
         def draw(position: int) -> tuple[Prompt, CreditContext]:
@@ -251,7 +250,7 @@ class LiveRollouts:
             prompt, _, own = self._drawn(context, position, 0)
             return prompt, own
 
-        return memory.groups(closed, draw, operator)
+        return memory.groups(closed, draw, self.foundation.method.operator)
 
     def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
         """See `Rollouts`. Raises LostStepError if the journal lacks one of the steps."""
@@ -263,8 +262,7 @@ class LiveRollouts:
                     f"the trainers need step {step + 1} again, and the journal does not hold it; start "
                     "the run again"
                 )
-            own = context(step)
-            yield self._recorded(closed, memory, find_operator(own.algorithm), own)
+            yield self._recorded(closed, memory, context(step))
 
     def advance(self, version: int) -> None:
         self.sampler.version = version
@@ -443,11 +441,10 @@ class LiveRollouts:
         )
 
     def _corrector(self) -> Corrector:
-        vocabulary, limit = self.data.vocabulary, self.config.rollout.rollout_max_context_len
-        assert limit is not None  # resolved at start-up
+        vocabulary, foundation = self.data.vocabulary, self.foundation
 
         def prompt_ids(prompt: Prompt, candidates: Sequence[Sample]) -> TokenIds:
             first, *others = [part_in_prompt(candidate, vocabulary.thinking).ids for candidate in candidates]
             return vocabulary.correction_prompt(prompt, first, others)
 
-        return Corrector(prompt_ids, find_operator(self.config.algorithm).ibpo_k, limit)
+        return Corrector(prompt_ids, foundation.method.operator.ibpo_k, foundation.max_context)

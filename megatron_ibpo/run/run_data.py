@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from megatron_ibpo.basics.records import Prompt, TokenIds
 from megatron_ibpo.config import ENVIRONMENT, Config
-from megatron_ibpo.credit import AnswerStart, Operator, ThinkingMarks, Vocabulary, find_operator
+from megatron_ibpo.credit import AnswerStart, Operator, ThinkingMarks, Vocabulary
 from megatron_ibpo.credit.importance import SpanMasking
 from megatron_ibpo.data import (
     CorrectionTemplate,
@@ -29,6 +29,7 @@ from megatron_ibpo.rewards import (
     extracted_answer,
     main_rm_type,
 )
+from megatron_ibpo.run.resolve import Foundation
 from megatron_ibpo.sampling.episodes import environment_of
 
 
@@ -63,7 +64,7 @@ class RunData:
         return tuple(dict.fromkeys(of_training + of_evaluation))  # both may read one file
 
 
-def open_run_data(config: Config, *, trains: bool = True) -> RunData:
+def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True) -> RunData:
     """Read and check all data that the run will need.
 
     Args:
@@ -73,9 +74,8 @@ def open_run_data(config: Config, *, trains: bool = True) -> RunData:
         ValueError, OSError: a tokenizer or data that cannot be used; with the reason, the place, and what to
             do.
     """
-    assert config.model.hf_checkpoint is not None  # check_config has refused None
-    tokenizer = load_tokenizer(config.model.hf_checkpoint)
-    thinking, operator = None, find_operator(config.algorithm)
+    tokenizer = load_tokenizer(foundation.hf_dir)
+    thinking, operator = None, foundation.method.operator
     if operator.ibpo_strip_thinking:
         thinking = ThinkingMarks(*thinking_marks(tokenizer))
     vocabulary = Vocabulary(
@@ -91,51 +91,29 @@ def open_run_data(config: Config, *, trains: bool = True) -> RunData:
         tokenizer,
         vocabulary,
         suffixes,
-        training_prompts(config, tokenizer, suffixes.longest) if trains and not replays else None,
-        [] if replays else _held_out(config, tokenizer),
+        training_prompts(config, tokenizer, foundation.max_context - suffixes.longest)
+        if trains and not replays
+        else None,
+        [] if replays else _held_out(config, tokenizer, foundation),
     )
 
 
-def with_epochs(config: Config, prompts: PromptSource | None) -> Config:
-    """Return the configuration with --num-epoch converted to steps.
-
-    Args:
-        prompts: prompts of training; None if recorded rollouts are replayed, whose number of steps is fixed.
-
-    Raises:
-        ValueError: the prompts never repeat.
-    """
-    epochs = config.run.num_epoch
-    if epochs is None or prompts is None:
-        return config
-    size = prompts.num_prompts()
-    if not size:
-        raise ValueError(
-            "--num-epoch: a generated task never repeats, so it has no epochs; use --num-rollout"
-        )
-    steps = -(-epochs * size // config.rollout.rollout_batch_size)
-    return replace(config, run=replace(config.run, num_rollout=steps))
-
-
-def training_prompts(config: Config, tokenizer: Tokenizer, growth: int = 0) -> PromptSource:
+def training_prompts(config: Config, tokenizer: Tokenizer, max_context: int) -> PromptSource:
     """Open the prompts of --prompt-data.
 
     Args:
-        growth: most tokens that perturbation may add to a prompt.
+        max_context: limit of tokens in prompt and response, less what perturbation may add to a prompt.
 
     Raises:
         ValueError, OSError: prompts that cannot be used; with the reason, the place, and what to do.
     """
     data = config.data
-    rollout = config.rollout
-    assert rollout.rollout_max_context_len is not None  # resolved at start-up
-    room = rollout.rollout_max_context_len - rollout.rollout_max_response_len - growth
     source = open_sources(
         data.prompt_data,
         tokenizer,
         data,
         split="train",
-        max_prompt_len=room,
+        max_prompt_len=max_context - config.rollout.rollout_max_response_len,
         rates=open_pass_rates(config),
         holds_out=config.holds_out,
         environment=config.environment,
@@ -146,9 +124,10 @@ def training_prompts(config: Config, tokenizer: Tokenizer, growth: int = 0) -> P
     return replace(source, at=lambda position: _in_environment(source.at(position), environment))
 
 
-def _held_out(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
+def _held_out(config: Config, tokenizer: Tokenizer, foundation: Foundation) -> list[EvalSet]:
     """Open the sets of held-out prompts; with --environment they are played in it too."""
-    sets, environment = open_eval_sets(config, tokenizer), config.environment.environment
+    environment = config.environment.environment
+    sets = open_eval_sets(config, tokenizer, foundation.max_context, ibpo_k=foundation.method.operator.ibpo_k)
     if environment is None:
         return sets
     return [

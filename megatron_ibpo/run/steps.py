@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +16,10 @@ from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.data.hub import with_local_copies
 from megatron_ibpo.data.hub_upload import prepare_upload, upload_export
+from megatron_ibpo.run import loop, observers, saving, step_report
 from megatron_ibpo.run import open as opening
 from megatron_ibpo.run.checks import check_installed, check_settings
-from megatron_ibpo.run.loop import Run
+from megatron_ibpo.run.state import Run
 from megatron_ibpo.run.stop_request import StopRequest
 
 
@@ -38,21 +40,22 @@ def steps(run: Run, stop: StopRequest | None = None) -> Iterator[Step]:
     preceded by the first evaluation, and each is followed by its checkpoint and evaluation if they are due.
 
     Raises:
-        Exception: what a stage raises (`run.loop.Run`); the journal then has what was sampled.
+        Exception: what a stage raises (`run.loop`); the journal then has what was sampled.
     """
     cuts_short = stop.cuts_short if stop is not None else lambda work: work()
-    cuts_short(run.evaluate_if_due)
-    cuts_short(run.measure_corrections_if_due)
+    evaluate = partial(observers.evaluate_if_due, run)
+    cuts_short(evaluate)
+    cuts_short(partial(observers.measure_corrections_if_due, run))
     while not (run.done() or (stop is not None and stop.requested)):
-        groups = run.sample()
-        credit = run.credit(groups)
-        metrics = run.measure_gradient_if_due(groups, credit.sequences)
-        metrics |= run.update(credit.sequences)
-        metrics |= run.sync()
-        run.report(groups, credit, metrics)
+        groups = loop.sample(run)
+        credit = loop.credit(run, groups)
+        metrics = observers.measure_gradient_if_due(run, groups, credit.sequences)
+        metrics |= loop.update(run, credit.sequences)
+        metrics |= loop.sync(run)
+        step_report.report(run, groups, credit, metrics)
         step = Step(dict(run.reporter.rows[-1]), groups, credit.sequences)
-        run.save_if_due()
-        cuts_short(run.evaluate_if_due)
+        saving.save_if_due(run)
+        cuts_short(evaluate)
         yield step
 
 
@@ -128,7 +131,7 @@ class OpenRun:
             return
         done = self._run.done()
         try:
-            self._run.finish("finished" if done else "interrupted")
+            saving.finish(self._run, "finished" if done else "interrupted")
         except BaseException as error:
             self._leave(error)
             raise

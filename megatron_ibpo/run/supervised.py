@@ -30,11 +30,11 @@ from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.report import Report, Size, Stages, prepare_run_dir, run_sizes
 from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.report.run_dir import locked
-from megatron_ibpo.run.inputs import bytes_kept
 from megatron_ibpo.run.loop import NotFiniteError
 from megatron_ibpo.run.open import choose_backend, failure_in_summary
+from megatron_ibpo.run.preflight import preflight
+from megatron_ibpo.run.resolve import read_foundation, resolve, settle
 from megatron_ibpo.run.resume_point import read_resume_point
-from megatron_ibpo.run.run_data import with_epochs
 from megatron_ibpo.weights.formats.retention import Keep
 
 _OF_TRAIN = (
@@ -227,31 +227,37 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
     backend, stages = choose_backend(config, 0.0), Stages()
     with ExitStack() as stack:
         with stages("start"):
-            point = read_resume_point(config)
-            config = backend.check(point.config, point.shape)
+            foundation = read_foundation(config)
+            hf_dir, shape = foundation.hf_dir, foundation.shape
+            point = read_resume_point(config.run, shape.vocab_size)
+            backend.check(config, shape)
             wait_connected = stack.enter_context(backend.connect(config))
             # these import torch, which takes a second
             from megatron_ibpo.weights.formats.convert import check_checkpoint
             from megatron_ibpo.weights.formats.hugging_face import trained_elements
 
-            tokenizer = load_tokenizer(point.hf_dir)
-            rows = _open_rows(config, tokenizer, config.data.prompt_data, "train")
-            config = with_epochs(config, rows)
-            held_out, notes = _held_out(config, tokenizer)
+            tokenizer = load_tokenizer(hf_dir)
+            rows = _open_rows(config, tokenizer, config.data.prompt_data, foundation.max_context, "train")
+            config = settle(config, foundation, rows)
+            held_out, notes = _held_out(config, tokenizer, foundation.max_context)
             sequences_of(rows.batch(point.step, 1))
             stack.enter_context(locked(config.run.run_dir))
-            elements = trained_elements(point.hf_dir, point.shape)
-            check_checkpoint(point.hf_dir, point.shape)
-            prepare_run_dir(asked, checkpoint_bytes=bytes_kept(config, sum(elements.values())))
+            elements = trained_elements(hf_dir, shape)
+            check_checkpoint(hf_dir, shape)
+            prepare_run_dir(asked)
             wait_connected()
-            started = backend.start_trainers(point, config, elements, stack)
-            config = started.config
+            resolved = resolve(config, foundation, backend.place(config, samples=False))
+            config = resolved.config
+            launched = backend.launch_trainers(resolved, stack)
+            preflight(resolved, elements, launched.memory)
+            started = launched.build(point.checkpoint)
             about = started.trainers.all("about")[0]
             report = Report(config, completed_steps=point.step, started=started_at, command="sft")
             reporter = stack.enter_context(report)
             sizes = run_sizes(
                 config,
-                started.world_size,
+                resolved.world_size,
+                corrections=0,
                 parameters=about.parameters,
                 loss_backend=about.loss_backend,
                 layers=about.layers,
@@ -262,11 +268,11 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
                 reporter.note(note)
             if idle:
                 reporter.note(f"settings without effect here: {listed(idle, most=20)}")
-        flops = partial(forward_flops, point.shape)
+        flops = partial(forward_flops, shape)
         with failure_in_summary(reporter):
             yield SupervisedRun(
                 config,
-                Policy(started.trainers, config, started.world_size, flops),
+                Policy(started.trainers, config, resolved.world_size, flops),
                 rows,
                 held_out,
                 reporter,
@@ -279,19 +285,22 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
             )
 
 
-def _open_rows(config: Config, tokenizer: Tokenizer, specs: Sequence[str], split: Any) -> PromptSource:
-    context = config.rollout.rollout_max_context_len
+def _open_rows(
+    config: Config, tokenizer: Tokenizer, specs: Sequence[str], context: int, split: Any
+) -> PromptSource:
     return open_sources(
         specs, tokenizer, config.data, split=split, max_prompt_len=context, reader_type=DemonstrationReader
     )
 
 
-def _held_out(config: Config, tokenizer: Tokenizer) -> tuple[list[TrainSequence], tuple[str, ...]]:
+def _held_out(
+    config: Config, tokenizer: Tokenizer, context: int
+) -> tuple[list[TrainSequence], tuple[str, ...]]:
     """Return the sequences of the first --eval-num-prompts rows of each held-out source, and notes."""
     found: list[TrainSequence] = []
     notes: tuple[str, ...] = ()
     for spec in as_specs(config.data.eval_prompt_data) if config.run.eval_num_prompts else ():
-        rows = _open_rows(config, tokenizer, [spec.spec], "eval")
+        rows = _open_rows(config, tokenizer, [spec.spec], context, "eval")
         found += sequences_of(rows.batch(0, min(config.run.eval_num_prompts, rows.num_prompts() or 1)))
         notes += rows.notes
     return found, notes

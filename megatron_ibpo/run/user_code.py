@@ -17,10 +17,9 @@ from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.tokenizer import TOKENIZER_FILES
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.environments.trial import try_environment
-from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import Pool, WorkerPool, check_labels, named_rm_types, reward_functions
 from megatron_ibpo.rewards.trial import try_rewards
-from megatron_ibpo.run.resume_point import with_context
+from megatron_ibpo.run.resolve import Foundation, read_foundation
 from megatron_ibpo.run.run_data import RunData, open_run_data
 from megatron_ibpo.sampling.episodes import environment_of
 
@@ -30,6 +29,7 @@ _MADE_UP = Prompt(0, token_ids([0]), 1, "1", "made up", "1")
 
 def try_user_code(
     config: Config,
+    foundation: Foundation,
     data: RunData,
     pool: Pool,
     environments: EnvironmentPool | None,
@@ -56,7 +56,12 @@ def try_user_code(
                 environments, target, prompt.text, prompt.label, prompt.metadata, place
             )
     if trains:
-        try_credit(prompts[0] if prompts else _MADE_UP, _first_context(config, data), details)
+        try_credit(
+            prompts[0] if prompts else _MADE_UP,
+            _first_context(config, foundation, data),
+            foundation.method,
+            details,
+        )
 
 
 def check_user_code(config: Config) -> str | None:
@@ -71,15 +76,14 @@ def check_user_code(config: Config) -> str | None:
     """
     sources = [read_spec(spec).location for spec in config.data.prompt_data]
     files = [source for source in sources if not source.startswith((SCHEME, OWN_SCHEME))]
-    hf_dir = config.model.hf_checkpoint
-    assert hf_dir is not None  # check_config has refused None
+    hf_dir = config.model.hf_dir
     if not (files or _has_user_code(config)):
         return None
     has_tokenizer = any((hf_dir / name).exists() for name in TOKENIZER_FILES)
     if not sources or not has_tokenizer or not all(Path(file).exists() for file in files):
         return "Labels and your functions are not checked: prompts or tokenizer are not on this machine."
-    config = with_context(config, read_hf_config(hf_dir))
-    data = open_run_data(replace(config, run=replace(config.run, eval_num_prompts=0)))
+    foundation = read_foundation(config)
+    data = open_run_data(replace(config, run=replace(config.run, eval_num_prompts=0)), foundation)
     prompts = data.first_prompts
     verified = _verified(prompts)
     with ExitStack() as stack:
@@ -90,7 +94,7 @@ def check_user_code(config: Config) -> str | None:
         environments = None
         if environments_of(prompts, config.environment):
             environments = stack.enter_context(EnvironmentPool(config.environment))
-        try_user_code(config, data, pool, environments, trains=True, logs=None)
+        try_user_code(config, foundation, data, pool, environments, trains=True, logs=None)
     return None
 
 
@@ -121,15 +125,13 @@ def _has_user_code(config: Config) -> bool:
     )
 
 
-def _first_context(config: Config, data: RunData) -> CreditContext:
+def _first_context(config: Config, foundation: Foundation, data: RunData) -> CreditContext:
     """Return the context of the first step's credit, without what a running policy lends."""
-    limit = config.rollout.rollout_max_context_len
-    assert limit is not None  # resolved at start-up
     return CreditContext(
         config.algorithm,
         config.rollout,
         data.vocabulary,
-        limit,
+        foundation.max_context,
         config.run.seed,
         step=0,
         reward_threshold=config.data.reward_threshold,

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_ibpo.basics.records import Correction, Flags, Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import Config
-from megatron_ibpo.credit import CreditContext, ThinkingMarks, Vocabulary, any_group, find_operator
+from megatron_ibpo.credit import CreditContext, ThinkingMarks, Vocabulary, any_group
 from megatron_ibpo.credit.compared_parts import compared_pairs
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.edits import find_edits, gradient_mask
@@ -29,8 +29,8 @@ from megatron_ibpo.data import (
     token_texts,
 )
 from megatron_ibpo.engines import ThreadedEngine
-from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import Response, open_verifier
+from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling import Sampler, scorer
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
@@ -182,13 +182,11 @@ class _Asker:
 
     def __init__(self, config: Config, hf_dir: Path, tokenizer: Tokenizer, stack: ExitStack):
         self.config, self.tokenizer, self.texts = config, tokenizer, ResponseText(tokenizer)
-        self.max_context = config.rollout.rollout_max_context_len or (
-            read_hf_config(hf_dir).max_position_embeddings
-        )
-        config.rollout.rollout_max_context_len = self.max_context
+        foundation = read_foundation(replace(config, model=replace(config.model, hf_checkpoint=hf_dir)))
+        self.max_context = foundation.max_context
         self.verifier = stack.enter_context(open_verifier(config.data))
-        self.engine = ThreadedEngine(open_engine(config, hf_dir, stack))
-        method = find_operator(config.algorithm)
+        self.engine = ThreadedEngine(open_engine(config, foundation, stack))
+        method = foundation.method.operator
         # corrects all responses, so that the policy of a baseline can be audited too, or of a method that
         # corrects only some, such as examples/credit/gated.py
         own = fields(CompareAndCorrect) if isinstance(method, CompareAndCorrect) else ()
@@ -199,7 +197,7 @@ class _Asker:
     def groups(self, count: int, seed: int) -> tuple[list[Group], list[list[float]]]:
         """Return (groups of held-out prompts, scored and with corrections; φ of every response)."""
         rollout = self.config.rollout
-        prompts = held_out_prompts(self.config, self.tokenizer, count)
+        prompts = held_out_prompts(self.config, self.tokenizer, self.max_context, count)
         requests = group_requests(prompts, rollout, seed=seed, step=0)
         size = rollout.n_samples_per_prompt
 

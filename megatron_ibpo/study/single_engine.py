@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config, as_specs, on_device
-from megatron_ibpo.credit import ThinkingMarks, Vocabulary, find_operator
+from megatron_ibpo.credit import ThinkingMarks, Vocabulary
 from megatron_ibpo.data import (
     CorrectionTemplate,
     ResponseText,
@@ -19,20 +19,20 @@ from megatron_ibpo.data import (
 )
 from megatron_ibpo.engines import Engine, ThreadedEngine
 from megatron_ibpo.engines.registry import check_model, start_instrument, start_timeout
-from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.run.operator_skill import Asking, operator_skill, try_corrections
+from megatron_ibpo.run.resolve import Foundation, read_foundation
 from megatron_ibpo.sampling import Sampler, scorer
 from megatron_ibpo.sampling.episodes import environment_of
 
 
-def open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
+def open_engine(config: Config, foundation: Foundation, stack: ExitStack) -> Engine:
     """Start an engine that keeps its initial weights."""
     import torch
 
     on_gpu = torch.cuda.is_available()
-    shape = read_hf_config(hf_dir)
-    rollout = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent).rollout
+    hf_dir, shape, context = foundation.hf_dir, foundation.shape, foundation.max_context
+    rollout = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent, max_context=context).rollout
     check_model(rollout, shape, on_gpu=on_gpu)
     log, threads = config.run.run_dir / "logs" / "engine.log", torch.get_num_threads()
     engine = start_instrument(rollout, hf_dir, on_gpu=on_gpu, num_threads=threads, log=log)
@@ -41,19 +41,21 @@ def open_engine(config: Config, hf_dir: Path, stack: ExitStack) -> Engine:
     return engine
 
 
-def held_out_prompts(config: Config, tokenizer: Tokenizer, count: int) -> list[Prompt]:
-    """Return the first held-out prompts of a recipe's task; its longest context must be resolved.
+def held_out_prompts(config: Config, tokenizer: Tokenizer, max_context: int, count: int) -> list[Prompt]:
+    """Return the first held-out prompts of a recipe's task.
+
+    Args:
+        max_context: limit of tokens in prompt and response together.
 
     Raises:
         ValueError: the recipe names no prompts, or their rows name environments.
     """
-    data, rollout = config.data, config.rollout
+    data = config.data
     held_out = as_specs(data.eval_prompt_data)
     spec = held_out[0].spec if held_out else next(iter(data.prompt_data), None)
     if spec is None:
         raise ValueError("the recipe names no prompts: --prompt-data or --eval-prompt-data")
-    assert rollout.rollout_max_context_len is not None
-    room = rollout.rollout_max_context_len - rollout.rollout_max_response_len
+    room = max_context - config.rollout.rollout_max_response_len
     source = open_source(
         spec,
         tokenizer,
@@ -88,22 +90,21 @@ def skill_of_checkpoint(
     if hf_dir is None or not (hf_dir / "config.json").exists():
         raise ValueError(f"{hf_dir} holds no policy in Hugging Face format (config.json)")
     config = replace(config, run=replace(config.run, run_dir=scratch))
-    context = config.rollout.rollout_max_context_len or read_hf_config(hf_dir).max_position_embeddings
-    config = replace(config, rollout=replace(config.rollout, rollout_max_context_len=context))
+    foundation = read_foundation(config)
+    operator, context = foundation.method.operator, foundation.max_context
     with ExitStack() as stack:
         tokenizer = load_tokenizer(hf_dir)
-        asked = held_out_prompts(config, tokenizer, prompts)
+        asked = held_out_prompts(config, tokenizer, context, prompts)
         verifier = stack.enter_context(open_verifier(config.data))
-        engine = ThreadedEngine(open_engine(config, hf_dir, stack))
+        engine = ThreadedEngine(open_engine(config, foundation, stack))
         sampler = Sampler(
             [engine],
             scorer(verifier, ResponseText(tokenizer)),
             stall_timeout=config.rollout.engine_stall_timeout,
             max_context=context,
         )
-        operator = find_operator(config.algorithm)
         thinking = ThinkingMarks(*thinking_marks(tokenizer)) if operator.ibpo_strip_thinking else None
         vocabulary = Vocabulary(CorrectionTemplate(tokenizer, operator.ibpo_k), thinking=thinking)
-        asking = Asking(config.algorithm, config.rollout, vocabulary, context, seed, targets)
+        asking = Asking(operator.ibpo_k, config.rollout, vocabulary, context, seed, targets)
         with sampler:
             return operator_skill(sampler.run(try_corrections(sampler, asked, asking)))

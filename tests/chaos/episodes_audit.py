@@ -7,6 +7,7 @@ from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.environments.adapters import load_environment
 from megatron_ibpo.environments.chat import open_chat
 from megatron_ibpo.journal import read_journal
+from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.run_data import training_prompts
 from megatron_ibpo.run.settings import parse_config
 
@@ -16,7 +17,7 @@ def audit_episodes(journal, flags):
     config = parse_config(flags)
     hf_dir, applies = config.model.hf_checkpoint, config.data.apply_chat_template
     tokenizer, ends = load_tokenizer(hf_dir), read_eos_token_ids(hf_dir)
-    prompts = training_prompts(config, tokenizer)
+    prompts = training_prompts(config, tokenizer, read_foundation(config).max_context)
     chat = open_chat(hf_dir, tokenizer, applies_template=applies, settings=template_settings(config.data))
     make = load_environment(config.environment.environment)
     problems, scored, absent = [], 0, 0

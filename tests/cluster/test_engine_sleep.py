@@ -12,17 +12,19 @@ from unittest import mock
 
 import pytest
 
-from megatron_ibpo.cluster import engine_handles
+from megatron_ibpo.cluster import engine_handles, engine_processes
 from megatron_ibpo.cluster import engines as module
 from megatron_ibpo.cluster.deaths import ProcessDiedError, how_it_ended, record_peak_memory
 from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
+from megatron_ibpo.cluster.engine_processes import EngineProcesses
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import EngineError
 from megatron_ibpo.report import Stages
 from megatron_ibpo.report.disk import DiskWait
+from megatron_ibpo.run import loop, saving
 from megatron_ibpo.run.cost import Spent
-from megatron_ibpo.run.loop import Progress, Run
+from megatron_ibpo.run.state import Progress, Run
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from support.waiting import eventually
 
@@ -55,24 +57,26 @@ def engines(monkeypatch):
         if isinstance(answer, Exception):
             raise answer
 
-    def catch_up(asked, order):
+    def catch_up(_, asked, order):
         events.append(("update", *asked, order))
         if 1 in asked and found.lost:
             raise found.lost.pop()
         return 0, 0, {}
 
-    monkeypatch.setattr(module, "result", result)
-    found: Any = Engines(
+    monkeypatch.setattr(engine_processes, "result", result)
+    monkeypatch.setattr(module, "catch_up", catch_up)
+    processes: Any = EngineProcesses(
         trainers=SimpleNamespace(
             all=lambda method, *_: events.append(("trainers", method)),
             close=lambda: events.append(("trainers", "close")),
         ),
         placement=SimpleNamespace(engines=("a slot", "a slot")),
-        group=None, engine="vllm", logs=Path("logs"), start_timeout=1.0, order=update()[-1],
+        group=None, engine="vllm", logs=Path("logs"), start_timeout=1.0,
         settings=SimpleNamespace(sleep_mode=True, transport="ipc", extra_arguments={}),
+        members={index: Member(index, Process(f"engine {index}", events)) for index in range(2)},
     )  # fmt: skip
-    found.members = {index: Member(index, Process(f"engine {index}", events)) for index in range(2)}
-    found.events, found.lost, found._catch_up = events, [], catch_up
+    found: Any = Engines(processes, update()[-1])
+    found.events, found.lost = events, []
     return found
 
 
@@ -109,12 +113,12 @@ def test_an_engine_that_does_not_sleep_or_stands_still_is_ended_by_force(engines
     assert killed(engines) == ["engine 1", "engine 0"]
 
 
-def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(engines):
+def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(engines, monkeypatch):
     def update(*_):
         engines.members[1].host = Process("successor", engines.events)  # the sampler noticed first
         return 0, 0, {0: "it hangs", 1: "it has ended"}
 
-    engines._catch_up = update
+    monkeypatch.setattr(module, "catch_up", update)
     engines.update_weights(1)
     assert killed(engines) == ["engine 0"]
 
@@ -170,7 +174,7 @@ def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, asked):
 def test_an_engine_that_comes_up_beside_sampling_sleeps_and_wakes_to_join(engines, monkeypatch):
     """Training waits for it: it needs the room that trainers leave while others sample."""
     up = threading.Event()
-    monkeypatch.setattr(engines, "_start_again", lambda _: up.wait(20))
+    monkeypatch.setattr(engines.processes, "start_again", lambda _: up.wait(20))
     engines.wake()
     engines.events.clear()
 
@@ -194,7 +198,7 @@ def test_an_engine_that_comes_up_beside_sampling_sleeps_and_wakes_to_join(engine
 def test_an_engine_that_died_is_not_started_beside_training(engines, monkeypatch):
     """Its death may be found when the others have gone to sleep, which is when trainers train."""
     started = threading.Event()
-    monkeypatch.setattr(engines, "_start_again", lambda _: started.set())
+    monkeypatch.setattr(engines.processes, "start_again", lambda _: started.set())
 
     async def work():
         revived = asyncio.create_task(engines.revive(1))
@@ -307,7 +311,7 @@ def run_of(run_dir):
     config, asked = Config(), mock.Mock()
     config.run.run_dir = run_dir
     run = Run(
-        config=config, data=None, policy=asked.policy, engines=asked.engines,
+        config=config, foundation=None, data=None, policy=asked.policy, engines=asked.engines,
         rollouts=SimpleNamespace(state=dict, past=lambda steps, _: [[] for _ in steps]),
         journal=SimpleNamespace(pending_bytes=0, saved=lambda _: None),
         reporter=SimpleNamespace(note=print), disk=DiskWait(0, print),
@@ -327,7 +331,7 @@ def test_engines_sleep_before_trainers_that_died_start_again(tmp_path, dies_over
     asked.policy.take_passes = list
     died, done = ProcessDiedError("trainer 0 was killed"), {"updates_skipped": 0.0}
     getattr(asked.policy, dies_over).side_effect = [died, done]
-    run.save_if_due() if dies_over == "saved" else run.update([])
+    saving.save_if_due(run) if dies_over == "saved" else loop.update(run, [])
     assert names(asked).startswith(f"{dies_over} sleep restart meet_trainers ")
     assert names(asked).endswith(dies_over), "what it died over is done again"
 
@@ -336,7 +340,7 @@ def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
     run, asked = run_of(tmp_path)
     run.config.run.export_interval, run.config.run.save_interval = 2, 4
     for run.progress.step in range(1, 5):
-        run.save_if_due()
+        saving.save_if_due(run)
     assert names(asked) == "saved saved sleep save_hf saved saved sleep save sleep save_hf"
 
 

@@ -298,7 +298,8 @@ def test_a_bonus_that_cannot_change_an_advantage_is_noted():
         "ibpo-joint-only": False,
     }.items():
         words = ["--n-samples-per-prompt", "2", "--advantage-estimator", *flags.split()]
-        notes = doubtful_settings(parse_config(words))
+        config = parse_config(words)
+        notes = doubtful_settings(config, find_operator(config.algorithm))
         assert any("--n-samples-per-prompt 2" in note for note in notes) == is_noted, flags
 
 

@@ -12,9 +12,8 @@ from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.basics.sampling_mask import sampling_mask
-from megatron_ibpo.config import PRESETS, RolloutConfig
+from megatron_ibpo.config import CRITIC, PRESETS, RolloutConfig
 from megatron_ibpo.credit import (
-    CRITIC,
     ESTIMATORS,
     Judgement,
     Operator,

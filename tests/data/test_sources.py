@@ -27,7 +27,7 @@ from megatron_ibpo.data.pass_rates import Rate, policy_fingerprint, prompt_finge
 from megatron_ibpo.data.tables import JsonLines
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.report import read_rows
-from megatron_ibpo.run.run_data import with_epochs
+from megatron_ibpo.run.resolve import num_steps
 from megatron_ibpo.run.settings import parse_config
 from support.byte_tokenizers import family_tokenizer
 from support.credit_cases import plain
@@ -394,10 +394,10 @@ def test_the_steps_of_epochs_follow_from_the_prompts(tmp_path):
     source, config = opened(write(tmp_path / "a.jsonl", rows(10))), Config()
     config.rollout.rollout_batch_size = 4
     for config.run.num_epoch, steps in ((1, 3), (2, 5), (4, 10)):
-        assert with_epochs(config, source).run.num_rollout == steps
-    assert with_epochs(config, None) is config, "recorded rollouts"
+        assert num_steps(config, source) == steps
+    assert num_steps(config, None) == config.run.num_rollout, "recorded rollouts"
     with pytest.raises(ValueError, match="--num-epoch: a generated task never repeats"):
-        with_epochs(config, opened(CHAIN_SUM))
+        num_steps(config, opened(CHAIN_SUM))
 
 
 def test_long_prompts_are_dropped_where_asked(tmp_path, any_size):

@@ -19,6 +19,7 @@ from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weigh
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.checks import check_evaluation, check_run, check_settings
 from megatron_ibpo.run.in_one_process import InOneProcess
+from megatron_ibpo.run.resolve import read_foundation, resolve, settle
 from megatron_ibpo.run.settings import parse_config
 from support.engine_runs import difference, ids_of, make_requests, reference_logprobs, reference_model
 from support.paths import ROOT
@@ -229,7 +230,9 @@ def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts():
 
 def test_one_process_trains_a_dense_model_and_other_families_layouts_and_evaluations_are_refused():
     config = parse_config([*LEAN, "--eval-prompt-data", "reasoning_gym://leg_counting"])
-    alone = InOneProcess().check(config, read_hf_config(TINY))
+    backend, foundation = InOneProcess(), read_foundation(config)
+    backend.check(config, foundation.shape)
+    alone = resolve(settle(config, foundation, None), foundation, backend.place(config)).config
     assert (alone.cluster.num_trainers, alone.rollout.vllm_dtype) == (1, "float32")
     two = parse_config([*LEAN, "--tensor-model-parallel-size", "2"])
     with pytest.raises(ValueError, match=r"TP x PP = 2 does not divide the world size \(1\)"):

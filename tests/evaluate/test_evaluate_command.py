@@ -102,9 +102,8 @@ def opened(tmp_path, *specs, **settings):
     recipe = tmp_path / "evaluation.yaml"  # is read ten times as fast as flags
     recipe.write_text(json.dumps(given | {"run_dir": str(tmp_path / "out")}))
     config = policy_of(["--config", str(recipe), "--eval-prompt-data", *map(str, specs)]).config
-    config.rollout.rollout_max_context_len = 512  # as start-up resolves it
     check_evaluation(config)
-    return open_eval_sets(config, TOKENIZER)
+    return open_eval_sets(config, TOKENIZER, 512, ibpo_k=2)
 
 
 def rows(tmp_path, *fields):  # a simple sum each, with these fields beside it

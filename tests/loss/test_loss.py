@@ -23,7 +23,7 @@ from megatron_ibpo.loss import (
     weighted_value,
 )
 from megatron_ibpo.loss import logprobs as logprobs_module
-from megatron_ibpo.loss.segments import segment_loss
+from megatron_ibpo.loss.segments import checked_rows, segment_loss
 from megatron_ibpo.policy.importance_correction import correct
 from megatron_ibpo.policy.packing import lay_out, pack
 from megatron_ibpo.policy.planning import MicroBatch
@@ -405,7 +405,7 @@ def test_a_token_of_probability_0_gives_no_nan(variant):
         rows |= {"old_logprobs_N": before, "token_weights_N": weights}
         rows["advantages"] = torch.full((3,), advantage, dtype=torch.float64)
         objective, now = make_objective(**options), now.clone().requires_grad_()
-        loss, ratios, *_ = segment_loss(now, LossRows(**rows).checked(6, objective), objective)
+        loss, ratios, *_ = segment_loss(now, checked_rows(LossRows(**rows), 6, objective), objective)
         loss.backward()
         assert not loss.isnan()
         assert now.grad.isfinite().all()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ibpo.config import Config, ModelConfig, RolloutConfig, eval_sampling, on_device
+from megatron_ibpo.credit.operator import NoOperator
 from megatron_ibpo.engines.registry import check_model
 from megatron_ibpo.engines.vllm.needs import HEAD_DIMS
 from megatron_ibpo.engines.vllm.settings import engine_settings
@@ -131,10 +132,12 @@ def test_precision_is_what_serves_on_the_device_unless_it_is_said(models):
         assert (config.rollout.vllm_dtype, config.model.bf16) == (dtype, bf16)
         settings = engine_settings(config.rollout, models[family], "gloo", gpus=(), num_threads=1)
         assert settings.dtype == dtype
-        (engines,) = [size for size in run_sizes(config, 1, engines=1) if size.name == "engines"]
+        (engines,) = [
+            size for size in run_sizes(config, 1, corrections=0, engines=1) if size.name == "engines"
+        ]
         assert engines.meaning == f"vLLM, TP1, {dtype}"
         held_out = EvalSet("sums", False, [], eval_sampling(config), None)
-        assert set_settings(held_out, config, "policy")["--vllm-dtype"] == dtype
+        assert set_settings(held_out, config, NoOperator(), "policy")["--vllm-dtype"] == dtype
 
 
 def test_what_vllm_cannot_compute_on_cpus_is_refused(models, tmp_path):

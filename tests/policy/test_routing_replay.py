@@ -14,7 +14,7 @@ from megatron_ibpo.policy.forward_backward import infer
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.policy.packing import packed
 from megatron_ibpo.policy.planning import plan_forward, plan_update
-from megatron_ibpo.run.processes import check_model_layout
+from megatron_ibpo.run.resolve import check_model_layout
 from support import planned
 from support.layouts import layout
 from support.ranks import run_ranks

@@ -39,7 +39,7 @@ from megatron_ibpo.report.alarms import check_reward_errors, rounding_bound, run
 from megatron_ibpo.report.disk import DiskFullError, DiskWait
 from megatron_ibpo.report.metrics_log import Columns, MetricsLog, read_rows
 from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, save_outcomes
-from megatron_ibpo.report.run_dir import locked, run_settings, run_tokenizer, write_whole
+from megatron_ibpo.report.run_dir import check_disk, locked, run_settings, run_tokenizer, write_whole
 from megatron_ibpo.report.summary import COUNTS
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.retention import checkpoint_bytes, export_bytes
@@ -263,20 +263,21 @@ def test_what_was_sampled_or_trained_is_not_overwritten(tmp_path):
 def test_a_full_disk_is_refused_unless_a_run_writes_in_the_place_of_what_it_has_saved(config, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**30))
     assert checkpoint_bytes(10**9, bf16=True) == 14 * 10**9, "2 weights + 4 master + 8 Adam bytes a parameter"
+    config.run.run_dir.mkdir(parents=True, exist_ok=True)
     needed = checkpoint_bytes(10**9, bf16=True) + export_bytes(10**9, bf16=True)
     with pytest.raises(ConfigError, match=r"has 1.00 GiB free, .* need 14.96 GiB"):
-        prepare_run_dir(config, checkpoint_bytes=needed)
+        check_disk(config.run, needed)
     config.run.save = False
-    prepare_run_dir(config, checkpoint_bytes=needed)
+    check_disk(config.run, needed)
     config.run.save, config.run.load = True, config.run.run_dir
     for name in ("checkpoints/step_000010/shard", "hf_step_5/model.safetensors"):
         file = config.run.run_dir / name
         file.parent.mkdir(parents=True)
         with file.open("wb") as whole:
             whole.truncate(7 * 2**30)  # takes no room
-    prepare_run_dir(config, checkpoint_bytes=14 * 2**30 + 2**29)
+    check_disk(config.run, 14 * 2**30 + 2**29)
     with pytest.raises(ConfigError, match=r"need 2.06 GiB more.*--keep-checkpoints"):
-        prepare_run_dir(config, checkpoint_bytes=16 * 2**30)
+        check_disk(config.run, 16 * 2**30)
 
 
 def test_inner_stages_are_not_counted_twice(monkeypatch):

@@ -14,9 +14,12 @@ import megatron_ibpo as mi
 from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.journal import LostStepError, read_journal
 from megatron_ibpo.report import RewardErrorRateError, read_rows
-from megatron_ibpo.run.inputs import bytes_kept, open_journal
-from megatron_ibpo.run.loop import NotFiniteError, Run
-from megatron_ibpo.run.run_data import open_run_data
+from megatron_ibpo.run import loop, saving
+from megatron_ibpo.run.inputs import open_journal
+from megatron_ibpo.run.loop import NotFiniteError
+from megatron_ibpo.run.preflight import disk_bytes
+from megatron_ibpo.run.resolve import read_foundation
+from megatron_ibpo.run.run_data import RunData, open_run_data
 from support.credit_cases import RESET_GROUPS
 from support.credit_cases import plain as all_of
 from support.live_loop import StandIns, Trainers, config_of, in_place, live_run, questions, reward, written
@@ -214,10 +217,14 @@ def test_a_run_whose_operator_asks_for_more_samples_finishes_with_its_summary(tm
     with live_run(config_of(tmp_path, *flags)) as steps:
         steps.take(1)
         assert any(group.corrections for group in steps.groups[0])
-        steps.run.finish("finished")
+        saving.finish(steps.run, "finished")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert (summary["break_even"] is None) == (operator != "compare-and-correct")
+
+
+def data_of(config) -> RunData:
+    return open_run_data(config, read_foundation(config))
 
 
 def test_all_prompts_are_played_in_the_environment_of_the_run_or_in_their_own(tmp_path):
@@ -228,10 +235,10 @@ def test_all_prompts_are_played_in_the_environment_of_the_run_or_in_their_own(tm
     flags = ("--rm-type", f"{tmp_path / 'whole.py'}:score", "--rollout-max-context-len", "128")
     flags += ("--eval-prompt-data", str(tmp_path / "held_out.jsonl"), "--eval-num-prompts", "2")
     with pytest.raises(ValueError, match=r"held_out.jsonl, line 2: environment 'its:Own': .*--allowed-env"):
-        open_run_data(config_of(tmp_path, *flags))
+        data_of(config_of(tmp_path, *flags))
     flags += ("--allowed-environments", "its:Own")
     for game, metadata in ((("--environment", "a:Game"), {"environment": "a:Game"}), ((), {})):
-        data = open_run_data(config_of(tmp_path, *flags, *game))
+        data = data_of(config_of(tmp_path, *flags, *game))
         (evaluated,) = data.eval_sets
         assert [prompt.metadata for prompt in evaluated.prompts] == [metadata, own]
         assert (evaluated.answer is None) == bool(game), "the environment scores"
@@ -302,7 +309,7 @@ def test_what_was_sampled_before_an_error_is_not_sampled_again(tmp_path, monkeyp
     fail, before, again = Mock(side_effect=error), StandIns(), StandIns()
     with monkeypatch.context() as patched:
         if isinstance(error, KeyboardInterrupt):
-            patched.setattr(Run, "update", fail)
+            patched.setattr(loop, "update", fail)
         with pytest.raises(type(error)), opened(config_of(tmp_path, "--num-rollout", "2"), before) as run:
             fail(next(run))
     assert before.engines.asked
@@ -397,6 +404,7 @@ def test_after_a_start_that_failed_the_same_command_starts_the_run_and_so_does_l
 def test_a_run_of_adapters_needs_room_for_checkpoints_of_adapters_and_for_a_whole_export(tmp_path):
     """4 layers, each with a q_proj of 128 x 96; fp32 weights of 4 bytes and 8 of Adam's."""
     config = config_of(tmp_path, "--num-rollout", "1")
-    assert bytes_kept(config, 10**6) == (12 + 4) * 10**6
+    shape = read_foundation(config).shape
+    assert disk_bytes(config, shape, 10**6) == (12 + 4) * 10**6
     adapters = config_of(tmp_path, "--num-rollout", "1", "--lora-rank", "2", "--lora-targets", "q_proj")
-    assert bytes_kept(adapters, 10**6) == 12 * 4 * 2 * (128 + 96) + 4 * 10**6
+    assert disk_bytes(adapters, shape, 10**6) == 12 * 4 * 2 * (128 + 96) + 4 * 10**6

@@ -9,10 +9,9 @@ import pytest
 from megatron_ibpo.commands import train
 from megatron_ibpo.config import ConfigError, DataConfig
 from megatron_ibpo.environments.processes import EnvironmentPool
-from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import Verifier, open_pool
 from megatron_ibpo.run.inputs import open_inputs
-from megatron_ibpo.run.resume_point import with_context
+from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.user_code import check_user_code, environments_of, try_user_code
@@ -135,11 +134,11 @@ def flags(*more):
 
 def tried(*more, logs=None):
     config = parse_config(flags(*more))
-    config = with_context(config, read_hf_config(TINY))
-    data = open_run_data(config)
+    foundation = read_foundation(config)
+    data = open_run_data(config, foundation)
     with open_pool(config.data) as pool, EnvironmentPool(config.environment) as environments:
         own = environments if environments_of(data.first_prompts, config.environment) else None
-        try_user_code(config, data, pool, own, trains=True, logs=logs)
+        try_user_code(config, foundation, data, pool, own, trains=True, logs=logs)
         assert (environments.opened, environments.deaths, sum(environments.faults.values())) == (0, 0, 0)
 
 
@@ -195,9 +194,9 @@ def test_a_dry_run_an_evaluation_and_a_training_refuse_it_by_the_same_code(direc
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert re.search("KeyError: 'answer' .*own_code.py:[0-9]+ in misses_key. on rows, prompt 0", line), line
     for trains in (True, False):
-        config = with_context(parse_config([*bad, "--eval-num-prompts", "1"]), read_hf_config(TINY))
+        config = parse_config([*bad, "--eval-num-prompts", "1"])
         with ExitStack() as stack, pytest.raises(ConfigError, match="KeyError: 'answer'"):
-            open_inputs(config, TINY, read_hf_config(TINY), stack, trains=trains)
+            open_inputs(config, read_foundation(config), stack, trains=trains)
     elsewhere = flags("--prompt-data", "nowhere.jsonl", "--dry-run")
     assert "not on this machine" in check_user_code(parse_config(elsewhere))
 
@@ -206,7 +205,8 @@ def test_a_fault_in_a_run_has_its_line_and_prompt_too_and_its_traceback_in_the_l
     directory, tmp_path, caplog
 ):
     data = DataConfig(rm_type="own_code.py:misses_key", reward_workers=1)
-    (prompt,) = open_run_data(with_context(parse_config(flags()), read_hf_config(TINY))).prompts.batch(0, 1)
+    config = parse_config(flags())
+    (prompt,) = open_run_data(config, read_foundation(config)).prompts.batch(0, 1)
     with open_pool(data) as pool:
         verifier = Verifier(pool, data, tmp_path / "logs")
         (score,) = verifier.score([(prompt, "2")])

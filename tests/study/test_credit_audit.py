@@ -185,8 +185,8 @@ def audited_run(tmp_path, monkeypatch):
     returns what `audit_responses` does, and the requests by seed."""
     engine, scratch = live_loop.Engine(), tmp_path / "scratch"
 
-    def open_engine(config, hf_dir, stack):
-        assert (config.run.run_dir, hf_dir) == (scratch, live_loop.MODEL)
+    def open_engine(config, foundation, stack):
+        assert (config.run.run_dir, foundation.hf_dir) == (scratch, live_loop.MODEL)
         return engine
 
     monkeypatch.setattr(live_loop, "LETTERS", (5, 6, 27))

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.config import Config, RolloutConfig
-from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, credit_of, find_operator
+from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, credit_of, find_method
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy.planning import plan_update
 from megatron_ibpo.run.checks import check_settings
@@ -135,9 +135,9 @@ class Loop:
             answer.correct = answer.reward is not None and answer.reward >= 1
 
     def credit(self, groups, config, *, operator=None, **settings):
-        operator, known = operator or find_operator(config), context(config, **settings)
-        correct_groups(groups, known, operator, self.sample, self.score)
-        return assign_credit(groups, known, operator)
+        method, known = find_method(config, operator), context(config, **settings)
+        correct_groups(groups, known, method.operator, self.sample, self.score)
+        return assign_credit(groups, known, method)
 
     @property
     def asked(self):

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from megatron_ibpo.config import PRESETS, RolloutConfig
-from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_operator
+from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_method
 from megatron_ibpo.report import load_groups
 from support import credit_cases
 from support.golden_runs import GOLDEN, recordings
@@ -38,8 +38,8 @@ def credited(case):
 def _credited(case, step, groups):
     preset, settings = CASES[case]
     algorithm = credit_cases.algorithm(preset, **settings)
-    operator = find_operator(algorithm)
-    answers = iter(list(_answers(groups, operator.ibpo_corrections)))
+    method = find_method(algorithm)
+    answers = iter(list(_answers(groups, method.operator.ibpo_corrections)))
     for group in groups:
         group.corrections, group.skipped_pairs = [], 0
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny_qwen3")
@@ -53,9 +53,9 @@ def _credited(case, step, groups):
         seed=0, step=step - 1, logprobs=_logprobs, values=_values,  # recordings count from 1
     )  # fmt: skip
     credit_cases.correct_groups(
-        groups, context, operator, lambda asked: [next(answers) for _ in asked], lambda pairs: None
+        groups, context, method.operator, lambda asked: [next(answers) for _ in asked], lambda pairs: None
     )
-    credit = assign_credit(groups, context, operator)
+    credit = assign_credit(groups, context, method)
     assert next(answers, None) is None, "every correction was asked for"
     for sequence in credit.sequences:
         found = [getattr(sequence, name) for name in COLUMNS]

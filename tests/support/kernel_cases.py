@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_ibpo.basics.sampling_mask import sampling_mask
 from megatron_ibpo.loss import LossRows, Variant, make_objective, packed_logprobs, resolve_variant
 from megatron_ibpo.loss.packed_rows import response_positions
-from megatron_ibpo.loss.segments import segment_loss
+from megatron_ibpo.loss.segments import checked_rows, segment_loss
 from support import linear_cases
 from support.loss_calls import loss_of_logits
 from support.sampling_set_cases import as_sets, draw_sets
@@ -199,7 +199,7 @@ def test_tokens_of_probability_0(device, variant):
                 advantages=torch.full((3,), advantage, **kind),
             )  # fmt: skip
             now.requires_grad_()
-            loss, mean_log_ratio_S, clipped, _ = loss_of(now, rows.checked(6, objective), objective)
+            loss, mean_log_ratio_S, clipped, _ = loss_of(now, checked_rows(rows, 6, objective), objective)
             loss.backward()
             found.append((loss.detach().double(), now.grad.double(), mean_log_ratio_S.double(), clipped))
         for of_kernel, of_reference in zip(*found, strict=True):

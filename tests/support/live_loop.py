@@ -16,11 +16,12 @@ import numpy as np
 
 from megatron_ibpo.basics.sampling_mask import sampling_mask
 from megatron_ibpo.cluster.deaths import ProcessDiedError
+from megatron_ibpo.cluster.placement import Node, plan_placement
 from megatron_ibpo.config import on_device
 from megatron_ibpo.policy.reports import About
 from megatron_ibpo.rewards import Outcome, Verifier, open_pool
 from megatron_ibpo.run.open import open_run
-from megatron_ibpo.run.processes import Processes
+from megatron_ibpo.run.processes import Launched, Processes
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.steps import steps
 from support.paths import ROOT
@@ -194,17 +195,21 @@ class StandIns:
         self.engines, self.trainers, self.wait_ready = Engines(), trainers or Trainers(), wait_ready
 
     def check(self, config, shape):
-        return config
+        pass
 
     def connect(self, config):
         return nullcontext(lambda: None)
 
-    def start(self, point, inputs, stack):
-        return Processes(
-            config=inputs.config, trainers=self.trainers, world_size=1, engines=self.engines, deaths=dict,
-            verifiers=inputs.pool, accelerators=1, progress=point.progress(), where="in a test",
-            wait_ready=self.wait_ready,
+    def place(self, config, *, samples=True):
+        here = Node("here", "here", cpus=1, gpus=0)
+        return plan_placement([here], num_trainers=1, engines=None, on_gpu=False)
+
+    def launch(self, resolved, inputs, stack):
+        processes = Processes(
+            trainers=self.trainers, engines=self.engines, deaths=dict, verifiers=inputs.pool,
+            where="in a test", wait_ready=self.wait_ready,
         )  # fmt: skip
+        return Launched({}, lambda checkpoint: processes)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from simulated_engines import SimulatedEngine, StepTime, in_virtual_time
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.commands import skill as skill_command
 from megatron_ibpo.config import Config, RolloutConfig
-from megatron_ibpo.credit import Vocabulary, credit_of
+from megatron_ibpo.credit import Vocabulary, credit_of, find_operator
 from megatron_ibpo.data import PromptSource, load_tokenizer
 from megatron_ibpo.report.page.directories import open_source
 from megatron_ibpo.run import operator_skill as skills
@@ -53,8 +53,7 @@ def copies_what_is_right(request):
 
 def measured(policy, *, max_context=100, k=2, size=4, prompts=PROMPTS, score=score, **settings):
     rollout = RolloutConfig(n_samples_per_prompt=size, rollout_max_response_len=8)
-    algorithm = credit_of("ibpo", ibpo_k=k)
-    asking = Asking(algorithm, rollout, Vocabulary(template), max_context, seed=3, targets=2, **settings)
+    asking = Asking(k, rollout, Vocabulary(template), max_context, seed=3, targets=2, **settings)
     engine = SimulatedEngine(StepTime(0.01, 0.001), policy)
     sampler = Sampler([engine], score, stall_timeout=60)
     return in_virtual_time(skills.try_corrections(sampler, prompts, asking))[0], engine
@@ -65,8 +64,9 @@ def ways_of(tried):
 
 
 def test_a_policy_that_copies_what_is_right_succeeds_where_there_is_something_to_copy(tmp_path):
-    operators = [credit_of("ibpo"), credit_of("gspo"), credit_of("ibpo", ibpo_operator=AGREEMENT)]
-    assert [*map(skills.corrects, operators)] == [True, False, False], "only these are measured"
+    algorithms = [credit_of("ibpo"), credit_of("gspo"), credit_of("ibpo", ibpo_operator=AGREEMENT)]
+    are_measured = [skills.corrects(find_operator(algorithm)) for algorithm in algorithms]
+    assert are_measured == [True, False, False]
     skill = operator_skill(measured(copies_what_is_right)[0])
     mixed = skill["ways"][MIXED]
     assert [*mixed] == ["correct reference", "wrong reference", "no reference", "resample"]
@@ -140,7 +140,7 @@ def test_a_run_asks_prompts_that_no_engine_is_asked_before_the_first_update():
     ):  # fmt: skip
         settings = RolloutConfig(rollout_batch_size=6, **rollout)
         config = Config(algorithm=credit_of("ibpo", **algorithm), rollout=settings)
-        asked = LiveRollouts(config, task, fleet=None, sampler=None).prompts_of_later_steps(4)
+        asked = LiveRollouts(config, None, task, fleet=None, sampler=None).prompts_of_later_steps(4)
         assert [prompt.index for prompt in asked] == [*range(before, before + 4)]
 
 
@@ -197,8 +197,8 @@ def test_of_kept_policies_those_taught_to_compare_know_more_than_another_try_and
 def test_a_checkpoint_answers_all_held_out_prompts_that_there_are(tmp_path, monkeypatch, capsys):
     engine, decode, told = live_loop.Engine(), load_tokenizer(live_loop.MODEL).decode, []
 
-    def open_engine(config, hf_dir, stack):
-        told.append((config.run.run_dir, hf_dir, config.rollout.rollout_max_context_len))
+    def open_engine(config, foundation, stack):
+        told.append((config.run.run_dir, foundation.hf_dir, foundation.max_context))
         return engine
 
     live_loop.put_in_place_of_processes(monkeypatch, single_engine, open_engine)

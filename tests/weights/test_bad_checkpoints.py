@@ -621,4 +621,4 @@ def test_the_disk_holds_what_is_kept_and_one_that_is_being_written():
         ({"export_interval": 25}, (3, 5)),
     ):
         run = replace(Config().run, **{"num_rollout": 100, "keep_checkpoints": 2, **changes})
-        assert retention.kept_at_once(Config(run=run)) == kept
+        assert retention.kept_at_once(run) == kept

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ibpo.config import Config
+from megatron_ibpo.config.run import RunConfig
 
 PREFIX = "step_"
 
@@ -75,10 +76,25 @@ def export_bytes(num_parameters: int, *, bf16: bool) -> int:
     return num_parameters * (2 if bf16 else 4)
 
 
-def kept_at_once(config: Config) -> tuple[int, int]:
+def kept_bytes(config: Config, *, parameters: int, trained: int) -> int:
+    """Return the most bytes that a run keeps on disk at one time; 0 if it saves nothing.
+
+    Args:
+        config: configuration with the precision resolved.
+        parameters: of the model, which an export holds.
+        trained: parameters in a checkpoint: the adapters' with --lora-rank, otherwise the model's.
+    """
+    if not config.run.save:
+        return 0
+    bf16 = bool(config.model.bf16)
+    checkpoints, exports = kept_at_once(config.run)
+    saved = config.algorithm.num_models * checkpoint_bytes(trained, bf16=bf16)
+    return checkpoints * saved + exports * export_bytes(parameters, bf16=bf16)
+
+
+def kept_at_once(run: RunConfig) -> tuple[int, int]:
     """Return the most (Megatron checkpoints, Hugging Face exports) that a run holds at one time: those it
     keeps, and one more that is written before an older one goes."""
-    run = config.run
     # the number of steps per time interval is not known
     interval = 1 if run.save_interval_minutes is not None else run.save_interval or run.num_rollout
     saves = -(-run.num_rollout // interval)

@@ -18,11 +18,11 @@ MOVE_BOUND = 0.1  # sums may be taken in another order; without the optimizer's 
 
 def run(job):
     _, config, sequences = set_up(job, "qwen3")
-    first, *around = apart(save_and_go_on, config, sequences, job.scratch / "checkpoints")
+    first, before, after = apart(save_and_go_on, config, sequences, job.scratch / "checkpoints")
     job.note(**first)
-    second, *again = apart(resume, config, sequences, first["checkpoint"])
-    difference = step_difference(*around, again[1])
-    is_equal = torch.equal(around[0], again[0])
+    second, loaded, again = apart(resume, config, sequences, first["checkpoint"])
+    difference = step_difference(before, after, again)
+    is_equal = torch.equal(before, loaded)
     job.note(
         load_seconds=second["load_seconds"], weights_equal=is_equal, step_difference=difference,
         grad_norms=[first["grad_norm"], second["grad_norm"]],

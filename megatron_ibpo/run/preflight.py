@@ -1,0 +1,60 @@
+"""Whether a run has room: disk, main memory and time, before anything large is loaded; and the dry run."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from megatron_ibpo.config import Config
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models.lora import adapter_elements
+from megatron_ibpo.report.run_dir import check_disk
+from megatron_ibpo.report.stages import Forecast
+from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.resolve import ResolvedConfig
+from megatron_ibpo.run.user_code import check_user_code
+from megatron_ibpo.weights.formats.retention import kept_bytes
+
+
+def preflight(
+    resolved: ResolvedConfig, elements: Mapping[str, int], memory: Mapping[int, int]
+) -> Callable[[str], Forecast]:
+    """Refuse a run for which the disk or a node's main memory is too small.
+
+    Args:
+        elements: trained tensor, by its name in the checkpoint → number of elements.
+        memory: node, by its index in the placement → its bytes of main memory; empty: not checked.
+
+    Returns:
+        a function that predicts the seconds of a step on a device with this name.
+
+    Raises:
+        ValueError: what is missing, where, and what to change; or --dry-run-hardware names no hardware.
+    """
+    from megatron_ibpo.plan.machine import find_machine
+    from megatron_ibpo.plan.node_memory import check_main_memory  # these import torch
+    from megatron_ibpo.plan.prediction import forecast
+
+    config, shape = resolved.config, resolved.shape
+    if config.run.dry_run_hardware is not None:
+        find_machine(config.run.dry_run_hardware)
+    check_disk(config.run, disk_bytes(config, shape, sum(elements.values())))
+    if memory:
+        check_main_memory(config, shape, elements, resolved.placement, memory)
+    return partial(forecast, config, shape, resolved.world_size)
+
+
+def disk_bytes(config: Config, shape: ModelShape, parameters: int) -> int:
+    """Return the most bytes that a run keeps on disk at one time."""
+    trained = parameters if config.model.lora_rank is None else adapter_elements(config.model, shape)
+    return kept_bytes(config, parameters=parameters, trained=trained)
+
+
+def dry_run(config: Config) -> int:
+    """Check a run as its start would, and print its plan. Return the exit status."""
+    from megatron_ibpo.plan.run_plan import plan_run  # imports torch
+
+    check_run(config)
+    note = check_user_code(config)
+    status = plan_run(config)
+    if note is not None:
+        print(note)
+    return status

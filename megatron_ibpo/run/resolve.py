@@ -1,0 +1,145 @@
+"""A run's settings resolved: what depends on its model, its data or its devices is filled in here, once."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_ibpo.cluster.placement import Placement
+from megatron_ibpo.config import Config, ConfigError, on_device
+from megatron_ibpo.credit import Method, find_method
+from megatron_ibpo.data import PromptSource
+from megatron_ibpo.engines.registry import samples_in_trainer
+from megatron_ibpo.models import ModelShape, check_layout, read_hf_config, world_problems
+from megatron_ibpo.models.lora import check_lora
+from megatron_ibpo.policy.overrides import model_chunks
+
+
+@dataclass(frozen=True)
+class Foundation:
+    """The model and the method of a run, known before its data are read and its devices are counted."""
+
+    hf_dir: Path
+    shape: ModelShape
+    max_context: int
+    """Limit of tokens in prompt and response together."""
+    method: Method
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """The settings of a run with nothing left open."""
+
+    config: Config
+    """All settings, with every default filled in."""
+    foundation: Foundation
+    placement: Placement
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's shape."""
+        return self.foundation.shape
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainer ranks."""
+        return len(self.placement.trainers)
+
+    @property
+    def accelerators(self) -> int:
+        """GPUs that the run holds: the trainers', and the engines' unless they share them; on CPUs its
+        trainer ranks."""
+        placement, size = self.placement, self.config.rollout.rollout_num_gpus_per_engine
+        apart = placement.on_gpu and not placement.colocated
+        return self.world_size + (len(placement.engines) * size if apart else 0)
+
+
+def read_foundation(config: Config) -> Foundation:
+    """Read the model's config.json, and build the method.
+
+    Raises:
+        ValueError: there is no usable config.json, --rollout-max-context-len exceeds the model's context or
+            leaves no room for a prompt, or a parameter of the method is out of range.
+    """
+    hf_dir, rollout = config.model.hf_dir, config.rollout
+    shape = read_hf_config(hf_dir)
+    limit, longest = shape.max_position_embeddings, rollout.rollout_max_response_len
+    context = rollout.context_of(limit)
+    if context > limit:
+        raise ValueError(f"--rollout-max-context-len {context}: more than the model's context of {limit}")
+    if longest >= context:
+        raise ValueError(
+            f"--rollout-max-response-len {longest} leaves no room for a prompt in a context of {context}"
+        )
+    return Foundation(hf_dir, shape, context, find_method(config.algorithm))
+
+
+def check_model_layout(shape: ModelShape, config: Config, world_size: int) -> None:
+    """Refuse a layout that cannot hold the model.
+
+    Raises:
+        ValueError: with one line per problem.
+    """
+    if config.replays_routing and not shape.is_moe:
+        raise ValueError(
+            f"--use-rollout-routing-replay and --use-routing-replay: {shape.family} is dense and routes "
+            "nothing; drop them"
+        )
+    mtp, chunks = config.model.mtp_num_layers, model_chunks(config)
+    _refuse_layout(check_layout(shape, config.parallel, world_size, chunks, mtp))
+    adapted = config.model.lora_rank is not None
+    if adapted and (problems := check_lora(config.model, shape, config.parallel, chunks)):
+        raise ConfigError("\n  ".join(["these adapters cannot be trained:", *problems]))
+
+
+def settle(config: Config, foundation: Foundation, prompts: PromptSource | None) -> Config:
+    """Return the configuration with what does not depend on devices filled in: config.yaml and the journal
+    record it, so that a run may resume on other machines.
+
+    Args:
+        prompts: prompts of training; None if recorded rollouts are replayed, or for an evaluation.
+
+    Raises:
+        ValueError: --num-epoch with prompts that never repeat.
+    """
+    rollout = replace(config.rollout, rollout_max_context_len=foundation.max_context)
+    if samples_in_trainer(rollout.rollout_backend):
+        rollout = replace(rollout, vllm_dtype="float32")
+    return replace(config, rollout=rollout, run=replace(config.run, num_rollout=num_steps(config, prompts)))
+
+
+def num_steps(config: Config, prompts: PromptSource | None) -> int:
+    """Return the number of steps: --num-rollout, or that of --num-epoch passes over the prompts.
+
+    Raises:
+        ValueError: the prompts never repeat.
+    """
+    epochs = config.run.num_epoch
+    if epochs is None or prompts is None:
+        return config.run.num_rollout
+    size = prompts.num_prompts()
+    if not size:
+        raise ValueError(
+            "--num-epoch: a generated task never repeats, so it has no epochs; use --num-rollout"
+        )
+    return -(-epochs * size // config.rollout.rollout_batch_size)
+
+
+def resolve(config: Config, foundation: Foundation, placement: Placement) -> ResolvedConfig:
+    """Return the settings of a run on these devices.
+
+    Args:
+        config: the configuration as `settle` returns it.
+
+    Raises:
+        ValueError: the layout does not divide the number of trainers.
+    """
+    world_size, shape = len(placement.trainers), foundation.shape
+    if world_size:
+        _refuse_layout(world_problems(shape, config.parallel, world_size))
+        config = replace(config, cluster=replace(config.cluster, num_trainers=world_size))
+    config = on_device(config, on_gpu=placement.on_gpu, has_delta_nets=shape.is_recurrent)
+    return ResolvedConfig(config, foundation, placement)
+
+
+def _refuse_layout(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))

@@ -1,0 +1,73 @@
+"""Settings are resolved in one place, and a run without room is refused before anything is loaded."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ibpo.cluster.placement import Node, plan_placement
+from megatron_ibpo.config import ConfigError
+from megatron_ibpo.run.preflight import preflight
+from megatron_ibpo.run.resolve import read_foundation, resolve, settle
+from megatron_ibpo.run.settings import parse_config
+from support.paths import ROOT
+
+TINY = ROOT / "examples/tiny_qwen3"
+
+
+def settings(*flags):
+    config = parse_config(["--hf-checkpoint", str(TINY), "--rollout-max-response-len", "8", *flags])
+    foundation = read_foundation(config)
+    return config, foundation, settle(config, foundation, None)
+
+
+def machine(count, *, gpus):
+    node = Node("here", "10.0.0.1", cpus=count, gpus=count if gpus else 0)
+    return plan_placement([node], num_trainers=count, engines=None, on_gpu=gpus)
+
+
+def test_what_depends_on_devices_is_filled_in_by_their_placement_and_nothing_else_is_open():
+    config, foundation, settled = settings()
+    assert settled.rollout.rollout_max_context_len == foundation.shape.max_position_embeddings
+    assert (settled.model.bf16, settled.rollout.vllm_dtype, settled.cluster.num_trainers) == (
+        None,
+        "auto",
+        None,
+    )
+    for gpus, precision in ((True, (True, "bfloat16")), (False, (False, "float32"))):
+        resolved = resolve(settled, foundation, machine(2, gpus=gpus))
+        assert (resolved.config.model.bf16, resolved.config.rollout.vllm_dtype) == precision
+        assert (resolved.config.cluster.num_trainers, resolved.world_size, resolved.accelerators) == (2, 2, 2)
+    assert config.rollout.rollout_max_context_len is None, "what the user gave is not changed"
+
+
+def test_a_context_that_the_model_or_the_responses_do_not_leave_is_refused():
+    with pytest.raises(ValueError, match=r"--rollout-max-context-len 100000: more than the model's context"):
+        settings("--rollout-max-context-len", "100000")
+    config = parse_config(["--hf-checkpoint", str(TINY), "--rollout-max-response-len", "100000"])
+    config.rollout.rollout_max_response_len = 100_000
+    with pytest.raises(ValueError, match="leaves no room for a prompt in a context of"):
+        read_foundation(config)
+
+
+def test_trainers_that_a_layout_does_not_divide_are_refused_once_they_are_counted():
+    _, foundation, settled = settings("--tensor-model-parallel-size", "2")
+    assert resolve(settled, foundation, machine(4, gpus=True)).world_size == 4
+    with pytest.raises(ValueError, match=r"TP x PP = 2 does not divide the world size \(3\)"):
+        resolve(settled, foundation, machine(3, gpus=True))
+
+
+def test_too_little_disk_or_memory_and_unknown_hardware_are_refused(tmp_path, monkeypatch):
+    _, foundation, settled = settings("--run-dir", str(tmp_path))
+    resolved = resolve(settled, foundation, machine(1, gpus=False))
+    elements = {"model.embed_tokens.weight": 10**9}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
+    assert preflight(resolved, elements, {})("CPU").said.startswith("no time is predicted")
+    with pytest.raises(ValueError, match=r"10\.0\.0\.1 has 1\.0 GiB of main memory"):
+        preflight(resolved, elements, {0: 2**30})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
+    with pytest.raises(ConfigError, match=r"--run-dir: the disk of .* has 1\.00 GiB free"):
+        preflight(resolved, elements, {})
+    resolved.config.run.dry_run_hardware = "a100x"
+    with pytest.raises(ValueError, match="a100x"):
+        preflight(resolved, elements, {})
