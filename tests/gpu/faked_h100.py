@@ -167,8 +167,8 @@ def build_model(model):
 
     _, config = configured(model)
     no_stream = type("Stream", (), {"__init__": lambda self, *arguments, **named: None})
-    torch.cuda.Stream = torch.cuda.Event = no_stream
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.Stream = torch.cuda.Event = no_stream  # type: ignore[misc]
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[return-value]
     torch.cuda.set_device = torch.cuda.synchronize = lambda *arguments: None
     torch.cuda.get_device_properties = lambda *device: SimpleNamespace(**PROPERTIES)
     store = f"file://{os.environ['TMPDIR']}/store"

@@ -86,7 +86,12 @@ def test_a_step_computes_its_norm_once(world, checkpoints, monkeypatch):
     """Megatron's step takes the norm that decided whether there is a step at all."""
     trainer, _, _ = open_trainer(world, checkpoints["dense"], config_for(layout()))
     calls = []
-    monkeypatch.setattr(torch, "_foreach_norm", lambda *a, **k: calls.append(a) or FOREACH(*a, **k))
+
+    def counted(*arguments, **named):
+        calls.append(arguments)
+        return FOREACH(*arguments, **named)
+
+    monkeypatch.setattr(torch, "_foreach_norm", counted)
     monkeypatch.setattr("megatron.core.optimizer.optimizer.get_grad_norm_fp32", lambda *_, **__: 1 / 0)
     fill_gradients(trainer)
     weights = [parameter.clone() for parameter in trainer.optimizer.get_parameters()]

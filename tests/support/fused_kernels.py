@@ -18,6 +18,7 @@ import tempfile
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from types import SimpleNamespace
 from unittest import mock
 
@@ -140,7 +141,7 @@ def compile_for_target(name, source):
     with tempfile.TemporaryDirectory() as place, faked_gpu({}):
         file = Path(place, "kernel.py")  # Triton reads a kernel's source from its file
         file.write_text(source)
-        scope = {"__file__": str(file), "__name__": "kernel"}
+        scope: dict[str, Any] = {"__file__": str(file), "__name__": "kernel"}
         exec(compile(source, str(file), "exec"), scope)
         tuned = scope[name]
         first, meta = tuned.configs[0], tuned.triton_meta
