@@ -204,8 +204,8 @@ def test_one_compilation_serves_every_number_of_rows_and_changes_nothing(backend
             for rows in (5, 64, 2, 1, 0, 300):
                 inputs = [random(*size, dtype=dtype) for size in [*((rows, *s) for s in rows_of), *weight]]
                 computed, plain = (results(f, *inputs, settings=settings) for f in (fused, fused.function))
-                if dtype == torch.bfloat16:
-                    assert torch.equal(computed[0], plain[0])  # rounded at the same places
+                if dtype == torch.bfloat16:  # rounded at the same places, but for sums in another order
+                    assert_equal(computed[:1], plain[:1], 2**-7)
                 assert_equal(computed, plain, 1e-12 if dtype == torch.float64 else 0.05)
             assert counters["stats"]["unique_graphs"] == 1, (fused.part, dtype)
     assert not fusion.FAILURES
