@@ -11,7 +11,7 @@ from triton.backends import backends
 from triton.runtime import interpreter
 
 # vLLM's wheel for CPUs takes Triton if it has this back end
-backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)  # type: ignore
+backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 patched, patch_language = set(), interpreter._patch_lang
 
 
