@@ -4,7 +4,8 @@
 #
 #   bash tests/gpu.sh [--quick] [--save FILE] [--only PART …] [--minutes first] [--device cpu]
 #   bash tests/gpu.sh --wheels DIR                  with a network: download the small packages that it needs (37 MiB)
-#   WHEELS=DIR bash tests/gpu.sh --quick            without one: unpack those that this Python lacks, for the one run
+#   bash tests/gpu.sh --engine-wheels DIR           the same for vLLM, Ray and the whole loop, in parts of 28 MiB
+#   WHEELS=DIR bash tests/gpu.sh --minutes first    without one: unpack those that this Python lacks, for the one run
 #
 # --quick fits into ten minutes and tunes little. --minutes first, second or third takes the parts that tell most: vLLM as
 # our engine, alone, beside a trainer, and in the whole product. --device cpu runs the same parts with tiny shapes and no
