@@ -15,6 +15,7 @@ FAMILIES = {
     "qwen3_5_moe_text": "megatron_ibpo.models.qwen3_5",
     "glm4_moe": "megatron_ibpo.models.glm4_moe",
     "gpt_oss": "megatron_ibpo.models.gpt_oss",
+    "olmo2": "megatron_ibpo.models.olmo2",
 }
 """`model_type` of config.json → the module with everything that is special to the family."""
 
