@@ -51,8 +51,8 @@ def _norm_and_add(norm: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 class NormOfAllHeads(torch.nn.Module):
     """RMSNorm over all heads of a token together, of which a tensor-parallel rank has its share.
 
-    Maps [N, 1, H, D] to the same. Every rank holds the weight of all heads. Its gradient is of the rank's heads,
-    and Megatron adds up those of all ranks, because of the parameter's name (`finalize_model_grads`).
+    Maps [N, 1, H, D] to the same. Every rank holds the weight of all heads. Its gradient is of the rank's
+    heads, and Megatron adds up those of all ranks, because of the parameter's name (`finalize_model_grads`).
     """
 
     def __init__(self, heads: int, *, config: TransformerConfig, hidden_size: int, eps: float):
