@@ -16,6 +16,7 @@ from megatron_ibpo.credit.divergence import DivergenceCut, DivergenceWindow
 from megatron_ibpo.credit.estimators import (
     CRITIC,
     Estimator,
+    gives_token_advantages,
     group_mean,
     group_z_score,
     group_z_score_bessel,
@@ -109,14 +110,28 @@ def check_credit(config: Config) -> None:
     for part in parts:
         problems += part.problems(config) if hasattr(part, "problems") else []
     if len(parts) == 3:
-        problems += _contradictions(config.algorithm, parts[0], parts[2])
+        problems += _contradictions(config.algorithm, *parts)
     if problems:
         raise ValueError("\n".join(problems))
 
 
-def _contradictions(algorithm: AlgorithmConfig, operator: Operator, token_credit: TokenCredit) -> list[str]:
+def _contradictions(
+    algorithm: AlgorithmConfig, operator: Operator, estimator: Estimator, token_credit: TokenCredit
+) -> list[str]:
     """Return the conflicts between choices that are valid alone."""
     problems = []
+    if gives_token_advantages(estimator):
+        for_responses = {
+            "--token-credit": algorithm.token_credit != "uniform",
+            "--ibpo-variant signed-mask": algorithm.parameters.get("ibpo_variant") == "signed-mask",
+            "--ibpo-plain-prompt": operator.ibpo_plain_prompt != "none",
+        }
+        problems += [
+            f"{flag} goes by one advantage per response, and --advantages {algorithm.advantages} gives every "
+            "token its own; drop one of them"
+            for flag, is_set in for_responses.items()
+            if is_set
+        ]
     if algorithm.token_credit != "uniform" and algorithm.advantages == CRITIC:
         problems.append(
             f"--token-credit {algorithm.token_credit} compares the responses of a group, and --advantages "
