@@ -22,6 +22,7 @@ from megatron_ibpo.credit.estimators import (
     group_z_score_bessel,
     leave_one_out,
     maxrl,
+    needs_critic,
 )
 from megatron_ibpo.credit.gae import Critic
 from megatron_ibpo.credit.importance import SpanMasking
@@ -177,6 +178,8 @@ def _estimator(name: str) -> Any:
     if known := known_or_path("--advantages", name, ESTIMATORS, "estimator"):
         return known
     found = load_hook("--advantages", name)
+    if needs_critic(found):
+        raise ValueError(f"--advantages {name}: it needs a critic, which --advantages critic alone trains")
     return found if hasattr(found, "of_batch") else load_hook("--advantages", name, called_with="rewards")
 
 

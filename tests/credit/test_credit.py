@@ -291,6 +291,8 @@ class ByBatch:
 def test_what_is_no_estimator_and_what_gives_no_numbers_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"--advantages maxrl takes the log of .*, and a reward is -1"):
         maxrl([1.0, -1.0])
+    with pytest.raises(ValueError, match=r"it needs a critic, which --advantages critic alone trains"):
+        find_estimator(algorithm(advantages="megatron_ibpo.credit.gae:Critic"))
     with pytest.raises(ValueError, match=r"--advantages .*is of type int, but must be callable"):
         find_estimator(algorithm(advantages=f"{__name__}:EOS"))
     groups, own = [group(RIGHT, [14]) for _ in range(2)], algorithm("gspo", advantages=f"{__name__}:ByBatch")
