@@ -6,7 +6,15 @@ from typing import TypeVar
 
 from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.credit.correction_advantages import correction_advantages, correction_rewards
-from megatron_ibpo.credit.estimators import ComparedSamples, Estimator, advantages, is_degenerate
+from megatron_ibpo.credit.estimators import (
+    Advantage,
+    ComparedSamples,
+    Estimator,
+    advantages,
+    is_degenerate,
+    mean_advantage,
+    needs_critic,
+)
 from megatron_ibpo.credit.gae import Critic, critic_credit
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
 from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator, TokenWeights
@@ -57,7 +65,11 @@ def assign_credit(groups: Sequence[Group], context: CreditContext, method: Metho
     relative = advantages(compared, estimator)
     shaped, joining = _parted(groups, [list(own.rewards) for own in compared])
     of_responses, of_joining = _parted(groups, relative)
-    factors = weigh_tokens(groups, of_responses, judgement, method.token_credit, context)
+    means = [
+        [mean_advantage(*pair) for pair in zip(own, group.responses, strict=True)]
+        for own, group in zip(of_responses, groups, strict=True)
+    ]
+    factors = weigh_tokens(groups, means, judgement, method.token_credit, context)
     rewards_of, advantages_of = _corrections(groups, judgement, operator, estimator, context)
     sequences: list[TrainSequence] = []
     for number, (group, rewards) in enumerate(zip(groups, shaped, strict=True)):
@@ -76,7 +88,8 @@ def assign_credit(groups: Sequence[Group], context: CreditContext, method: Metho
     if operator.ibpo_plain_prompt != "none":
         metrics["joined_corrections"] = float(sum(r is not None for own in joining for r in own))
         metrics["degenerate_groups"] = float(sum(is_degenerate(own.rewards) for own in compared))
-    if isinstance(estimator, Critic):
+    if needs_critic(estimator):
+        assert isinstance(estimator, Critic)
         sequences, of_critic = critic_credit(sequences, estimator, context)
         metrics |= of_critic
     return Credit(sequences, metrics | judgement.metrics | factors.metrics, judgement.memory)
@@ -110,7 +123,7 @@ def _corrections(
     operator: Operator,
     estimator: Estimator,
     context: CreditContext,
-) -> tuple[list[list[float | None]], list[list[float | None]]]:
+) -> tuple[list[list[float | None]], list[list[Advantage | None]]]:
     """Return (rewards, advantages) of the corrections of every group as samples of their own."""
     if not operator.ibpo_joint:
         return [], []

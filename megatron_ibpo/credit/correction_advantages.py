@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.credit.estimators import ComparedSamples, Estimator, advantages, is_degenerate
+from megatron_ibpo.credit.estimators import (
+    Advantage,
+    ComparedSamples,
+    Estimator,
+    advantages,
+    is_degenerate,
+)
 from megatron_ibpo.credit.operator import CreditContext, Operator
 from megatron_ibpo.credit.shaping import with_overlong_penalty
 
@@ -26,10 +32,10 @@ def correction_advantages(
     rewards: Sequence[Sequence[float | None]],
     estimator: Estimator,
     operator: Operator,
-) -> list[list[float | None]]:
+) -> list[list[Advantage | None]]:
     """Return the advantage of every correction of every group, relative to the corrections that it is
     compared with (--ibpo-correction-group)."""
-    found: list[list[float | None]] = [[None] * len(of_group) for of_group in rewards]
+    found: list[list[Advantage | None]] = [[None] * len(of_group) for of_group in rewards]
     places = [
         (number, members) for number, group in enumerate(groups) for members in _compared(group, operator)
     ]

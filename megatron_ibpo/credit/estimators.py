@@ -3,6 +3,8 @@
 An estimator turns the rewards that are compared with each other, those of one prompt's responses or of its
 corrections, into advantages. Most are plain functions of these rewards, so that a new one takes a few lines.
 One that needs the whole batch or the samples, such as their lengths, is an object with a method `of_batch`.
+It may give the tokens of a sample different advantages, which it declares by `gives_token_advantages = True`;
+one that needs a critic's values declares `needs_critic = True`.
 """
 
 import math
@@ -10,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from megatron_ibpo.basics.records import Sample
+import numpy as np
+
+from megatron_ibpo.basics.records import Sample, Weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +30,14 @@ GroupEstimator = Callable[[Sequence[float]], Sequence[float]]
 """Compared rewards → the advantage of each, in the same order."""
 
 
+Advantage = float | Weights
+"""Advantage of a sample, or of each of its tokens, of which those that the policy wrote count."""
+
+
 class BatchEstimator(Protocol):
     """An estimator that sees everything compared in a step."""
 
-    def of_batch(self, batch: Sequence[ComparedSamples]) -> Sequence[Sequence[float]]:
+    def of_batch(self, batch: Sequence[ComparedSamples]) -> Sequence[Sequence[Advantage]]:
         """Return the advantage of each sample of each comparison. A group that is judged alone
         (--dynamic-sampling-by credit) is a batch of one."""
         ...
@@ -38,6 +46,24 @@ class BatchEstimator(Protocol):
 Estimator = GroupEstimator | BatchEstimator
 
 _EPSILON = 1e-8
+
+
+def gives_token_advantages(estimator: Estimator) -> bool:
+    """Return whether the tokens of a response may have different advantages, which a loss variant must
+    take."""
+    return bool(getattr(estimator, "gives_token_advantages", False))
+
+
+def needs_critic(estimator: Estimator) -> bool:
+    """Return whether advantages come from a critic's values, once all sequences are complete."""
+    return bool(getattr(estimator, "needs_critic", False))
+
+
+def mean_advantage(advantage: Advantage | None, sample: Sample) -> float | None:
+    """Return the mean advantage of the tokens that the policy wrote."""
+    if not isinstance(advantage, np.ndarray):
+        return advantage
+    return float(advantage[sample.loss_mask].mean()) if sample.num_trained_tokens else 0.0
 
 
 def is_degenerate(rewards: Sequence[float | None]) -> bool:
@@ -104,18 +130,20 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     return [value * len(rewards) / others for value in group_mean(rewards)]
 
 
-def advantages(batch: Sequence[ComparedSamples], estimator: Estimator) -> list[list[float | None]]:
+def advantages(batch: Sequence[ComparedSamples], estimator: Estimator) -> list[list[Advantage | None]]:
     """Return the advantage of every sample of every comparison; None where its reward is None.
 
     Raises:
-        ValueError: the estimator does not give exactly one finite number per reward.
+        ValueError: the estimator does not give exactly one finite number per reward, or per token where it
+            declares that.
     """
     known = [_known(compared) for compared in batch]
     asked = [compared for compared in known if compared.rewards]
     found = iter(_estimated(asked, estimator))
-    results: list[list[float | None]] = []
+    results: list[list[Advantage | None]] = []
+    by_token = gives_token_advantages(estimator)
     for compared, scored in zip(batch, known, strict=True):
-        left = iter(_checked(next(found), scored) if scored.rewards else ())
+        left = iter(_checked(next(found), scored, by_token) if scored.rewards else ())
         results.append([None if reward is None else next(left) for reward in compared.rewards])
     return results
 
@@ -126,7 +154,7 @@ def _known(compared: ComparedSamples) -> ComparedSamples:
     return ComparedSamples([reward for reward, _ in scored], [sample for _, sample in scored])
 
 
-def _estimated(batch: Sequence[ComparedSamples], estimator: Estimator) -> Sequence[Sequence[float]]:
+def _estimated(batch: Sequence[ComparedSamples], estimator: Estimator) -> Sequence[Sequence[Advantage]]:
     if not hasattr(estimator, "of_batch"):
         of_group = cast(GroupEstimator, estimator)
         return [of_group(cast(Sequence[float], compared.rewards)) for compared in batch]
@@ -138,11 +166,31 @@ def _estimated(batch: Sequence[ComparedSamples], estimator: Estimator) -> Sequen
     return found
 
 
-def _checked(given: Sequence[float], compared: ComparedSamples) -> list[float]:
-    found = [float(value) for value in given]
-    if len(found) != len(compared.rewards) or not all(map(math.isfinite, found)):
+def _checked(given: Sequence[Advantage], compared: ComparedSamples, by_token: bool) -> list[Advantage]:
+    if by_token:
+        return _checked_by_token(given, compared)
+    if any(isinstance(value, np.ndarray) and value.ndim for value in given):
         raise ValueError(
-            f"the estimator --advantages returned {found} for the rewards {list(compared.rewards)}; it "
+            "the estimator --advantages returned advantages of tokens; it must declare "
+            "gives_token_advantages = True, so that the loss variant is checked before work starts"
+        )
+    numbers = [float(value) for value in given]
+    if len(numbers) != len(compared.rewards) or not all(map(math.isfinite, numbers)):
+        raise ValueError(
+            f"the estimator --advantages returned {numbers} for the rewards {list(compared.rewards)}; it "
             "must return one finite number per reward"
         )
-    return found
+    return [*numbers]
+
+
+def _checked_by_token(given: Sequence[Advantage], compared: ComparedSamples) -> list[Advantage]:
+    """Return the advantages of every sample's tokens, 0 where the policy did not write them."""
+    arrays = [np.asarray(value, np.float64) for value in given]
+    shapes = [array.shape for array in arrays]
+    lengths = [(len(sample.token_ids),) for sample in compared.samples]
+    if shapes != lengths or not all(np.isfinite(array).all() for array in arrays):
+        raise ValueError(
+            f"the estimator --advantages returned arrays of shapes {shapes} for responses of {lengths} "
+            "tokens; it must return one finite number per token"
+        )
+    return [array * sample.loss_mask for array, sample in zip(arrays, compared.samples, strict=True)]

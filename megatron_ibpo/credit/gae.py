@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ class Critic:
     long response."""
     gae_lambda: Annotated[float, UNIT] = 0.95
     """λ of generalised advantage estimation: 0 uses the critic's next value, 1 the reward."""
+
+    needs_critic: ClassVar[bool] = True
 
     def __call__(self, rewards: Sequence[float]) -> list[float]:
         return [0.0] * len(rewards)

@@ -17,11 +17,13 @@ from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.divergence import DivergenceCut, DivergenceWindow
 from megatron_ibpo.credit.estimators import (
     Estimator,
+    gives_token_advantages,
     group_mean,
     group_z_score,
     group_z_score_bessel,
     leave_one_out,
     maxrl,
+    needs_critic,
 )
 from megatron_ibpo.credit.gae import Critic
 from megatron_ibpo.credit.importance import SpanMasking
@@ -132,14 +134,28 @@ def check_credit(config: Config) -> None:
     for part in parts:
         problems += part.problems(config) if hasattr(part, "problems") else []
     if len(parts) == 3:
-        problems += _contradictions(config.algorithm, parts[0], parts[2])
+        problems += _contradictions(config.algorithm, *parts)
     if problems:
         raise ValueError("\n".join(problems))
 
 
-def _contradictions(algorithm: AlgorithmConfig, operator: Operator, token_credit: TokenCredit) -> list[str]:
+def _contradictions(
+    algorithm: AlgorithmConfig, operator: Operator, estimator: Estimator, token_credit: TokenCredit
+) -> list[str]:
     """Return the conflicts between choices that are valid alone."""
     problems = []
+    if gives_token_advantages(estimator):
+        for_responses = {
+            "--token-credit": algorithm.token_credit != "uniform",
+            "--ibpo-variant signed-mask": algorithm.parameters.get("ibpo_variant") == "signed-mask",
+            "--ibpo-plain-prompt": operator.ibpo_plain_prompt != "none",
+        }
+        problems += [
+            f"{flag} goes by one advantage per response, and --advantages {algorithm.advantages} gives every "
+            "token its own; drop one of them"
+            for flag, is_set in for_responses.items()
+            if is_set
+        ]
     if algorithm.token_credit != "uniform" and algorithm.trains_critic:
         problems.append(
             f"--token-credit {algorithm.token_credit} compares the responses of a group, and --advantages "
@@ -185,6 +201,8 @@ def _estimator(name: str) -> Any:
     if known := known_or_path("--advantages", name, ESTIMATORS, "estimator"):
         return known
     found = load_hook("--advantages", name)
+    if needs_critic(found):
+        raise ValueError(f"--advantages {name}: it needs a critic, which --advantages critic alone trains")
     return found if hasattr(found, "of_batch") else load_hook("--advantages", name, called_with="rewards")
 
 

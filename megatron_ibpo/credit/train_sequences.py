@@ -13,7 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
+
 from megatron_ibpo.basics.records import Correction, Group, Sample, TrainSequence
+from megatron_ibpo.credit.estimators import Advantage, mean_advantage
 from megatron_ibpo.credit.operator import TokenWeights
 from megatron_ibpo.credit.shaping import counts
 
@@ -22,7 +25,7 @@ def train_sequences(
     group: Group,
     number: int,
     kind: Literal["response", "correction"],
-    credited: Iterable[tuple[Sample, float | None, float | None, TokenWeights]],
+    credited: Iterable[tuple[Sample, float | None, Advantage | None, TokenWeights]],
     weight: float,
 ) -> list[TrainSequence]:
     """Return the responses or corrections of a group as training sequences; a correction's prompt is x̃.
@@ -37,7 +40,8 @@ def train_sequences(
             prompt_token_ids=sample.prompt_token_ids,
             response_token_ids=sample.token_ids,
             loss_mask=sample.loss_mask,
-            advantage=advantage,
+            advantage=mean,
+            token_advantages=advantage if isinstance(advantage, np.ndarray) else None,
             weight=weight,
             prompt_index=group.prompt.index,
             group=number,
@@ -51,7 +55,7 @@ def train_sequences(
             sampling_mask=sample.sampling_mask,
         )
         for index, (sample, reward, advantage, token_weights) in enumerate(credited)
-        if advantage is not None and sample.num_trained_tokens
+        if (mean := mean_advantage(advantage, sample)) is not None and sample.num_trained_tokens
     ]
 
 
@@ -72,7 +76,7 @@ def plain_prompt_sequences(
     group: Group,
     number: int,
     rewards: Sequence[float | None],
-    advantages: Sequence[float | None],
+    advantages: Sequence[Advantage | None],
     weight: float,
 ) -> list[TrainSequence]:
     """Return the corrections that have an advantage, each behind the prompt that its target was sampled from.

@@ -68,6 +68,37 @@ def attention_cost(shape: ModelShape, layer: int) -> MixerCost:
     )
 
 
+def kv_elements(shape: ModelShape, layer: int, ranks: int = 1) -> int:
+    """Return the elements of keys and values that a token leaves on each of `ranks` ranks in one layer. Ranks
+    divide key/value heads, and copy them if there are more ranks than heads."""
+    own = getattr(family_module(shape.family), "kv_elements", _attention_kv_elements)
+    elements: int = own(shape, layer, ranks)
+    return elements
+
+
+def _attention_kv_elements(shape: ModelShape, layer: int, ranks: int) -> int:
+    return 2 * max(1, shape.num_key_value_heads // ranks) * shape.head_dim * shape.full_attention[layer]
+
+
+@lru_cache(maxsize=64)
+def kv_elements_by_window(shape: ModelShape, ranks: int = 1) -> Mapping[int | None, int]:
+    """Return window → elements that a token leaves on a rank in all layers with that window."""
+    elements: dict[int | None, int] = {}
+    for layer in range(shape.num_layers):
+        window = shape.window(layer)
+        elements[window] = elements.get(window, 0) + kv_elements(shape, layer, ranks)
+    return elements
+
+
+def cached_elements(shape: ModelShape, tokens: float, ranks: int = 1) -> float:
+    """Return the elements of keys and values of a sequence that an engine keeps on each of `ranks` ranks.
+    Layers with a window keep only that many tokens."""
+    return sum(
+        elements * (tokens if window is None else min(tokens, window))
+        for window, elements in kv_elements_by_window(shape, ranks).items()
+    )
+
+
 def forward_flops(shape: ModelShape, length: int) -> float:
     """Return the floating-point operations of one causal forward pass over a sequence of `length` tokens.
 

@@ -15,7 +15,14 @@ from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.engines.settings import EngineNeeds
 from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
-from megatron_ibpo.models.cost import inference_elements, kept_elements, largest_module, mixer_cost
+from megatron_ibpo.models.cost import (
+    cached_elements,
+    inference_elements,
+    kept_elements,
+    kv_elements,
+    largest_module,
+    mixer_cost,
+)
 from megatron_ibpo.plan.parameter_count import Census, Place, StagePart
 from megatron_ibpo.policy.overrides import (
     micro_batch_multiple,
@@ -333,12 +340,9 @@ def _engine_weights(shape: ModelShape, total: int, size: int, needs: EngineNeeds
 
 
 def kv_bytes(shape: ModelShape, config: Config, tokens: int) -> int:
-    """Return the KV cache of a sequence of `tokens` tokens on one GPU of an engine. Key/value heads are
-    copied if TP exceeds them. Layers with a window keep only that many tokens."""
-    heads = max(1, shape.num_key_value_heads // config.rollout.rollout_num_gpus_per_engine)
-    windows = shape.attention_windows().items()
-    kept = sum(layers * (tokens if window is None else min(tokens, window)) for window, layers in windows)
-    return kept * 2 * heads * shape.head_dim * engine_needs(config).element_bytes
+    """Return the bytes of the KV cache of a sequence of `tokens` tokens on one GPU of an engine."""
+    elements = cached_elements(shape, tokens, config.rollout.rollout_num_gpus_per_engine)
+    return int(elements) * engine_needs(config).element_bytes
 
 
 def state_bytes_per_sequence(shape: ModelShape, config: Config) -> int:
@@ -441,5 +445,5 @@ def _passed_keys(shape: ModelShape, parallel: ParallelConfig, tokens: int) -> in
     those in use by attention, and those arriving meanwhile."""
     if parallel.context_parallel_size == 1:
         return 0
-    heads = max(1, shape.num_key_value_heads // parallel.tensor_model_parallel_size)
-    return 2 * 4 * heads * shape.head_dim * tokens
+    tensor = parallel.tensor_model_parallel_size
+    return 2 * 2 * tokens * max(kv_elements(shape, layer, tensor) for layer in range(shape.num_layers))

@@ -19,7 +19,15 @@ import numpy as np
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.models.cost import kept_elements, mixer_cost, mixer_flops, seen_pairs, weight_count
+from megatron_ibpo.models.cost import (
+    cached_elements,
+    kept_elements,
+    kv_elements_by_window,
+    mixer_cost,
+    mixer_flops,
+    seen_pairs,
+    weight_count,
+)
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.plan.workload import Basis, Batch, Engine, Layout, PassTime, Sampled
 
@@ -168,7 +176,7 @@ class _Pass:
         group = layout.tensor * layout.context
         start, rate = basis.hardware.start(group), basis.between(group)
         layers, hops = sum(basis.shape.full_attention) / layout.pipeline, layout.context - 1
-        sent = 2 * 2 * basis.shape.num_key_value_heads * basis.shape.head_dim * layers * self.tokens
+        sent = 2 * sum(kv_elements_by_window(basis.shape).values()) / layout.pipeline * self.tokens
         around = hops * (3 if self.backward else 1) * sent / layout.tensor / rate
         around += hops * (1 + self.backward) * layers * self.micro_batches * start
         delta_nets = 0.0
@@ -366,12 +374,8 @@ def engine_slots(basis: Basis, engine: Engine, tokens: float) -> int:
 
 
 def cache_bytes(shape: ModelShape, engine: Engine, tokens: float) -> float:
-    """Return the bytes of a sequence's keys and values on all GPUs. Layers with a window keep only that many
-    tokens."""
-    heads = max(shape.num_key_value_heads, min(engine.tensor, shape.num_attention_heads))
-    windows = shape.attention_windows().items()
-    kept = sum(layers * (tokens if window is None else min(tokens, window)) for window, layers in windows)
-    return 2 * heads * shape.head_dim * engine.cache_bytes * kept
+    """Return the bytes of a sequence's keys and values on all GPUs."""
+    return engine.tensor * engine.cache_bytes * cached_elements(shape, tokens, engine.tensor)
 
 
 def _recurrent_bytes(shape: ModelShape) -> float:

@@ -174,7 +174,8 @@ def fused_parts(libraries: Backends, shape: ModelShape, config: Config, device: 
 def transformer_config(
     shape: ModelShape, config: Config, *, use_te: bool = False, fused: frozenset[str] = frozenset()
 ) -> Any:
-    """Return Megatron's TransformerConfig: the model's dimensions, the layout, precision and recomputation.
+    """Return Megatron's configuration in the family's class: the model's dimensions, the layout, precision
+    and recomputation.
 
     Args:
         fused: parts of local modules that are fused.
@@ -182,12 +183,13 @@ def transformer_config(
     Raises:
         ValueError: Megatron refuses the result of --model-override.
     """
-    from megatron.core.transformer import TransformerConfig
+    from megatron_ibpo.models.spec import config_class
 
+    of_family = config_class(shape)
     fields = _own_fields(shape, config, use_te=use_te)
     fields["bias_activation_fusion"] |= ACTIVATION in fused
     with blaming(MODEL, config.model.model_override):
-        core = TransformerConfig(**fields | as_megatron(model_overrides(config), TransformerConfig))
+        core: Any = of_family(**fields | as_megatron(model_overrides(config), of_family))
     for name, value in config_attributes(shape.rope_scaling).items():
         setattr(core, name, value)
     core.context_parallel_size = config.parallel.context_parallel_size
@@ -203,12 +205,13 @@ def check_model(shape: ModelShape, config: Config) -> None:
         ValueError: Megatron refuses the result of --model-override.
     """
     cpu.activate()  # before Megatron, which would import the compiler: 3 s
-    from megatron.core.transformer import TransformerConfig
+    from megatron_ibpo.models.spec import config_class
 
+    of_family = config_class(shape)
     fields = _own_fields(shape, config, use_te=True)
     fields |= {"apply_rope_fusion": False, "moe_permute_fusion": False}  # Megatron looks for their kernels
     with blaming(MODEL, config.model.model_override):
-        TransformerConfig(**fields | as_megatron(model_overrides(config), TransformerConfig))
+        of_family(**fields | as_megatron(model_overrides(config), of_family))
 
 
 def _dtype(config: Config) -> torch.dtype:

@@ -5,7 +5,8 @@ from functools import partial
 
 from megatron_ibpo.basics.versions import missing
 from megatron_ibpo.config import EVAL_PRESETS, Config, ConfigError, as_specs, check_config, eval_sampling
-from megatron_ibpo.credit import Operator, check_credit, find_group_filter, find_operator
+from megatron_ibpo.credit import Operator, check_credit, find_estimator, find_group_filter, find_operator
+from megatron_ibpo.credit.estimators import gives_token_advantages
 from megatron_ibpo.engines.registry import check_engine, check_limits
 from megatron_ibpo.engines.truncation import check_truncation, variant_readers
 from megatron_ibpo.policy.overrides import check_overrides
@@ -129,6 +130,11 @@ def _check_loss(config: Config) -> None:
         raise ValueError(
             "--advantages critic gives every token its own advantage, but this --loss-variant takes one "
             "advantage per sequence; take ppo-clip, grpo or dapo"
+        )
+    if gives_token_advantages(find_estimator(config.algorithm)) and not variant.takes_token_advantages:
+        raise ValueError(
+            f"--advantages {config.algorithm.advantages} gives every token its own advantage, but this "
+            "--loss-variant takes one advantage per sequence; take ppo-clip, grpo or dapo"
         )
     if "ref_logprobs" in variant.token_inputs and config.loss.kl_coef == 0:
         raise ValueError(

@@ -12,7 +12,7 @@ from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.basics.sampling_mask import sampling_mask
-from megatron_ibpo.config import CRITIC, PRESETS, RolloutConfig
+from megatron_ibpo.config import CRITIC, PRESETS, Config, RolloutConfig
 from megatron_ibpo.credit import (
     ESTIMATORS,
     Judgement,
@@ -29,14 +29,14 @@ from megatron_ibpo.credit.pairing import draw_references
 from megatron_ibpo.credit.train_sequences import plain_prompt_sequences, train_sequences
 from megatron_ibpo.data import DataError, PromptSuffixes
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.checks import check_loss_of_run, check_run
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling.requests import group_requests
 from support.samples import sample_of
 
 from support.credit_cases import (  # isort: skip
-    EOS, RIGHT, Loop, algorithm, by_kind, candidates, context, correct_groups, correction, fix_last, group,
-    ids_of, in_turn, plain, prompt, response, scored, some_groups,
+    EOS, RIGHT, TURN_GROUPS, Loop, algorithm, by_kind, candidates, check_algorithm, context, correct_groups,
+    correction, fix_last, group, ids_of, in_turn, plain, prompt, response, scored, some_groups,
 )  # fmt: skip
 
 
@@ -290,6 +290,8 @@ class ByBatch:
 def test_what_is_no_estimator_and_what_gives_no_numbers_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"--advantages maxrl takes the log of .*, and a reward is -1"):
         maxrl([1.0, -1.0])
+    with pytest.raises(ValueError, match=r"it needs a critic, which --advantages critic alone trains"):
+        find_estimator(algorithm(advantages="megatron_ibpo.credit.gae:Critic"))
     with pytest.raises(ValueError, match=r"--advantages .*is of type int, but must be callable"):
         find_estimator(algorithm(advantages=f"{__name__}:EOS"))
     groups, own = [group(RIGHT, [14]) for _ in range(2)], algorithm("gspo", advantages=f"{__name__}:ByBatch")
@@ -301,6 +303,59 @@ def test_what_is_no_estimator_and_what_gives_no_numbers_are_refused(monkeypatch)
         monkeypatch.setattr(ByBatch, "of_batch", lambda *_, found=answer: found)
         with pytest.raises(ValueError, match=says):
             Loop(fix_last).credit(groups, own)
+
+
+def test_turns_are_compared_with_those_from_the_same_state():
+    """Episodes of rewards 1 0 1 are .71 -1.41 .71. First turns return .5 0 1, since two have a turn after
+    them: 0 -1.22 1.22. The second turns of the first two read the same: 1 -1. A failed one is in none."""
+    turns = [True, False, True]
+    episodes = [
+        response([10, 50, 13], 1.0, written=turns),
+        response([10, 50, 14], 0.0, written=turns),
+        response([10, 50, 15], None, written=turns),
+        response([13], 1.0),
+    ]
+    own = algorithm("grpo", advantages=TURN_GROUPS, turn_discount=0.5)
+    sequences = Loop(fix_last).credit([Group(prompt(), episodes)], own).sequences
+    half, most = 0.5**0.5, 1.5**0.5
+    expected = [
+        [half, 0, half + 1, half + 1],
+        [-2 * half - most, 0, -2 * half - 1, -2 * half - 1],
+        [half + most, half + most],
+    ]
+    assert [s.index for s in sequences] == [0, 1, 3]
+    for sequence, tokens in zip(sequences, expected, strict=True):
+        assert sequence.token_advantages.tolist() == pytest.approx(tokens, abs=1e-7)
+        assert sequence.advantage == pytest.approx(sum(tokens) / sequence.num_trained_tokens, abs=1e-7)
+    alone = algorithm("grpo", advantages=TURN_GROUPS, turn_weight=0.0)
+    sequences = Loop(fix_last).credit([Group(prompt(), episodes)], alone).sequences
+    assert [s.advantage for s in sequences] == pytest.approx([half, -2 * half, half], abs=1e-7)
+
+
+class PerToken:
+    gives_token_advantages = True
+
+    def of_batch(self, batch):
+        return [[np.ones(5) for _ in own.rewards] for own in batch]
+
+
+def test_advantages_of_tokens_are_refused_where_they_cannot_work(monkeypatch):
+    config = Config(algorithm=algorithm("grpo", advantages=TURN_GROUPS))
+    config.loss.loss_variant = "grpo"
+    check_loss_of_run(config)
+    config.loss.loss_variant = "gspo"
+    with pytest.raises(ValueError, match="this --loss-variant takes one advantage per sequence"):
+        check_loss_of_run(config)
+    with pytest.raises(ValueError, match="--token-credit goes by one advantage per response"):
+        check_algorithm(algorithm("grpo", advantages=TURN_GROUPS, token_credit="wrong-weight"))
+    groups, own = [group(RIGHT, [14])], algorithm("grpo", advantages=f"{__name__}:PerToken")
+    with pytest.raises(
+        ValueError, match=r"shapes \[\(5,\), \(5,\)\] for responses of \[\(5,\), \(2,\)\] tokens"
+    ):
+        Loop(fix_last).credit(groups, own)
+    monkeypatch.setattr(PerToken, "gives_token_advantages", False)
+    with pytest.raises(ValueError, match="must declare gives_token_advantages = True"):
+        Loop(fix_last).credit(groups, own)
 
 
 def test_responses_the_verifier_failed_on_leave_the_group():

@@ -14,7 +14,15 @@ from support.checkpoint_bytes import with_mtp
 from support.documented_modules import write_modules
 from support.example_runs import finished, rows_of, start_script, train_three_steps
 from support.paths import ROOT
-from support.tiny_models import LLAMA_3, make_glm4_moe, make_gpt_oss, make_llama, make_qwen2, make_qwen3_moe
+from support.tiny_models import (
+    LLAMA_3,
+    make_glm4_moe,
+    make_gpt_oss,
+    make_llama,
+    make_olmo2,
+    make_qwen2,
+    make_qwen3_moe,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(2000)]
 
@@ -24,6 +32,7 @@ MODELS = {
     "qwen2": partial(make_qwen2, seed=3, tie=True),
     "qwen3_moe": partial(make_qwen3_moe, seed=4, std=0.02),
     "glm4_moe": partial(make_glm4_moe, seed=5, std=0.05),
+    "olmo2": partial(make_olmo2, seed=7, biased=True),
     "gpt_oss": partial(make_gpt_oss, seed=6, std=0.05),
 }
 

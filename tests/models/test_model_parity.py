@@ -54,6 +54,8 @@ MODELS = {
     "llama linear": (tiny_models.make_llama, 14, {"rope": LINEAR}, [ONE]),
     "llama yarn": (tiny_models.make_llama, 15, {"rope": YARN}, [ONE]),
     "qwen2": (tiny_models.make_qwen2, 16, {}, [ONE, layout(tp=2, pp=2)]),
+    "olmo2": (tiny_models.make_olmo2, 25, {"biased": True}, [
+        ONE, layout(tp=2), layout(tp=2, pp=2), layout(tp=4)]),
     "moe": (tiny_models.make_qwen3_moe, 17, {}, [ONE, EACH]),
     "moe as it comes": (tiny_models.make_qwen3_moe, 18, {"normalized": False}, [ONE]),
     "glm": (tiny_models.make_glm4_moe, 21, {}, [

@@ -16,7 +16,7 @@ from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import te_stand_in
 from support.layouts import layout
 from support.model_passes import ALONE
-from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
+from support.tiny_models import make_gpt_oss, make_olmo2, make_qwen3, make_qwen3_next
 from support.trainers import config_for
 
 
@@ -27,6 +27,7 @@ def built(new_process, tmp_path_factory):
     models = {
         "hybrid": (make_qwen3_next(directory / "next", 0), 2),
         "dense": (make_qwen3(directory / "dense", 0), 1),
+        "post-norm": (make_olmo2(directory / "olmo2", 0), 1),
         "biased": (make_gpt_oss(directory / "oss", 0), 2),  # sinks, and experts that have biases
     }
     described = new_process(te_stand_in.describe_all, [*models.values()])
@@ -48,6 +49,7 @@ def test_transformer_engines_classes_serve_where_the_spec_says(built):
                     "TEColumnParallelGroupedLinear": 4, "TERowParallelGroupedLinear": 4}),
         ("dense", {"TELayerNormColumnParallelLinear": 4, "TERowParallelLinear": 4,
                    "TEDotProductAttention": 2}),
+        ("post-norm", {"TEColumnParallelLinear": 4, "TERowParallelLinear": 4, "TEDotProductAttention": 2}),
     ):  # fmt: skip
         kinds = Counter(built[name]["te"]["classes"].values())
         assert {kind: count for kind, count in kinds.items() if kind.startswith("TE")} == expected

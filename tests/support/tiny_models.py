@@ -88,6 +88,12 @@ def make_qwen2(directory, seed, **settings):
 
 
 @built_once
+def make_olmo2(directory, seed, *, biased=False, **settings):
+    """Heads of 128 / 4 elements, as in `make_qwen2`."""
+    return _make("Olmo2", directory, seed, DENSE | {"hidden_size": 128, "attention_bias": biased}, settings)
+
+
+@built_once
 def make_qwen3_next(directory, seed, **settings):
     own = DENSE | EXPERTS | DELTA_NETS | {"shared_expert_intermediate_size": 64, "tie_word_embeddings": False}
     return _make("Qwen3Next", directory, seed, own, settings)
@@ -163,7 +169,7 @@ def _config(family, own, settings):
     import transformers
 
     known = SHARED | own | {SETTINGS[name]: value for name, value in settings.items()}
-    if family == "Qwen2":  # whose configuration has no such field
+    if family in ("Qwen2", "Olmo2"):  # whose configurations have no such field
         del known["head_dim"]
     return getattr(transformers, f"{family}Config")(**known)
 

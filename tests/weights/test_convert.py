@@ -60,6 +60,7 @@ def models(tmp_path_factory):
         ("llama", tiny_models.make_llama, 5, torch.float16, {**four, "biased": True}),
         ("few", tiny_models.make_llama, 7, bfloat16, {"biased": True}),
         ("qwen2", tiny_models.make_qwen2, 6, bfloat16, four),
+        ("olmo2", tiny_models.make_olmo2, 15, bfloat16, {"layers": 4, "biased": True}),
         ("next", tiny_models.make_qwen3_next, 3, torch.float32, heads),
     ):
         plain = make(directory / f"plain {name}", seed, **how)
@@ -86,6 +87,7 @@ PLACES = {
     "dense": [layout(), layout(tp=2), layout(tp=4), layout(pp=2), layout(pp=4), layout(pp=2, first=3),
               layout(pp=3, first=1, last=2), layout(tp=2, pp=2, last=1)],
     "tied": [layout(tp=4), layout(tp=2, pp=2, last=1)], "llama": [layout(tp=4)], "qwen2": [layout(tp=4)],
+    "olmo2": [layout(tp=4, pp=2)],
     "few": [layout(tp=4, pp=2)], "odd": [layout(tp=4), layout(tp=2, vocabulary=16)],
     "moe": [layout(ep=2), layout(ep=4), layout(etp=2), layout(tp=4, etp=4), layout(tp=2, ep=2, etp=2),
             layout(ep=2, etp=2, pp=2, first=1)],
@@ -288,7 +290,8 @@ def test_ranks_share_a_key_value_head_by_rows_of_its_group(models):
     [(2, [("tied", layout(pp=2)), ("next", layout(ep=2)), ("next", layout(tp=2, ep=2)), ("next", layout()),
           ("next", layout(pp=2), 2), ("moe", layout(tp=2, etp=2)), ("odd", layout(tp=2)),
           ("glm", layout(tp=2, ep=2)), ("glm", layout(pp=2, first=1)), ("oss", layout(pp=2)),
-          ("oss", layout(tp=2)), ("few", layout(tp=2)), ("qwen2", layout(tp=2))]),
+          ("oss", layout(tp=2)), ("few", layout(tp=2)), ("qwen2", layout(tp=2)),
+          ("olmo2", layout(tp=2))]),
      pytest.param(4, [
          ("few", layout(tp=4)), ("dense", layout(tp=2, pp=2)), ("moe", layout(tp=4, ep=2)),
          ("next", layout(tp=2, pp=2, ep=2)), ("next", layout(ep=4)), ("next", layout(tp=4, ep=2, etp=2)),
