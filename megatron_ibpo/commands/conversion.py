@@ -17,6 +17,7 @@ from megatron_ibpo.basics.distributed import RemoteError, World, start_world
 from megatron_ibpo.basics.entry_point import BAD_INPUT
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
+from megatron_ibpo.policy.logits_check import logits_difference
 from megatron_ibpo.policy.process_start import hush_megatron
 from megatron_ibpo.weights.formats.convert import Report, differing_tensors
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
@@ -26,7 +27,6 @@ LOGITS_BOUND = 1e-3
 """Largest root mean square of the differences, relative to that of the logits. Rounding in float32 makes 1e-7
 to 1e-4 (delta nets with large weights, experts chosen by a narrow margin); a misplaced tensor makes about
 1."""
-PROMPT_LENGTHS = (1, 5, 33, 70)
 console = Console(stderr=True)
 
 
@@ -109,55 +109,6 @@ def _too_much(hf_dir: Path, world: World) -> str:
     if not any(hf_dir.glob("*.safetensors")):
         return "transformers would have to read pickles"
     return ""
-
-
-def logits_difference(hf_dir: Path, stored_dir: Path, world: World) -> tuple[float, float]:
-    """Return the (largest, relative root mean square) difference between the logits of transformers' model
-    and of the trainer's, each from its own files, in float32, over random prompts."""
-    from megatron_ibpo.config import Config, ParallelConfig
-    from megatron_ibpo.policy import parallel
-    from megatron_ibpo.policy.checkpoint import load_weights
-    from megatron_ibpo.policy.model import build_model
-
-    shape = read_hf_config(hf_dir)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(shape.vocab_size, (sum(PROMPT_LENGTHS),), generator=generator)
-    expected = _transformers_logits(hf_dir, ids)
-    parallel.initialize(ParallelConfig(), world, seed=0)
-    try:
-        (model,) = build_model(shape, Config())
-        load_weights([model], stored_dir, shape.vocab_size)
-        difference = _megatron_logits(model, ids) - expected
-        return difference.abs().max().item(), (difference.norm() / expected.norm()).item()
-    finally:
-        parallel.destroy()
-
-
-@torch.no_grad()
-def _transformers_logits(hf_dir: Path, ids: torch.Tensor) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        hf_dir, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    )
-    return torch.cat([model(prompt[None]).logits[0] for prompt in ids.split(PROMPT_LENGTHS)])
-
-
-@torch.no_grad()
-def _megatron_logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    lengths = torch.tensor(PROMPT_LENGTHS)
-    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int()
-    positions = torch.cat([torch.arange(length) for length in PROMPT_LENGTHS])
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=max(PROMPT_LENGTHS),
-        max_seqlen_kv=max(PROMPT_LENGTHS),
-    )
-    return model(ids[None], positions[None], None, packed_seq_params=packed)[0].float()
 
 
 def checkpoint_bytes(hf_dir: Path, *, allow_pickle: bool = False) -> int:

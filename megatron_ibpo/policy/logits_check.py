@@ -1,0 +1,58 @@
+"""Logits of the trainer's model beside those of transformers', each from its own files: a tensor that a
+conversion misplaced shows here."""
+
+from pathlib import Path
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_ibpo.basics.distributed import World
+from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.policy import parallel
+from megatron_ibpo.policy.checkpoint import load_weights
+from megatron_ibpo.policy.model import build_model
+
+PROMPT_LENGTHS = (1, 5, 33, 70)
+
+
+def logits_difference(hf_dir: Path, stored_dir: Path, world: World) -> tuple[float, float]:
+    """Return the (largest, relative root mean square) difference between the logits of transformers' model
+    and of the trainer's, each from its own files, in float32, over random prompts."""
+    shape = read_hf_config(hf_dir)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(shape.vocab_size, (sum(PROMPT_LENGTHS),), generator=generator)
+    expected = _transformers_logits(hf_dir, ids)
+    parallel.initialize(ParallelConfig(), world, seed=0)
+    try:
+        (model,) = build_model(shape, Config())
+        load_weights([model], stored_dir, shape.vocab_size)
+        difference = _megatron_logits(model, ids) - expected
+        return difference.abs().max().item(), (difference.norm() / expected.norm()).item()
+    finally:
+        parallel.destroy()
+
+
+@torch.no_grad()
+def _transformers_logits(hf_dir: Path, ids: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM  # takes seconds
+
+    model = AutoModelForCausalLM.from_pretrained(
+        hf_dir, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    return torch.cat([model(prompt[None]).logits[0] for prompt in ids.split(PROMPT_LENGTHS)])
+
+
+@torch.no_grad()
+def _megatron_logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    lengths = torch.tensor(PROMPT_LENGTHS)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int()
+    positions = torch.cat([torch.arange(length) for length in PROMPT_LENGTHS])
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(PROMPT_LENGTHS),
+        max_seqlen_kv=max(PROMPT_LENGTHS),
+    )
+    return model(ids[None], positions[None], None, packed_seq_params=packed)[0].float()
