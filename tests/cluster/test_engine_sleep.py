@@ -361,6 +361,8 @@ def test_a_process_that_has_ended_is_said_to_have_been_killed_or_to_have_crashed
     assert there.endswith("see dmesg on that node")
     asked = how_it_ended(who + "exit code 1. The process receives a SIGTERM.", None)
     assert asked == "was ended by SIGTERM (process 4711 on 10.0.0.7)"
+    by_us = how_it_ended(who + "The actor is dead because it was killed by `ray.kill`.", tmp_path)
+    assert by_us == "was ended by the run itself (process 4711 on 10.0.0.7)"
     of_node = "The actor died.\nThe actor died because its node has died."
     assert how_it_ended(of_node, None).startswith("has ended: The actor died because its")
     assert how_it_ended("", None) == "has ended: the reason is not known"
