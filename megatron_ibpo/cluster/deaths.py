@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 
 NOTE_PEAK_EVERY_S = 2.0
+_BY_THE_RUN = "killed by `ray.kill`"
+"""Ray's text for a process that `Host.kill` ended."""
 _NO_WORD = "connection error code 2"
 """Ray's text for a process whose socket closed, after SIGKILL and crashes alike."""
 
@@ -32,6 +34,8 @@ def how_it_ended(message: str, logs: Path | None) -> str:
     which = f" (process {pid} on {address})" if pid and address else ""
     if "receives a SIGTERM" in message:
         return f"was ended by SIGTERM{which}"
+    if _BY_THE_RUN in message:
+        return f"was ended by the run itself{which}"
     if _NO_WORD not in message:
         return f"has ended{which}: {_last_line(message)}"
     if logs is not None and pid and (crash := _crash(logs, pid)):

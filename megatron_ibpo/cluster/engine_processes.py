@@ -12,11 +12,7 @@ from ray.util.placement_group import PlacementGroup
 
 from megatron_ibpo.cluster.actor import Host, gather, in_bundle, result
 from megatron_ibpo.cluster.deaths import ProcessDiedError
-from megatron_ibpo.cluster.engine_handles import (
-    END_TIMEOUT_S,
-    SLACK_S,
-    Member,
-)
+from megatron_ibpo.cluster.engine_handles import END_TIMEOUT_S, SLACK_S, Member
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import lost_nodes
 from megatron_ibpo.cluster.trainers import START_TIMEOUT_S, Trainers

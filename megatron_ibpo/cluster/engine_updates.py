@@ -5,11 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_ibpo.cluster.actor import result
 from megatron_ibpo.cluster.deaths import ProcessDiedError
-from megatron_ibpo.cluster.engine_handles import (
-    SLACK_S,
-    Member,
-    RemoteLink,
-)
+from megatron_ibpo.cluster.engine_handles import SLACK_S, Member, RemoteLink
 from megatron_ibpo.cluster.engine_processes import EngineProcesses, Reasons
 from megatron_ibpo.engines import EngineError
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder

@@ -10,11 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ibpo.cluster.deaths import MOST_DEATHS, ProcessDiedError
-from megatron_ibpo.cluster.engine_handles import (
-    IdleEngine,
-    Member,
-    RemoteEngine,
-)
+from megatron_ibpo.cluster.engine_handles import IdleEngine, Member, RemoteEngine
 from megatron_ibpo.cluster.engine_processes import LOOK_EVERY_S, EngineProcesses, Reasons
 from megatron_ibpo.cluster.engine_updates import catch_up, draft_acceptance
 from megatron_ibpo.engines import EngineError, EngineLostError
@@ -216,8 +212,7 @@ class Engines:
         Raises:
             ProcessDiedError: a trainer died during this. If engines share the trainers' GPUs and some of them
                 sample, the error is left to the next use of the trainers: new trainers would have no room
-                    beside
-                these engines.
+                beside these engines.
         """
         ready = {member.index: member.joined for member in self.members.values() if member.joined is not None}
         if not ready:

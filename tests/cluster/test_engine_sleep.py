@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_ibpo.cluster import engine_handles, engine_processes
+from megatron_ibpo.cluster import engine_handles, engine_processes, engine_updates
 from megatron_ibpo.cluster import engines as module
 from megatron_ibpo.cluster.deaths import ProcessDiedError, how_it_ended, record_peak_memory
 from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
@@ -123,15 +123,16 @@ def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(eng
     assert killed(engines) == ["engine 0"]
 
 
-def use_trainers(engines, each):
+def use_trainers(engines, each, monkeypatch):
     """Have updates go to stand-ins for the trainers, who are asked by `each`."""
-    del engines._catch_up
-    engines.trainers.each = each
-    engines.placement.owners, engines.placement.trainers = [0, 0], ["a slot"]
+    monkeypatch.setattr(module, "catch_up", engine_updates.catch_up)
+    engines.processes.trainers.each = each
+    placement = engines.processes.placement
+    placement.owners, placement.trainers = [0, 0, 0], ["a slot"]
 
 
 @pytest.mark.parametrize("fails", [1, 2])
-def test_an_engine_that_fails_in_an_update_gets_the_weights_in_a_second_pass(engines, fails):
+def test_an_engine_that_fails_in_an_update_gets_the_weights_in_a_second_pass(engines, monkeypatch, fails):
     """Engine 1 fails so often. The one that took the weights is not asked again."""
     passes = []
 
@@ -143,7 +144,7 @@ def test_an_engine_that_fails_in_an_update_gets_the_weights_in_a_second_pass(eng
             return [{}]
         return [SimpleNamespace(failures=failures, num_bytes=10 * len(asked), needed_bytes=10 * len(asked))]
 
-    use_trainers(engines, each)
+    use_trainers(engines, each, monkeypatch)
     metrics = engines.update_weights(4)
     assert passes == [("connect", [0, 1]), ("send", [0, 1]), ("connect", [1]), ("send", [1])]
     assert metrics["weight_update_bytes"] == 30
@@ -230,12 +231,11 @@ def test_an_engine_starts_before_or_after_trainers_send_weights_to_another_and_n
         up.wait(20)
         steps.append(f"engine {member.index} is up")
 
-    use_trainers(engines, each)
-    monkeypatch.setattr(engines, "_start_again", start)
+    use_trainers(engines, each, monkeypatch)
+    monkeypatch.setattr(engines.processes, "start_again", start)
     engines.order = replace(engines.order, sleeping=False)
     engines.members[1].absent, engines.members[1].joined = True, Future()
     engines.members[2] = Member(2, Process("engine 2", engines.events))
-    engines.placement.owners = [0, 0, 0]
 
     async def work():
         first = asyncio.create_task(engines.revive(0))
@@ -361,6 +361,8 @@ def test_a_process_that_has_ended_is_said_to_have_been_killed_or_to_have_crashed
     assert there.endswith("see dmesg on that node")
     asked = how_it_ended(who + "exit code 1. The process receives a SIGTERM.", None)
     assert asked == "was ended by SIGTERM (process 4711 on 10.0.0.7)"
+    by_us = how_it_ended(who + "The actor is dead because it was killed by `ray.kill`.", tmp_path)
+    assert by_us == "was ended by the run itself (process 4711 on 10.0.0.7)"
     of_node = "The actor died.\nThe actor died because its node has died."
     assert how_it_ended(of_node, None).startswith("has ended: The actor died because its")
     assert how_it_ended("", None) == "has ended: the reason is not known"

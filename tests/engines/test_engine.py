@@ -35,8 +35,9 @@ from megatron_ibpo.engines.vllm.engine_process import (
     SamplingEngine,
     _device_arguments,
     _engine_args,
+    _obey,
 )
-from megatron_ibpo.engines.vllm.messages import Asked
+from megatron_ibpo.engines.vllm.messages import Answer, Asked, Refused
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
 from megatron_ibpo.weights.transfer import gloo
 from megatron_ibpo.weights.transfer.update import update_engines
@@ -69,6 +70,25 @@ def test_an_update_whose_trainer_died_is_ended_before_the_engine_sleeps():
     calls = [(name.split(".")[-1], *given[:1]) for name, given, _ in engine._llm.mock_calls]
     assert calls[-6:-4] == [("collective_rpc", "end_loading"), ("collective_rpc", "close_update")]
     assert calls[-4:] == [("sleep",), ("set_weight_version", "none")] * 2
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_update_that_was_cut_off_is_refused_and_the_engine_lives(lost):
+    """NCCL neither raises nor delivers once a member is gone. Not run on GPUs: the group is none."""
+    from megatron_ibpo.engines.vllm.receivers import NcclWorker
+    from megatron_ibpo.engines.vllm.worker import WorkerExtension
+
+    worker, engine = WorkerExtension(), SamplingEngine.__new__(SamplingEngine)
+    worker.weight_transfer_engine = NcclWorker.__new__(NcclWorker)
+    worker.weight_transfer_engine.lost = lost
+    worker._loading = SimpleNamespace(missing=lambda: ["a"])
+    engine._llm = SimpleNamespace(
+        collective_rpc=lambda method: [getattr(worker, method)()], has_unfinished_requests=lambda: False
+    )
+    answer = _obey(engine, "missing_weights", ())
+    assert answer == (Refused("the weight update was cut off: another member of its group was lost") if lost
+                      else Answer([["a"]]))  # fmt: skip
 
 
 def test_transport_follows_the_devices():

@@ -64,7 +64,7 @@ def test_samples_are_likeliest_or_drawn_by_what_transformers_computes(tmp_path, 
         logits = reference(directory, request, sample.token_ids)
         assert sample.token_ids.tolist() == logits.argmax(-1).tolist()
     for requests, samples in ((greedy, likeliest), (drawn, engine.generate(drawn))):
-        expected = reference_logprobs(directory, requests, samples)
+        expected = reference_logprobs(directory, requests, samples, torch.float64)  # its float32 errs as much
         assert difference([sample.logprobs for sample in samples], expected).max() < 1e-5
 
 

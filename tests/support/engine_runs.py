@@ -56,15 +56,15 @@ def ids_of(samples):
 
 
 @cache
-def reference_model(directory):
+def reference_model(directory, dtype=torch.float32):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
 
 
-def reference_logprobs(directory, requests, samples):
-    """Return what transformers in float32 says of the sampled tokens; of greedy ones at temperature 1."""
-    model, found = reference_model(directory), []
+def reference_logprobs(directory, requests, samples, dtype=torch.float32):
+    """Return what transformers says of the sampled tokens; of greedy ones at temperature 1."""
+    model, found = reference_model(directory, dtype), []
     for request, sample in zip(requests, samples, strict=True):
         ids = torch.tensor([[*request.prompt_token_ids, *sample.token_ids]])
         with torch.no_grad():

@@ -320,8 +320,12 @@ class SamplingEngine:
             raise Refusal(f"the weight update failed on {'; '.join(failed)}")
 
     def missing_weights(self) -> list[list[str]]:
-        """Return the tensors that each worker still lacks in the present update; empty if it is whole."""
-        return self._llm.collective_rpc("missing_weights")
+        """Return the tensors that each worker still lacks in the present update; empty if it is whole. After
+        an update that was cut off the engine has no weights until the next one."""
+        answers = self._llm.collective_rpc("missing_weights")
+        if None in answers:
+            raise Refusal("the weight update was cut off: another member of its group was lost")
+        return answers
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
         """Make the received weights those of policy `version`, and let requests continue.

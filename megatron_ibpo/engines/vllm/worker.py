@@ -68,15 +68,12 @@ class WorkerExtension:
         assert isinstance(engine, GlooWeightTransferEngine)
         return engine.answer(self._loading.missing())
 
-    def missing_weights(self) -> list[str]:
-        """Return the tensors that this update has not brought; see `Loading.missing`.
-
-        Raises:
-            RuntimeError: the update was cut off on the way.
-        """
+    def missing_weights(self) -> list[str] | None:
+        """Return the tensors that this update has not brought (see `Loading.missing`); None if it was cut off
+        on the way. An exception would end the engine, as in `load_update`."""
         engine = self.weight_transfer_engine
         if isinstance(engine, NcclWorker) and engine.lost:
-            raise RuntimeError("the weight update was cut off: another member of its group was lost")
+            return None
         return self._loading.missing()
 
     def end_loading(self) -> dict[str, int]:
