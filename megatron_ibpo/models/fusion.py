@@ -3,9 +3,10 @@
 torch compiles the plain functions of `local_modules` as they stand. MLPs take Megatron's compiled SwiGLU, and
 attention over packed sequences is torch's flash attention, which needs no padding.
 
-Before a model is built with them, `fusion_check` tries each part on a small example. A part that fails, there
-or later, is left out: plain torch computes it, and a warning says so. `TORCH_COMPILE_DISABLE=1`, torch's own
-switch, compiles nothing.
+Before a model is built with them, `fusion_check` tries each part on small examples. A part that fails there
+is left out on all ranks: plain torch computes it, and a warning says so. If a norm or the rotation fails to
+compile later, that rank alone leaves it out; an error of the other parts ends the run.
+`TORCH_COMPILE_DISABLE=1`, torch's own switch, compiles nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ FAILURES: dict[str, str] = {}
 
 
 class Compiled:
-    """A function that torch compiles once for any number of rows.
+    """A function that torch compiles once for any number of rows, its gradients too.
 
-    If compiling fails, the function itself serves from then on, and a warning says so.
+    If compiling either fails, the function itself serves from then on, and a warning says so.
     """
 
     def __init__(self, part: str, function: Callable[..., Tensor], rows: tuple[int, ...]):
@@ -42,8 +43,11 @@ class Compiled:
     @cached_property
     def compiled(self) -> Callable[..., Tensor]:
         import torch._dynamo
+        import torch._functorch.config
 
         torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+        # with the forward pass, where a failure is caught, and not in `loss.backward()`
+        torch._functorch.config.force_non_lazy_backward_lowering = True
         # a result is rounded where the plain function rounds it
         options: dict[str, Any] = {"emulate_precision_casts": True}
         compiled: Callable[..., Tensor] = torch.compile(
@@ -69,6 +73,7 @@ class Compiled:
 
 def leave_out(part: str, why: object) -> None:
     """Use the plain function for this part from now on, and warn."""
+    why = getattr(why, "inner_exception", why)  # what torch's compiler wraps
     FAILURES[part] = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else str(why)
     reason = FAILURES[part].partition("\n")[0][:300]
     warnings.warn(
