@@ -28,9 +28,9 @@ FAILURES: dict[str, str] = {}
 
 
 class Compiled:
-    """A function that torch compiles once for any number of rows, its gradients too.
+    """A function that torch compiles once for any number of rows.
 
-    If compiling either fails, the function itself serves from then on, and a warning says so.
+    If compiling fails, the function itself serves from then on, and a warning says so.
     """
 
     def __init__(self, part: str, function: Callable[..., Tensor], rows: tuple[int, ...]):
@@ -43,11 +43,8 @@ class Compiled:
     @cached_property
     def compiled(self) -> Callable[..., Tensor]:
         import torch._dynamo
-        import torch._functorch.config
 
         torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
-        # with the forward pass, where a failure is caught, and not in `loss.backward()`
-        torch._functorch.config.force_non_lazy_backward_lowering = True
         # a result is rounded where the plain function rounds it
         options: dict[str, Any] = {"emulate_precision_casts": True}
         compiled: Callable[..., Tensor] = torch.compile(
@@ -69,6 +66,14 @@ class Compiled:
         except Exception as error:  # a compiler raises anything
             leave_out(self.part, error)
             return self.function(*arguments)
+
+
+def compile_gradients_at_once() -> None:
+    """Have torch compile gradients with the forward pass, where `Compiled` catches a failure, and not in
+    `loss.backward()`."""
+    import torch._functorch.config
+
+    torch._functorch.config.force_non_lazy_backward_lowering = True
 
 
 def leave_out(part: str, why: object) -> None:

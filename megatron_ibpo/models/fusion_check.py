@@ -41,6 +41,7 @@ def working_parts(
     Args:
         shards: sizes of tensor parallelism and of expert-tensor parallelism, which divide heads and MLPs.
     """
+    fusion.compile_gradients_at_once()
     by_part = examples(shape, dtype, device, shards)
     firsts = [(part, part_examples[0]) for part, part_examples in by_part.items()]
     others = [(part, example) for part, part_examples in by_part.items() for example in part_examples[1:]]

@@ -236,6 +236,7 @@ def test_gradients_that_cannot_be_compiled_are_computed_in_plain_torch():
     def refuse(*_):
         raise RefusedToCompile("no gradients")
 
+    fusion.compile_gradients_at_once()
     backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=refuse)
     double = fusion.Compiled("doubling", lambda x: x * x, rows=(0,))
     with compiled_by(backend):
