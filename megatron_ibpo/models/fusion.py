@@ -3,9 +3,10 @@
 torch compiles the plain functions of `local_modules` as they stand. MLPs take Megatron's compiled SwiGLU, and
 attention over packed sequences is torch's flash attention, which needs no padding.
 
-Before a model is built with them, `fusion_check` tries each part on a small example. A part that fails, there
-or later, is left out: plain torch computes it, and a warning says so. `TORCH_COMPILE_DISABLE=1`, torch's own
-switch, compiles nothing.
+Before a model is built with them, `fusion_check` tries each part on small examples. A part that fails there
+is left out on all ranks: plain torch computes it, and a warning says so. If a norm or the rotation fails to
+compile later, that rank alone leaves it out; an error of the other parts ends the run.
+`TORCH_COMPILE_DISABLE=1`, torch's own switch, compiles nothing.
 """
 
 from __future__ import annotations
@@ -67,8 +68,17 @@ class Compiled:
             return self.function(*arguments)
 
 
+def compile_gradients_at_once() -> None:
+    """Have torch compile gradients with the forward pass, where `Compiled` catches a failure, and not in
+    `loss.backward()`."""
+    import torch._functorch.config
+
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+
+
 def leave_out(part: str, why: object) -> None:
     """Use the plain function for this part from now on, and warn."""
+    why = getattr(why, "inner_exception", why)  # what torch's compiler wraps
     FAILURES[part] = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else str(why)
     reason = FAILURES[part].partition("\n")[0][:300]
     warnings.warn(

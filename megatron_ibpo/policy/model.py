@@ -163,12 +163,13 @@ def current_device(device: str) -> AbstractContextManager[Any]:
 
 
 def fused_parts(libraries: Backends, shape: ModelShape, config: Config, device: str) -> frozenset[str]:
-    """Return the parts of local modules to fuse: on a GPU those that work there."""
+    """Return the parts of local modules to fuse: on GPUs those that work on all of them."""
     if device != "cuda" or not libraries.fused:
         return libraries.fused
     from megatron_ibpo.models.fusion_check import working_parts
 
-    return working_parts(libraries.fused, shape, _dtype(config), device)
+    shards = config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_parallel_size
+    return working_parts(libraries.fused, shape, _dtype(config), device, shards)
 
 
 def transformer_config(

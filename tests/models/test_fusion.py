@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -150,6 +152,13 @@ def test_memory_that_runs_out_is_no_failure_of_the_compiler(monkeypatch, no_fail
     assert not fusion.FAILURES
 
 
+@pytest.fixture
+def nothing_compiled():
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 def test_parts_that_do_not_work_on_this_device_are_left_out_and_the_table_says_so(
     shapes, monkeypatch, no_failures
 ):
@@ -182,34 +191,111 @@ def test_a_wrong_gradient_is_noticed():
     assert "gradient of input 1 is nan" in difference(lambda x, y: (x - x).sqrt() + x * y, torch.mul, inputs)
 
 
+@pytest.mark.usefixtures("no_failures")
+def test_the_check_has_the_widths_of_a_rank_and_an_end(shapes, monkeypatch):
+    from megatron_ibpo.models import fusion_check
+
+    def sizes(shape, shards):
+        examples = fusion_check.examples(shape, torch.bfloat16, "cpu", shards)
+        return {part: [[*inputs[0].shape[1:]] for *_, inputs in examples[part]] for part in examples}
+
+    shape = replace(shapes["next"], ffn_hidden_size=96)
+    heads, groups = shape.num_attention_heads // 2, shape.num_key_value_heads // 2
+    assert sizes(shape, (2, 4)) == {
+        "norm": [[1, shape.hidden_size], [1, heads, shape.head_dim], [1, groups, shape.head_dim]],
+        "rotary": [[heads, shape.head_dim], [groups, shape.head_dim]],
+        "activation": [[1, 96], [1, shape.shared_expert_hidden_size], [shape.expert_hidden_size // 2]],
+        "attention": [[heads, shape.head_dim]],
+    }
+    tried = []
+    monkeypatch.setattr(fusion_check, "_try", lambda part, _: tried.append(part))
+    for seconds, number in ((60.0, 9), (-1.0, 4)):
+        tried.clear()
+        monkeypatch.setattr(fusion_check, "SECONDS", seconds)
+        fusion_check.working_parts(fusion.FUSIONS, shape, torch.bfloat16, "cpu")
+        assert (len(tried), {*tried[:4]}) == (number, fusion.FUSIONS)
+
+
+@pytest.mark.world(2)
+def test_a_part_that_fails_on_one_rank_is_left_out_on_all(world):
+    from megatron_ibpo.models import fusion_check
+
+    if world.rank == 1:
+        fusion.leave_out(fusion.ROTARY, "no compiler")
+    fusion_check._agree(fusion.FUSIONS, "cpu")
+    reason = "no compiler" if world.rank == 1 else "it failed on another rank"
+    assert {fusion.ROTARY: reason} == fusion.FAILURES
+
+
 @pytest.mark.new_process
 @pytest.mark.usefixtures("new_process")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_one_compilation_serves_every_number_of_rows_and_changes_nothing(backend):
+def test_gradients_that_cannot_be_compiled_are_computed_in_plain_torch():
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    def refuse(*_):
+        raise RefusedToCompile("no gradients")
+
+    fusion.compile_gradients_at_once()
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=refuse)
+    double = fusion.Compiled("doubling", lambda x: x * x, rows=(0,))
+    with compiled_by(backend):
+        x = torch.arange(3.0, requires_grad=True)
+        with pytest.warns(UserWarning, match="doubling is computed in plain torch.*no gradients"):
+            loss = double(x).sum()
+        loss.backward()
+    assert torch.equal(x.grad, torch.tensor([0.0, 2.0, 4.0]))
+    assert [*fusion.FAILURES] == ["doubling"]
+    fusion.FAILURES.clear()
+
+
+@contextmanager
+def compiled_by(backend):
+    """torch.compile with this backend."""
+    torch_compile = torch.compile
+    torch.compile = lambda f, **named: torch_compile(f, **named | {"backend": backend, "options": None})
+    yield
+    torch.compile = torch_compile
+
+
+@pytest.mark.new_process
+@pytest.mark.usefixtures("new_process")
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("aot_eager", torch.float64),
+        pytest.param("inductor", torch.float64, marks=pytest.mark.slow),
+        pytest.param("inductor", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_one_compilation_serves_every_number_of_rows_and_changes_nothing(backend, dtype, tmp_path):
     from torch._dynamo.utils import counters
 
-    from megatron_ibpo.models.local_modules import compiled_rms_norm, compiled_rotate
+    from megatron_ibpo.models import fusion_check, local_modules
 
-    torch_compile = torch.compile
-    options = {"emulate_precision_casts": True} if backend == "inductor" else None
-    torch.compile = lambda f, **named: torch_compile(f, **named | {"backend": backend, "options": options})
-    dtypes = [torch.float64] if backend == "aot_eager" else [torch.float64, torch.bfloat16]
-    for fused, rows_of, weight, settings in (
-        (compiled_rms_norm, [(1, 64)], [(64,)], (1e-6, False)),
-        (compiled_rms_norm, [(1, 3, 128)], [(128,)], (1e-6, True)),
-        (compiled_rotate, [(2, 256), (1, 64), (1, 64)], [], ()),
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # not one that another process fills
+    for part, rows_of, weight, settings in (
+        (local_modules.compiled_rms_norm, [(1, 64)], [(64,)], (1e-6, False)),
+        (local_modules.compiled_rms_norm, [(1, 3, 128)], [(128,)], (1e-6, True)),
+        (local_modules.compiled_rotate, [(2, 256), (1, 64), (1, 64)], [], ()),
     ):
-        for dtype in dtypes:
-            counters.clear()
-            for rows in (5, 64, 2, 1, 0, 300):
-                inputs = [random(*size, dtype=dtype) for size in [*((rows, *s) for s in rows_of), *weight]]
-                computed, plain = (results(f, *inputs, settings=settings) for f in (fused, fused.function))
-                if dtype == torch.bfloat16:  # rounded at the same places, but for sums in another order
-                    assert_equal(computed[:1], plain[:1], 2**-7)
-                assert_equal(computed, plain, 1e-12 if dtype == torch.float64 else 0.05)
-            assert counters["stats"]["unique_graphs"] == 1, (fused.part, dtype)
+        counters.clear()
+        fused, plain = fusion.Compiled(part.part, part.function, part.rows), part.function
+        for rows in (5, 64, 2, 1, 0, 300):
+            inputs = [random(*size, dtype=dtype) for size in [*((rows, *s) for s in rows_of), *weight]]
+            if part.part == fusion.ROTARY:
+                inputs[1:] = map(local_modules.wide, inputs[1:])  # as cosines and sines are
+            with compiled_by(backend) if backend == "aot_eager" else nullcontext():
+                computed, wanted = (results(f, *inputs, settings=settings) for f in (fused, plain))
+            assert_equal(computed, wanted, 1e-12 if dtype == torch.float64 else 0.05)
+        if dtype == torch.bfloat16:
+            for value, other in zip(computed[:2], wanted[:2], strict=True):  # rounded at the same places
+                assert (value != other).float().mean() < 0.02
+            assert not fusion_check.difference(
+                lambda *x, f=fused, s=settings: f(*x, *s), lambda *x, f=plain, s=settings: f(*x, *s), inputs
+            )
+        assert counters["stats"]["unique_graphs"] == 1, (part.part, dtype)
     assert not fusion.FAILURES
-    torch.compile = torch_compile
 
 
 def test_the_kernels_that_torch_makes_move_few_bytes_and_fit_into_registers():

@@ -58,4 +58,7 @@ def errors(model, device):
     examples = fusion_check.examples(read_hf_config(model), torch.bfloat16, device)
     if device == "cpu":
         del examples["attention"]  # flash attention needs a GPU
-    return {part: fusion_check.errors(*example) for part, example in examples.items()}
+    return {
+        part: [fusion_check.errors(*example) for example in part_examples]
+        for part, part_examples in examples.items()
+    }
