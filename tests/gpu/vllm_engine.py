@@ -17,8 +17,7 @@ from training import EXAMPLES, QWEN3, QWEN3_NEXT, make_random_model
 from megatron_ibpo.basics.records import SampleRequest, TrainSequence, token_ids
 from megatron_ibpo.config import Config, ModelConfig, OptimizerConfig, RolloutConfig, on_device
 from megatron_ibpo.engines import EngineError
-from megatron_ibpo.engines.vllm.engine import Engine
-from megatron_ibpo.engines.vllm.settings import engine_settings
+from megatron_ibpo.engines.registry import VLLM, engine_settings, start_engine
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer.update_order import choose_transport
 
@@ -147,7 +146,7 @@ def _started(job, config, name, arguments, environment):
     log = job.scratch / f"engine{len(list(job.scratch.glob('engine*.log')))}.log"
     started = time.perf_counter()
     with patch.dict(os.environ, environment):
-        engine = Engine(replace(settings, eos_token_ids=()), log)
+        engine = start_engine(VLLM, replace(settings, eos_token_ids=()), log, again=False)
     try:
         engine.wait_ready(start_seconds(job, settings))
         ready = time.perf_counter() - started

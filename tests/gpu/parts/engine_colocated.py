@@ -18,6 +18,7 @@ from vllm_engine import (
     transport_of,
 )
 
+from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 
@@ -41,7 +42,7 @@ def share_device(job, config, engine):
     policy, rank = start_policy(config)
     moments.note("trainer built")
     link = Watched(engine, moments)
-    rank.open_transport(transport_of(job))
+    rank.open_transport(TRANSPORTS[transport_of(job)])
     refused = rank.connect({0: link}, [0])
     check(refused == {}, f"the engine refused to connect: {refused}")
 

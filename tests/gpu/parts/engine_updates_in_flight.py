@@ -13,6 +13,7 @@ from references import free_memory, nearer, reference, score, wider_dtype
 from training import start_policy
 from vllm_engine import TIMEOUT_S, config_of, open_engine, requests_of, sequences_of, transport_of
 
+from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 REQUESTS = 32
@@ -43,7 +44,7 @@ def run(job):
 def update_in_flight(job, config, policy, rank, engine, directory):
     """Return the samples of requests during which the weights changed, and seconds; and leave the weights of
     before and after in `directory`."""
-    rank.open_transport(transport_of(job))
+    rank.open_transport(TRANSPORTS[transport_of(job)])
     check(rank.connect({0: engine}, [0]) == {}, "the engine refused to connect")
     send(rank, engine, OLD)
     policy.save_hf(directory / "old")
@@ -123,7 +124,7 @@ def lose_a_member(job, rank):
     """Have an engine fail as it joins the group of NCCL: the trainer must not wait for it."""
     if not job.on_gpu:
         return "not tried: there is no GPU"
-    rank.open_transport("nccl")
+    rank.open_transport(TRANSPORTS["nccl"])
     rank.connect({0: Gone()}, [0])
     started = time.perf_counter()
     report = rank.send({0: Gone()}, [0], UpdateOrder(NEW, sleeping=False, check=False, timeout=TIMEOUT_S))
