@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the training ends with this program
     if not arguments.policies:
         raise ValueError(f"name a policy; there are {', '.join(policies())}")
     for path in arguments.policies:
@@ -57,8 +59,9 @@ def policies() -> list[str]:
 
 
 def relative_name(path: Path) -> str:
-    """Return the path from the root of the repository."""
-    return os.path.relpath(path if path.is_absolute() else ROOT / path, ROOT)
+    """Return the path from the root of the repository. A relative one counts from the working directory, or
+    from that root if nothing is there."""
+    return os.path.relpath(path.resolve() if path.exists() else ROOT / path, ROOT)
 
 
 def make(policy: str, *, train: bool) -> None:
@@ -116,14 +119,18 @@ def train_policy(policy: str, *, train: bool) -> bytes:
     source = recipe.get("from_checkpoint")
     if source in policies():
         make(source, train=train)
-    print(f"{policy}: training {recipe['steps']} steps, five to ten minutes of one core", flush=True)
+    why = "as --train asks" if train else "since this copy's history lacks the published weights"
+    print(f"{policy}: training {recipe['steps']} steps, five to ten minutes of one core, {why}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
             *("tools/make_tiny_checkpoint.py", *flags(policy), "--save", directory),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        status = subprocess.run(command, cwd=ROOT, env=environment, timeout=TRAINING_SECONDS).returncode
+        try:
+            status = subprocess.run(command, cwd=ROOT, env=environment, timeout=TRAINING_SECONDS).returncode
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(f"{policy}: training took more than {TRAINING_SECONDS} s") from error
         if status != 0:
             raise ValueError(f"{policy}: training ended with exit status {status}; its output is above")
         return (Path(directory) / WEIGHTS).read_bytes()

@@ -28,7 +28,7 @@ DONE, FAILED, BAD_INPUT, INTERRUPTED, STDOUT_CLOSED = 0, 1, 2, 130, 141
 """Exit statuses. After FAILED another try may help, after BAD_INPUT it does not."""
 OF_PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 """System errors that come from a path of the user's, unless the path is in the run's own directory."""
-SOURCES = (Path(__file__).parents[1], Path(__file__).parents[2] / "tools")
+SOURCES = (Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[2] / "tools")
 PACKAGE = __name__.partition(".")[0]
 READERS = ("json", "yaml")
 """Libraries whose errors mean that a file is malformed."""
@@ -173,7 +173,7 @@ def _is_raised_here(error: BaseException) -> bool:
     itself is a bug of this project, since the user's input is checked before."""
     stack = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
     file, line = FRAME.findall(stack)[-1]  # of the process that raised it: notes come last
-    return line.startswith("raise ") and any(Path(file).is_relative_to(place) for place in SOURCES)
+    return line.startswith("raise ") and any(Path(file).resolve().is_relative_to(place) for place in SOURCES)
 
 
 def _kept(error: BaseException, logs: Path | None) -> Path | None:

@@ -242,8 +242,9 @@ def _tuned(choice: Choice) -> str:
 
 
 def _check_policies(planned: Sequence[PlannedRun]) -> None:
-    """Raise ConfigError if a run without results starts from a directory without weights."""
-    policies = {run.policy for run in planned if summary(run) is None}
+    """Raise ConfigError if a run that is still to be run starts from a directory without weights. A stopped
+    run has a summary and starts anew."""
+    policies = {run.policy for run in planned if not (is_finished(run) or _is_lost(run))}
     missing = [path for path in policies if path is not None and path.is_dir() and not has_weights(path)]
     if missing:
         raise ConfigError("; ".join(sorted(map(without_weights, missing))))

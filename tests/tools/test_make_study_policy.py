@@ -3,6 +3,7 @@
 import hashlib
 import json
 import subprocess
+from pathlib import Path
 
 import make_study_policy
 import make_tiny_checkpoint
@@ -92,6 +93,12 @@ def test_else_a_policy_is_trained_after_its_start(clone, trained, monkeypatch, c
     for name in "ab":
         assert (clone / "examples" / name / "model.safetensors").read_bytes() == b"new"
     assert "examples/b: made (another policy by the recipe" in capsys.readouterr().out
+
+
+def test_a_relative_path_counts_from_the_working_directory_or_else_from_the_root(clone, trained, monkeypatch):
+    monkeypatch.chdir(clone / "examples")
+    main(Arguments((Path("a"), Path("examples/b"))))
+    assert [(clone / f"examples/{name}/model.safetensors").read_bytes() for name in "ab"] == [b"a", b"b"]
 
 
 def test_what_is_no_such_policy_is_refused_with_those_that_are(clone):
