@@ -79,7 +79,8 @@ def test_an_update_that_was_cut_off_is_refused_and_the_engine_lives(lost):
     from megatron_ibpo.engines.vllm.receivers import NcclWorker
     from megatron_ibpo.engines.vllm.worker import WorkerExtension
 
-    worker, engine = WorkerExtension(), SamplingEngine.__new__(SamplingEngine)
+    worker: Any = WorkerExtension()
+    engine: Any = SamplingEngine.__new__(SamplingEngine)
     worker.weight_transfer_engine = NcclWorker.__new__(NcclWorker)
     worker.weight_transfer_engine.lost = lost
     worker._loading = SimpleNamespace(missing=lambda: ["a"])

@@ -154,8 +154,8 @@ ROOMS = [
 
 def imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "megatron_ibpo":
-            yield from (f"megatron_ibpo.{alias.name}" for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "megatron_ibpo":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
         elif isinstance(node, ast.Import):
@@ -206,7 +206,9 @@ def test_vllm_is_behind_one_door():
         ours = [name for name in imports(path) if name.startswith("megatron_ibpo.engines.vllm")]
         assert "vllm" not in first, path
         assert path in doors or not ours, path
-        assert path in doors or "megatron_ibpo.engines.vllm" not in path.read_text(), path
+        text = path.read_text()
+        assert path in doors or "megatron_ibpo.engines.vllm" not in text, path
+        assert '"vllm.' not in text, f"{path}: a module of vLLM by its name as text"
 
 
 def test_tests_are_in_folders_named_as_the_rooms_and_import_no_test_file():
