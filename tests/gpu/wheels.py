@@ -79,7 +79,9 @@ def problem():
     for file in _archives(folder) if folder else ():
         python, abi = file.name.removesuffix(".whl").removesuffix(".tar.xz").split("-")[-3:-1]
         if python[:2] == "cp" and abi != "abi3" and python != "cp" + version.replace(".", ""):
-            how = f"download with `PIP_PYTHON_VERSION={version} bash tests/gpu.sh --wheels DIR`"
+            flag = "--wheels" if file.suffix == ".whl" else "--engine-wheels"
+            download = f"`PIP_PYTHON_VERSION={version} bash tests/gpu.sh {flag} DIR` downloads for this"
+            how = f"IBPO_PYTHON=FILE names another, {download}"
             return f"WHEELS={folder}: {file.name} is for another Python than this {version}; {how}"
     return ""
 

@@ -121,7 +121,9 @@ def test_wheels_give_what_is_missing_for_one_run_and_hide_nothing(parts, tmp_pat
     make_wheel("compiled", tags="cp39-cp39-manylinux2014_x86_64")
     with pytest.raises(SystemExit):
         conductor.main(["--device", "cpu"])
-    assert "is for another Python than this 3." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is for another Python than this 3." in said
+    assert " bash tests/gpu.sh --wheels DIR`" in said
 
 
 def test_the_first_and_second_ten_minutes_are_those_of_the_engine_and_leave_all_else_out():
