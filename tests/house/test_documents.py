@@ -18,7 +18,6 @@ import yaml
 import megatron_ibpo
 from megatron_ibpo import __version__
 from megatron_ibpo.basics import records, seeds
-from megatron_ibpo.commands import loss, page
 from megatron_ibpo.commands.choose_recipe import Devices, choose
 from megatron_ibpo.commands.evaluate import Comparison
 from megatron_ibpo.commands.main import COMMANDS
@@ -76,10 +75,8 @@ def check_ibpo(words):
     flags = words[length + (words[0] == "evaluate" and not words[1].startswith("-")) :]  # after a policy
     if words[:2] == ["evaluate", "compare"]:
         tyro.cli(Comparison, args=flags)
-    elif python[0] != "-m":
-        tyro.cli(importlib.import_module(Path(python[0]).stem).Arguments, args=flags)
-    elif python[1].endswith((".page", ".loss")):
-        tyro.cli((page if python[1].endswith(".page") else loss).Arguments, args=[*python[2:], *flags])
+    elif arguments := getattr(importlib.import_module(python[1]), "Arguments", None):
+        tyro.cli(arguments, args=[*python[2:], *flags])
     elif python[2:] == ("search",):
         tyro.cli(Search, args=flags)
     else:
@@ -167,8 +164,8 @@ def imports(path):
 
 def test_imports_run_down_and_libraries_are_declared_and_heavy_ones_stay_in_their_rooms():
     may_import = {
-        "megatron": {"policy", "models", "weights", "plan"}, "vllm": {"engines"},
-        "ray": {"cluster"}, "transformers": {"data", "weights"},  # tokenizers; names in GGUF files
+        "megatron": {"policy", "models", "weights", "plan", "commands"}, "vllm": {"engines"},
+        "ray": {"cluster"}, "transformers": {"data", "weights", "commands"},  # tokenizers; GGUF; logits
         "triton": {"kernels"}, "scipy": {"study", "plan"},  # statistics; the fit of a calibration
         "pyarrow": {"data", "evaluate"}, "huggingface_hub": {"data"}, "msgpack": {"journal"},
         "starlette": {"report"}, "uvicorn": {"report"}, "aiohttp": {"rewards"}, "renderers": {"environments"},
