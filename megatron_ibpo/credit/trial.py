@@ -13,7 +13,7 @@ from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.credit.assign import assign_credit
 from megatron_ibpo.credit.group_filters import find_group_filter
 from megatron_ibpo.credit.operator import CreditContext
-from megatron_ibpo.credit.registries import Method
+from megatron_ibpo.credit.registries import find_method
 
 _LONGEST = 8
 """Tokens of the longest made-up response. They differ in length, as honest functions may divide by the spread
@@ -31,7 +31,7 @@ def credit_functions(algorithm: AlgorithmConfig) -> list[str]:
     return [f"{flag} {value}" for flag, value in flags.items() if value and is_import_path(value)]
 
 
-def try_credit(prompt: Prompt, context: CreditContext, method: Method, details: Mapping[str, float]) -> None:
+def try_credit(prompt: Prompt, context: CreditContext, details: Mapping[str, float]) -> None:
     """Have the user's group filter, operator, estimator and token credit judge a made-up group of the prompt:
     half of its responses are right, and so are half of the samples that the operator requests.
 
@@ -57,6 +57,7 @@ def try_credit(prompt: Prompt, context: CreditContext, method: Method, details: 
     group = Group(prompt, responses)
     try:
         find_group_filter(context.algorithm)(group)
+        method = find_method(context.algorithm)  # not the run's, which may remember what it has judged
         operator = method.operator
         asked = operator.follow_ups(group, context)
         samples = [_sample(each.request, i, context, details) for i, each in enumerate(asked)]

@@ -38,12 +38,16 @@ _SPARE_BYTES = 64 * 1024**2
 """Bytes kept free for logs, metrics and curves."""
 
 
-def prepare_run_dir(config: Config) -> Path:
+def prepare_run_dir(config: Config, *, checkpoint_bytes: int = 0) -> Path:
     """Create the run's directory, with config.yaml, versions.json, and the model's tokenizer and
     configuration for later readers.
 
+    Args:
+        checkpoint_bytes: as in `check_disk`.
+
     Raises:
-        ConfigError: the directory cannot be made or written, or already holds another run's work.
+        ConfigError: the directory cannot be made or written, already holds another run's work, or its disk
+            has too little room.
     """
     run_dir = config.run.run_dir
     continues = config.run.load is not None
@@ -59,6 +63,7 @@ def prepare_run_dir(config: Config) -> Path:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"--run-dir: {run_dir} cannot be written: {error.strerror}") from error
+    check_disk(config.run, checkpoint_bytes)
     write_config(config, run_dir / CONFIG_FILE)
     if (hf_dir := config.model.hf_checkpoint) is not None:
         _copy_tokenizer(hf_dir, run_dir / _TOKENIZER)

@@ -15,6 +15,7 @@ from megatron_ibpo.report import prepare_run_dir
 from megatron_ibpo.report.run_dir import locked
 from megatron_ibpo.rewards import Pool, check_labels, check_servers, named_rm_types, open_pool
 from megatron_ibpo.run.checks import check_loss_of_run
+from megatron_ibpo.run.preflight import disk_bytes
 from megatron_ibpo.run.resolve import Foundation, settle
 from megatron_ibpo.run.resume_point import JOURNAL
 from megatron_ibpo.run.run_data import RunData, open_run_data
@@ -66,7 +67,8 @@ def open_inputs(config: Config, foundation: Foundation, stack: ExitStack, *, tra
     stack.enter_context(locked(config.run.run_dir))
     elements = trained_elements(hf_dir, shape) if trains else {}
     check_checkpoint(hf_dir, shape)
-    prepare_run_dir(config)
+    needed = disk_bytes(config, shape, sum(elements.values())) if trains else 0
+    prepare_run_dir(config, checkpoint_bytes=needed)
     first = data.first_prompts
     verified = [prompt for prompt in first if environment_of(prompt) is None]
     rm_types = named_rm_types(verified, config.data)
@@ -86,9 +88,8 @@ def open_inputs(config: Config, foundation: Foundation, stack: ExitStack, *, tra
         environments = stack.enter_context(EnvironmentPool(config.environment))
         for target in targets:
             environments.check(target)
-    try_user_code(
-        config, foundation, data, pool, environments, trains=trains, logs=config.run.run_dir / "logs"
-    )
+    logs = config.run.run_dir / "logs"
+    try_user_code(config, foundation.max_context, data, pool, environments, trains=trains, logs=logs)
     return Inputs(config, data, elements, rm_types, pool, targets, environments, chat)
 
 

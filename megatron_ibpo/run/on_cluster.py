@@ -35,7 +35,6 @@ from megatron_ibpo.engines.registry import (
 from megatron_ibpo.engines.truncation import all_readers, check_truncation
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.models import ModelShape, least_world
-from megatron_ibpo.report.run_dir import check_disk
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs
 from megatron_ibpo.run.processes import Launched, Processes, TrainersAlone
@@ -186,7 +185,6 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         foundation = read_foundation(config)
         wait_connected = stack.enter_context(_starting(_ray_of(config)))
         inputs = open_inputs(config, foundation, stack, trains=False)
-        check_disk(config.run, checkpoint_bytes=0)
         wait_connected()
         placement = _engines_placed(config)
         resolved = resolve(inputs.config, foundation, placement)

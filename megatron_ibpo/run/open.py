@@ -19,7 +19,7 @@ from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs, open_journal
-from megatron_ibpo.run.preflight import preflight
+from megatron_ibpo.run.preflight import check_hardware, preflight
 from megatron_ibpo.run.processes import Backend, Processes
 from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation, resolve
 from megatron_ibpo.run.resume_point import ResumePoint, read_resume_point
@@ -45,6 +45,7 @@ def open_run(config: Config, node_wait: float = 0.0, started: float | None = Non
     with ExitStack() as stack:
         with stages("start"):
             foundation = read_foundation(config)
+            check_hardware(config.run)
             point = read_resume_point(config.run, foundation.shape.vocab_size)
             backend.check(config, foundation.shape)
             # Ray starts while data and journal are read

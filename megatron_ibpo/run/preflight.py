@@ -1,12 +1,15 @@
-"""Whether a run has room: disk, main memory and time, before anything large is loaded; and the dry run."""
+"""Whether a run has room: disk, main memory and time, before anything large is loaded; and the dry run.
+
+Alone in the opening of a run it knows `plan/`.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from megatron_ibpo.config import Config
+from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.lora import adapter_elements
-from megatron_ibpo.report.run_dir import check_disk
 from megatron_ibpo.report.stages import Forecast
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.resolve import ResolvedConfig
@@ -17,7 +20,7 @@ from megatron_ibpo.weights.formats.retention import kept_bytes
 def preflight(
     resolved: ResolvedConfig, elements: Mapping[str, int], memory: Mapping[int, int]
 ) -> Callable[[str], Forecast]:
-    """Refuse a run for which the disk or a node's main memory is too small.
+    """Refuse a run for which a node's main memory is too small.
 
     Args:
         elements: trained tensor, by its name in the checkpoint → number of elements.
@@ -27,19 +30,23 @@ def preflight(
         a function that predicts the seconds of a step on a device with this name.
 
     Raises:
-        ValueError: what is missing, where, and what to change; or --dry-run-hardware names no hardware.
+        ValueError: what is missing, where, and what to change.
     """
-    from megatron_ibpo.plan.machine import find_machine
     from megatron_ibpo.plan.node_memory import check_main_memory  # these import torch
     from megatron_ibpo.plan.prediction import forecast
 
     config, shape = resolved.config, resolved.shape
-    if config.run.dry_run_hardware is not None:
-        find_machine(config.run.dry_run_hardware)
-    check_disk(config.run, disk_bytes(config, shape, sum(elements.values())))
     if memory:
         check_main_memory(config, shape, elements, resolved.placement, memory)
     return partial(forecast, config, shape, resolved.world_size)
+
+
+def check_hardware(run: RunConfig) -> None:
+    """Raise ValueError if --dry-run-hardware names no hardware."""
+    if run.dry_run_hardware is not None:
+        from megatron_ibpo.plan.machine import find_machine  # imports torch
+
+        find_machine(run.dry_run_hardware)
 
 
 def disk_bytes(config: Config, shape: ModelShape, parameters: int) -> int:

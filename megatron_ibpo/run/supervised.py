@@ -32,7 +32,7 @@ from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.report.run_dir import locked
 from megatron_ibpo.run.loop import NotFiniteError
 from megatron_ibpo.run.open import choose_backend, failure_in_summary
-from megatron_ibpo.run.preflight import preflight
+from megatron_ibpo.run.preflight import check_hardware, disk_bytes, preflight
 from megatron_ibpo.run.resolve import read_foundation, resolve, settle
 from megatron_ibpo.run.resume_point import read_resume_point
 from megatron_ibpo.weights.formats.retention import Keep
@@ -229,6 +229,7 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
         with stages("start"):
             foundation = read_foundation(config)
             hf_dir, shape = foundation.hf_dir, foundation.shape
+            check_hardware(config.run)
             point = read_resume_point(config.run, shape.vocab_size)
             backend.check(config, shape)
             wait_connected = stack.enter_context(backend.connect(config))
@@ -244,7 +245,8 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
             stack.enter_context(locked(config.run.run_dir))
             elements = trained_elements(hf_dir, shape)
             check_checkpoint(hf_dir, shape)
-            prepare_run_dir(asked)
+            needed = disk_bytes(config, shape, sum(elements.values()))
+            prepare_run_dir(asked, checkpoint_bytes=needed)
             wait_connected()
             resolved = resolve(config, foundation, backend.place(config, samples=False))
             config = resolved.config

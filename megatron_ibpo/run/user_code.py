@@ -19,7 +19,7 @@ from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.environments.trial import try_environment
 from megatron_ibpo.rewards import Pool, WorkerPool, check_labels, named_rm_types, reward_functions
 from megatron_ibpo.rewards.trial import try_rewards
-from megatron_ibpo.run.resolve import Foundation, read_foundation
+from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.run_data import RunData, open_run_data
 from megatron_ibpo.sampling.episodes import environment_of
 
@@ -29,7 +29,7 @@ _MADE_UP = Prompt(0, token_ids([0]), 1, "1", "made up", "1")
 
 def try_user_code(
     config: Config,
-    foundation: Foundation,
+    max_context: int,
     data: RunData,
     pool: Pool,
     environments: EnvironmentPool | None,
@@ -56,12 +56,8 @@ def try_user_code(
                 environments, target, prompt.text, prompt.label, prompt.metadata, place
             )
     if trains:
-        try_credit(
-            prompts[0] if prompts else _MADE_UP,
-            _first_context(config, foundation, data),
-            foundation.method,
-            details,
-        )
+        first = prompts[0] if prompts else _MADE_UP
+        try_credit(first, _first_context(config, max_context, data), details)
 
 
 def check_user_code(config: Config) -> str | None:
@@ -94,7 +90,7 @@ def check_user_code(config: Config) -> str | None:
         environments = None
         if environments_of(prompts, config.environment):
             environments = stack.enter_context(EnvironmentPool(config.environment))
-        try_user_code(config, foundation, data, pool, environments, trains=True, logs=None)
+        try_user_code(config, foundation.max_context, data, pool, environments, trains=True, logs=None)
     return None
 
 
@@ -125,13 +121,13 @@ def _has_user_code(config: Config) -> bool:
     )
 
 
-def _first_context(config: Config, foundation: Foundation, data: RunData) -> CreditContext:
+def _first_context(config: Config, max_context: int, data: RunData) -> CreditContext:
     """Return the context of the first step's credit, without what a running policy lends."""
     return CreditContext(
         config.algorithm,
         config.rollout,
         data.vocabulary,
-        foundation.max_context,
+        max_context,
         config.run.seed,
         step=0,
         reward_threshold=config.data.reward_threshold,

@@ -7,9 +7,11 @@ import pytest
 
 from megatron_ibpo.cluster.placement import Node, plan_placement
 from megatron_ibpo.config import ConfigError
+from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.preflight import preflight
 from megatron_ibpo.run.resolve import read_foundation, resolve, settle
 from megatron_ibpo.run.settings import parse_config
+from support.live_loop import StandIns, config_of, in_place
 from support.paths import ROOT
 
 TINY = ROOT / "examples/tiny_qwen3"
@@ -57,17 +59,26 @@ def test_trainers_that_a_layout_does_not_divide_are_refused_once_they_are_counte
         resolve(settled, foundation, machine(3, gpus=True))
 
 
-def test_too_little_disk_or_memory_and_unknown_hardware_are_refused(tmp_path, monkeypatch):
-    _, foundation, settled = settings("--run-dir", str(tmp_path))
+def test_too_little_memory_is_refused():
+    _, foundation, settled = settings()
     resolved = resolve(settled, foundation, machine(1, gpus=False))
     elements = {"model.embed_tokens.weight": 10**9}
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
     assert preflight(resolved, elements, {})("CPU").said.startswith("no time is predicted")
     with pytest.raises(ValueError, match=r"10\.0\.0\.1 has 1\.0 GiB of main memory"):
         preflight(resolved, elements, {0: 2**30})
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
-    with pytest.raises(ConfigError, match=r"--run-dir: the disk of .* has 1\.00 GiB free"):
-        preflight(resolved, elements, {})
-    resolved.config.run.dry_run_hardware = "a100x"
-    with pytest.raises(ValueError, match="a100x"):
-        preflight(resolved, elements, {})
+
+
+@pytest.mark.parametrize("free", [2**20, 2**26])
+def test_a_small_disk_and_unknown_hardware_are_refused_before_a_process_starts(free, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with (
+        in_place(StandIns()),
+        pytest.raises(ConfigError, match=r"--run-dir: the disk of .* need"),
+        open_run(config_of(tmp_path)),
+    ):
+        pytest.fail("the run began")
+    assert not (tmp_path / "config.yaml").exists(), "nothing is written to a full disk"
+    config = config_of(tmp_path / "other")
+    config.run.dry_run_hardware = "a100x"
+    with in_place(StandIns()), pytest.raises(ValueError, match="a100x"), open_run(config):
+        pytest.fail("the run began")

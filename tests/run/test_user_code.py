@@ -138,7 +138,7 @@ def tried(*more, logs=None):
     data = open_run_data(config, foundation)
     with open_pool(config.data) as pool, EnvironmentPool(config.environment) as environments:
         own = environments if environments_of(data.first_prompts, config.environment) else None
-        try_user_code(config, foundation, data, pool, own, trains=True, logs=logs)
+        try_user_code(config, foundation.max_context, data, pool, own, trains=True, logs=logs)
         assert (environments.opened, environments.deaths, sum(environments.faults.values())) == (0, 0, 0)
 
 

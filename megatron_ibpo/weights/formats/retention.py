@@ -80,13 +80,13 @@ def kept_bytes(config: Config, *, parameters: int, trained: int) -> int:
     """Return the most bytes that a run keeps on disk at one time; 0 if it saves nothing.
 
     Args:
-        config: configuration with the precision resolved.
+        config: a precision that is not resolved yet counts as bf16, whose checkpoints are the larger.
         parameters: of the model, which an export holds.
         trained: parameters in a checkpoint: the adapters' with --lora-rank, otherwise the model's.
     """
     if not config.run.save:
         return 0
-    bf16 = bool(config.model.bf16)
+    bf16 = config.model.bf16 is not False
     checkpoints, exports = kept_at_once(config.run)
     saved = config.algorithm.num_models * checkpoint_bytes(trained, bf16=bf16)
     return checkpoints * saved + exports * export_bytes(parameters, bf16=bf16)
