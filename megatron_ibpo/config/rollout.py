@@ -35,7 +35,8 @@ class RolloutConfig:
     rollout_backend: str = "vllm"
     """Engine for sampling. "vllm". "lean": plain torch in float32 in the trainer's own process, without Ray,
     for studies of dense Qwen3 of up to 4 M parameters, where starting vLLM takes longer than training
-    (docs/studies.md); it samples on the CPU, also where the trainer has a GPU. Or an import path
+    (docs/studies.md); it samples on the CPU, also where the trainer has a GPU. "transformers": any model
+    that transformers runs, on CPUs, in waves of requests; slower than vLLM. Or an import path
     package.module:Engine (docs/extending.md)."""
     rollout_batch_size: Annotated[int, COUNT] = 32
     """P: prompts per rollout."""

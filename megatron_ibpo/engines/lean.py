@@ -1,9 +1,8 @@
 """The lean back end: sampling in the process of the trainer, on the CPU, by plain torch in float32, for tiny
 dense Qwen3.
 
-A vLLM engine takes ten seconds to start and is built for models a thousand times as large. Here a wave of
-requests is decoded together until the last one has ended. Every request draws from a random stream of its
-own, so that its samples do not depend on the other requests of the wave.
+A vLLM engine takes ten seconds to start and is built for models a thousand times as large. Here requests are
+sampled in waves (`engines.waves`).
 """
 
 import asyncio
@@ -19,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_ibpo.basics.records import Sample, SampleRequest
-from megatron_ibpo.basics.sampling_mask import SamplingMask
 from megatron_ibpo.engines.protocol import EngineError
+from megatron_ibpo.engines.waves import WaveSampler
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
@@ -47,8 +46,8 @@ class LeanEngine:
             ValueError: a model that the lean back end does not compute.
         """
         check_shape(shape)
-        self._shape, self._eos = shape, torch.tensor(sorted(eos_token_ids), dtype=torch.long)
-        self._max_context, self._most = max_context, most_at_once
+        self._shape = shape
+        self._waves = WaveSampler(eos_token_ids, max_context, most_at_once)
         self._model: LeanModel | None = None
         self._version = -1
         self._waiting: dict[int, SampleRequest] = {}
@@ -66,7 +65,7 @@ class LeanEngine:
         if count > MOST_PARAMETERS:
             raise EngineError(
                 f"--rollout-backend lean: takes policies of at most {MOST_PARAMETERS / 1e6:g} M "
-                f"parameters, and this one has {count / 1e6:.1f} M; take vllm"
+                f"parameters, and this one has {count / 1e6:.1f} M; take vllm, or transformers"
             )
         self._model, self._version = LeanModel(self._shape, own), version
         return sum(tensor.nbytes for tensor in own.values())
@@ -83,12 +82,8 @@ class LeanEngine:
             EngineError: the weights are older than `version`.
         """
         self._check(version)
-        order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_token_ids))
-        samples: dict[int, Sample] = {}
-        for first in range(0, len(order), self._most):
-            places = order[first : first + self._most]
-            samples.update(zip(places, self._wave([requests[place] for place in places]), strict=True))
-        return [samples[index] for index in range(len(requests))]
+        assert self._model is not None
+        return self._waves.samples(self._model, requests, self._version)
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """Call `digests`, the only supported method: digests of each tensor of the single worker."""
@@ -127,186 +122,6 @@ class LeanEngine:
             raise EngineError(
                 f"asked to sample with policy version {version}, the engine has {self._version}"
             )
-
-    @torch.inference_mode()
-    def _wave(self, requests: Sequence[SampleRequest]) -> list[Sample]:
-        assert self._model is not None
-        room = self._max_context
-        limits = [min(r.max_tokens, room - len(r.prompt_token_ids)) for r in requests]
-        wave = _Wave(
-            rows=torch.arange(len(requests)),
-            limits=torch.tensor(limits),
-            chances=_chances(requests, limits),
-            settings=_Settings.of(requests),
-        )
-        logits, cache = self._model.read([r.prompt_token_ids for r in requests], max(limits))
-        tokens = torch.zeros(len(requests), max(limits), dtype=torch.long)
-        logprobs = torch.zeros(len(requests), max(limits))
-        lengths, stopped = torch.zeros(len(requests), dtype=torch.long), torch.zeros(len(requests)).bool()
-        kept_ids = _KeptIds(requests, max(limits))
-        for place in range(max(limits)):
-            logits = _cut(logits / wave.settings.temperature, wave.settings)
-            chosen, chosen_logprobs = _drawn(logits, wave.chances[:, place], wave.settings)
-            tokens[wave.rows, place], logprobs[wave.rows, place] = chosen, chosen_logprobs
-            kept_ids.add(place, wave.rows, logits)
-            ends = torch.isin(chosen, self._eos)
-            over = ends | (place + 1 >= wave.limits)
-            lengths[wave.rows[over]], stopped[wave.rows[over]] = place + 1, ends[over]
-            if bool(over.all()):
-                break
-            if bool(over.any()):
-                left = (~over).nonzero()[:, 0]
-                wave, chosen = wave.only(left), chosen[left]
-                cache.keep(left)
-            logits = self._model.write(chosen, cache)
-        return [
-            Sample(
-                prompt_token_ids=request.prompt_token_ids,
-                token_ids=ids[:length].astype(np.int32),
-                logprobs=values[:length].copy(),
-                finish_reason="stop" if stop else "length",
-                temperature=request.temperature,
-                versions=((0, self._version),),
-                loss_mask=np.ones(length, dtype=np.bool_),
-                sampling_mask=mask,
-            )
-            for request, ids, values, length, stop, mask in zip(
-                requests,
-                tokens.numpy(),
-                logprobs.numpy(),
-                lengths.tolist(),
-                stopped.tolist(),
-                kept_ids.masks(lengths.tolist()),
-                strict=True,
-            )
-        ]
-
-
-# ------------------------------------------------------------------------------------- drawing of tokens
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """Sampling parameters of the rows of a wave."""
-
-    temperature: Tensor
-    """[rows, 1] float; 1 for greedy rows, as in vLLM's log-probs."""
-    greedy: Tensor | None
-    """[rows] bool; None: no row is greedy."""
-    top_k: Tensor | None
-    """[rows, 1] long; the vocabulary's size where off; None: off for all rows."""
-    top_p: Tensor | None
-    """[rows, 1] float; None: off for all rows."""
-
-    @classmethod
-    def of(cls, requests: Sequence[SampleRequest]) -> "_Settings":
-        greedy = [r.temperature == 0 for r in requests]
-        top_k = [r.top_k if r.is_cut else -1 for r in requests]
-        top_p = [r.top_p if r.is_cut else 1.0 for r in requests]
-        return cls(
-            torch.tensor([1.0 if r.temperature == 0 else r.temperature for r in requests])[:, None],
-            torch.tensor(greedy) if any(greedy) else None,
-            torch.tensor(top_k)[:, None] if max(top_k) > 0 else None,
-            torch.tensor(top_p)[:, None] if min(top_p) < 1 else None,
-        )
-
-    def only(self, rows: Tensor) -> "_Settings":
-        def part(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[rows]
-
-        return _Settings(self.temperature[rows], part(self.greedy), part(self.top_k), part(self.top_p))
-
-
-@dataclass(frozen=True)
-class _Wave:
-    """The rows that are still being generated."""
-
-    rows: Tensor
-    """[rows] long: index of each row's request."""
-    limits: Tensor
-    """[rows] long: most tokens of each row."""
-    chances: Tensor
-    """[rows, tokens] float64, uniform in [0, 1): the random number of each token."""
-    settings: _Settings
-
-    def only(self, rows: Tensor) -> "_Wave":
-        return _Wave(self.rows[rows], self.limits[rows], self.chances[rows], self.settings.only(rows))
-
-
-def _chances(requests: Sequence[SampleRequest], limits: Sequence[int]) -> Tensor:
-    """Return [requests, longest], from a stream per request that depends on its seed alone."""
-    chances = np.zeros((len(requests), max(limits)))
-    for row, (request, limit) in enumerate(zip(requests, limits, strict=True)):
-        chances[row, :limit] = np.random.default_rng(request.seed).random(limit)
-    return torch.from_numpy(chances)
-
-
-def _drawn(logits: Tensor, chances: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
-    """Return (a token for each row, its log-prob).
-
-    Args:
-        logits: [rows, vocabulary] float32, after temperature, top-k and top-p.
-        chances: [rows] in [0, 1): the token's place in the cumulative distribution.
-    """
-    logprobs = logits.log_softmax(-1)
-    below = logprobs.double().exp().cumsum(-1)
-    chosen = (below <= chances[:, None] * below[:, -1:]).sum(-1).clamp(max=logits.shape[1] - 1)
-    if settings.greedy is not None:
-        chosen = torch.where(settings.greedy, logits.argmax(-1), chosen)
-    return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
-
-
-class _KeptIds:
-    """The token ids that top-k and top-p left of each distribution in a wave, for `Sample.sampling_mask`."""
-
-    def __init__(self, requests: Sequence[SampleRequest], most_tokens: int) -> None:
-        self._is_cut = torch.tensor([request.is_cut for request in requests])
-        self._counts = torch.zeros(len(requests), most_tokens, dtype=torch.long)
-        self._rows: list[Tensor] = []
-        """Row of each of the ids below, by token."""
-        self._ids: list[Tensor] = []
-
-    def add(self, place: int, rows: Tensor, logits: Tensor) -> None:
-        """Note what is left at this token of these rows: where the logit is finite. A row of which nothing
-        was cut has no ids."""
-        if not self._is_cut.any():  # a third of the time of drawing
-            return
-        kept = (logits > -torch.inf) & self._is_cut[rows][:, None]
-        kept &= ~kept.all(-1, keepdim=True)
-        self._counts[rows, place] = kept.sum(-1)
-        places, ids = kept.nonzero(as_tuple=True)
-        self._rows.append(rows[places])
-        self._ids.append(ids)
-
-    def masks(self, lengths: Sequence[int]) -> list[SamplingMask | None]:
-        """Return the mask of each request's response; None if its distribution was not cut."""
-        if not self._ids:
-            return [None] * len(lengths)
-        order = torch.cat(self._rows).argsort(stable=True)
-        ids = torch.cat(self._ids)[order].int().split(self._counts.sum(1).tolist())
-        return [
-            SamplingMask(own.numpy().copy(), np.append(0, counts[:length].cumsum())) if is_cut else None
-            for own, counts, length, is_cut in zip(
-                ids, self._counts.numpy(), lengths, self._is_cut.tolist(), strict=True
-            )
-        ]
-
-
-def _cut(logits: Tensor, settings: _Settings) -> Tensor:
-    """Keep only the likeliest tokens: the top k, and of those the fewest that together reach the probability
-    p. As vLLM's `apply_top_k_top_p_pytorch`."""
-    if settings.top_k is None and settings.top_p is None:
-        return logits
-    ordered, places = logits.sort(dim=-1)
-    if settings.top_k is not None:
-        size = logits.shape[1]
-        top_k = torch.where(settings.top_k > 0, settings.top_k, size).clamp(max=size)
-        ordered = ordered.masked_fill(ordered < ordered.gather(1, size - top_k), -torch.inf)
-    if settings.top_p is not None:
-        outside = (ordered.softmax(-1).cumsum(-1) <= 1 - settings.top_p) & (settings.top_p < 1)
-        outside[:, -1] = False
-        ordered = ordered.masked_fill(outside, -torch.inf)
-    return torch.empty_like(logits).scatter_(1, places, ordered)
 
 
 # --------------------------------------------------------------------------------------------- the model
@@ -508,13 +323,14 @@ def check_shape(shape: ModelShape) -> None:
     if shape.rope_scaling is not None:
         raise ValueError(
             "--rollout-backend lean: does not support scaled rotary positions "
-            f"({shape.rope_scaling.rope_type} in config.json); take vllm"
+            f"({shape.rope_scaling.rope_type} in config.json); take vllm, or transformers"
         )
     names = {piece.name for entry in weight_map(shape).values() for piece in entry.pieces}
     if names != _names(shape) or shape.rotary_dim != shape.head_dim:
         raise ValueError(
             "--rollout-backend lean: supports only dense models built like qwen3, not "
-            f"{shape.family}{' with experts' if shape.is_moe else ''}; take vllm"
+            f"{shape.family}{' with experts' if shape.is_moe else ''}; take vllm, or "
+            "transformers"
         )
 
 

@@ -1,5 +1,6 @@
 """Engines by name (--rollout-backend), and users' own by import path."""
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ from megatron_ibpo.weights.transfer.update_order import TransportName
 
 FLAG = "--rollout-backend"
 VLLM, LEAN = "vllm", "lean"
-ENGINES = {VLLM: "megatron_ibpo.engines.vllm.engine:Engine", LEAN: None}
+ENGINES = {
+    VLLM: "megatron_ibpo.engines.vllm.engine:Engine",
+    LEAN: None,
+    "transformers": "megatron_ibpo.engines.transformers_engine:TransformersEngine",
+}
 """Name → import path of the class that an engine's process builds (`engines.protocol.Engine`). None: the
 trainer's own process samples, and no cluster is needed."""
 
@@ -92,7 +97,17 @@ def check_model(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> N
     """
     model_problems = getattr(_engine_class(rollout.rollout_backend), "model_problems", None)
     if model_problems is not None and (problems := model_problems(rollout, shape, on_gpu=on_gpu)):
-        raise ValueError("\n".join(problems))
+        raise ValueError("\n".join([*problems, *_alternatives(rollout, shape, on_gpu=on_gpu)]))
+
+
+def _alternatives(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> list[str]:
+    """Return a line for each other engine of `ENGINES` with processes that can compute the model."""
+    checks = {name: getattr(_engine_class(name), "model_problems", None) for name in ENGINES}
+    return [
+        f"--rollout-backend {name} can compute this model"
+        for name, problems in checks.items()
+        if problems and not problems(replace(rollout, rollout_backend=name), shape, on_gpu=on_gpu)
+    ]
 
 
 def samples_in_trainer(name: str) -> bool:
@@ -172,16 +187,17 @@ def start_engine(name: str, settings: Any, log: Path, again: bool) -> Any:
 def start_instrument(
     rollout: RolloutConfig, hf_dir: Path, *, on_gpu: bool, num_threads: int, log: Path
 ) -> Any:
-    """Start vLLM with a checkpoint's weights, to sample without a run, and return it at once.
+    """Start an engine with a checkpoint's weights, to sample without a run, and return it at once; vLLM where
+    a run has no engine processes.
 
     Args:
         rollout: settings with device-dependent values resolved (`config.on_device`).
     """
-    engine_class, gpus = _engine_class(VLLM), range(rollout.rollout_num_gpus_per_engine if on_gpu else 0)
-    settings = engine_class.make_settings(
+    gpus = range(rollout.rollout_num_gpus_per_engine if on_gpu else 0)
+    settings = engine_settings(
         rollout, hf_dir, "nccl" if on_gpu else "gloo", gpus=tuple(gpus), num_threads=num_threads
     )
-    return engine_class(settings, log)
+    return (_engine_class(rollout.rollout_backend) or _engine_class(VLLM))(settings, log)
 
 
 def _engine_class(name: str) -> Any:

@@ -28,7 +28,8 @@ DELTA_NETS = {
     "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 SETTINGS = {
-    "head_dim": "head_dim", "key_heads": "linear_num_key_heads", "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim", "heads": "num_attention_heads", "key_heads": "linear_num_key_heads",
+    "kv_heads": "num_key_value_heads",
     "layers": "num_hidden_layers", "std": "initializer_range", "tie": "tie_word_embeddings",
     "value_heads": "linear_num_value_heads", "vocabulary": "vocab_size",
 }  # fmt: skip
