@@ -31,9 +31,8 @@ studies start from are made by tools/make_study_policy.py, which calls this prog
 This command teaches word problems instead, from a student that takes the wrong operation in .55 of the steps.
 No problem of examples/math/ is among its training problems.
 
-In the repository, the weights of tiny_qwen3_next_mends and tiny_qwen3_words are rounded to bfloat16, which
-halves them. This program writes float32. Each tensor was rounded by `Tensor.bfloat16()`, `dtype` was set to
-bfloat16 in config.json, and the checksums in integrity.json, where there is one, were made anew.
+In the repository, the weights of tiny_qwen3_words are rounded to bfloat16, which halves them. This program
+writes float32. Each tensor was rounded by `Tensor.bfloat16()`, and `dtype` was set to bfloat16 in config.json.
 
 The supervised gradient is GSPO's own: on-policy (ratio 1) with advantage 1 and weights |y| / Σ|y|, the
 gradient of the loss is that of the mean negative log-likelihood of a token.
