@@ -68,11 +68,12 @@ class TransformersEngine:
     model_problems = staticmethod(model_problems)
 
     @staticmethod
-    def make_settings(*arguments: Any, **named: Any) -> EngineSettings:
-        """Return the settings, as `engines.registry.engine_settings`: vLLM's without a prefix cache."""
-        from megatron_ibpo.engines.vllm.settings import engine_settings
+    def make_settings(rollout: RolloutConfig, *arguments: Any, **named: Any) -> EngineSettings:
+        """Return the settings of the default engine, without a prefix cache."""
+        from megatron_ibpo.engines.registry import engine_settings  # it names this class
 
-        return replace(engine_settings(*arguments, **named), prefix_caching=False)
+        default = replace(rollout, rollout_backend=RolloutConfig.rollout_backend)
+        return replace(engine_settings(default, *arguments, **named), prefix_caching=False)
 
     @staticmethod
     def sampling_mask_obstacle(config: Config, on_gpu: bool) -> None:
