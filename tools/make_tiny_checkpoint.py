@@ -32,7 +32,7 @@ This command teaches word problems instead, from a student that takes the wrong 
 No problem of examples/math/ is among its training problems.
 
 In the repository, the weights of tiny_qwen3_words are rounded to bfloat16, which halves them. This program
-writes float32. Each tensor was rounded by `Tensor.bfloat16()`, and `dtype` was set to bfloat16 in config.json.
+writes float32: each tensor was rounded by `Tensor.bfloat16()`, and `dtype` set to bfloat16 in config.json.
 
 The supervised gradient is GSPO's own: on-policy (ratio 1) with advantage 1 and weights |y| / Σ|y|, the
 gradient of the loss is that of the mean negative log-likelihood of a token.
