@@ -1,4 +1,4 @@
-"""Sampling by vLLM, in separate processes."""
+"""Sampling: engines behind one protocol, most of them in processes of their own."""
 
 from megatron_ibpo.engines.protocol import (
     AsyncEngine,

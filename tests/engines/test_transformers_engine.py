@@ -28,6 +28,7 @@ from support.engine_runs import (
     reference_logprobs,
     update,
 )
+from support.example_runs import train_three_steps
 from support.tiny_models import (
     EOS_ID,
     make_glm4_moe,
@@ -233,3 +234,12 @@ def test_a_model_that_vllm_does_not_compute_is_refused_with_the_name_of_this_eng
     with pytest.raises(ValueError, match="with --vllm-arg: it uses no vLLM"):
         check_model(replace(ours, vllm_arg=("block_size=16",)), shape, on_gpu=False)
     assert sampling_mask_obstacle(Config(rollout=ours), on_gpu=False) is None
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [make_llama_of_16, make_qwen2_of_16])
+def test_a_random_model_with_heads_of_16_trains(tmp_path, make):
+    """On two tensor-parallel ranks, each update compared with what the engine holds."""
+    rows = train_three_steps(tmp_path, make(tmp_path / "model", 0), "--rollout-backend", NAME)
+    assert max(row["logprob_diff_abs_max"] for row in rows) < 1e-3
