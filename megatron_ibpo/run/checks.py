@@ -4,7 +4,15 @@ from collections.abc import Callable
 from functools import partial
 
 from megatron_ibpo.basics.versions import missing
-from megatron_ibpo.config import EVAL_PRESETS, Config, ConfigError, as_specs, check_config, eval_sampling
+from megatron_ibpo.config import (
+    EVAL_PRESETS,
+    AlgorithmConfig,
+    Config,
+    ConfigError,
+    as_specs,
+    check_config,
+    eval_sampling,
+)
 from megatron_ibpo.credit import Operator, check_credit, find_estimator, find_group_filter, find_operator
 from megatron_ibpo.credit.estimators import gives_token_advantages
 from megatron_ibpo.engines.registry import check_engine, check_limits
@@ -120,6 +128,13 @@ _WITHOUT_TORCH: tuple[Callable[[Config], object], ...] = (
 )
 
 
+def _gives_token_advantages(algorithm: AlgorithmConfig) -> bool:
+    try:
+        return gives_token_advantages(find_estimator(algorithm))
+    except ValueError:  # `check_credit` says what is wrong with it
+        return False
+
+
 def _check_loss(config: Config) -> None:
     from megatron_ibpo.loss import resolve_variant
     from megatron_ibpo.policy.loss_objective import check_kernels, check_loss
@@ -131,7 +146,7 @@ def _check_loss(config: Config) -> None:
             "--advantages critic gives every token its own advantage, but this --loss-variant takes one "
             "advantage per sequence; take ppo-clip, grpo or dapo"
         )
-    if gives_token_advantages(find_estimator(config.algorithm)) and not variant.takes_token_advantages:
+    if _gives_token_advantages(config.algorithm) and not variant.takes_token_advantages:
         raise ValueError(
             f"--advantages {config.algorithm.advantages} gives every token its own advantage, but this "
             "--loss-variant takes one advantage per sequence; take ppo-clip, grpo or dapo"

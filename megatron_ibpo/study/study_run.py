@@ -243,8 +243,9 @@ def _tuned(choice: Choice) -> str:
 
 def _check_policies(planned: Sequence[PlannedRun]) -> None:
     """Raise ConfigError if a run that is still to be run starts from a directory without weights. A stopped
-    run has a summary and starts anew."""
-    policies = {run.policy for run in planned if not (is_finished(run) or _is_lost(run))}
+    run has a summary and starts anew; that of a finished run may have settings that tuning chose."""
+    ended = [run for run in planned if (summary(run) or {}).get("status") == "finished" or _is_lost(run)]
+    policies = {run.policy for run in planned if run not in ended}
     missing = [path for path in policies if path is not None and path.is_dir() and not has_weights(path)]
     if missing:
         raise ConfigError("; ".join(sorted(map(without_weights, missing))))

@@ -125,7 +125,13 @@ def test_an_aborted_request_takes_no_more_computation(checkpoint, tmp_path):
         written: list[int] = []
         decoder = engine._policy._decoder
         write = decoder.write
-        decoder.write = lambda tokens, cache: (time.sleep(0.05), written.append(1), write(tokens, cache))[2]
+
+        def write_slowly(tokens, cache):
+            time.sleep(0.05)
+            written.append(1)
+            return write(tokens, cache)
+
+        decoder.write = write_slowly
         engine.submit([(0, ENDLESS)], 0)
         eventually(lambda: len(written) > 2, TIMEOUT)
         engine.abort([0])

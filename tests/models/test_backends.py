@@ -153,7 +153,8 @@ def test_what_vllm_cannot_compute_on_cpus_is_refused(models, tmp_path):
         with pytest.raises(ValueError, match=says):
             check_model(rollout, shape, on_gpu=False)
         check_model(rollout, shape, on_gpu=True)
-        check_model(replace(rollout, rollout_backend="mine:Engine"), shape, on_gpu=False)
+        (tmp_path / "mine.py").write_text("class Engine:\n    pass\n")
+        check_model(replace(rollout, rollout_backend=f"{tmp_path}/mine.py:Engine"), shape, on_gpu=False)
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="compares with the installed vLLM")

@@ -69,8 +69,8 @@ def test_rows_without_a_gradient_are_known_to_the_host(rows, by_token, is_penali
         row.token_weights = draw.integers(3, size=size).astype(np.float64)
         row.token_advantages = draw.integers(2, size=size).astype(np.float64) if by_token else None
     batch, objective = laid_out(rows, 1), make_objective("grpo", kl_coef=0.1 * is_penalised)
-    found = batch.rows.gradient_places(objective)
-    wanted = replace(batch.rows, index=None).gradient_places(objective)
+    found = batch.rows.gradient_places(kl_coef=objective.kl_coef)
+    wanted = replace(batch.rows, index=None).gradient_places(kl_coef=objective.kl_coef)
     assert found.on_host.tolist() == found.on_device.tolist() == wanted.on_host.tolist()
     if is_penalised:
         assert len(found.on_host) == len(batch.loss_rows())

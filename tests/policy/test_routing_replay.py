@@ -11,6 +11,7 @@ from megatron_ibpo.basics.records import expert_ids, no_expert
 from megatron_ibpo.config import ConfigError, check_config
 from megatron_ibpo.engines.vllm.routing_record import RoutingRecord
 from megatron_ibpo.policy.forward_backward import infer
+from megatron_ibpo.policy.output_layer import whole_hidden_states
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.policy.packing import packed
 from megatron_ibpo.policy.planning import plan_forward, plan_update
@@ -45,7 +46,9 @@ def test_replaying_a_routers_own_choices_changes_no_bit_and_other_experts_do(wor
     trainer, _, _ = open_trainer(world, checkpoints["next"], replaying())
     share, records = packed(planned.own_share(plan_forward, rows, trainer.config)), []
     device, output = trainer.world.device, trainer._logprob_output
-    infer(trainer.chunks, share, output, device, routing=trainer.routing, records=records)
+    infer(
+        trainer.chunks, share, output, device, whole_hidden_states, routing=trainer.routing, records=records
+    )
     close_trainer()
     recorded = [ids for _, ids in sorted(records, key=lambda pair: pair[0])]
     told = [replace(row, routed_experts=ids) for row, ids in zip(rows, recorded, strict=True)]
