@@ -75,8 +75,13 @@ class Parquet:
             DataError: they, or the values in them, are more than memory should hold; or values share their
                 beginnings, so that a few bytes may stand for any number of long ones.
         """
-        columns = [group.column(place) for place in range(group.num_columns)]
-        needed = [column for column in columns if column.path_in_schema.partition(".")[0] in self._columns]
+        try:
+            columns = [group.column(place) for place in range(group.num_columns)]
+            needed = [
+                column for column in columns if column.path_in_schema.partition(".")[0] in self._columns
+            ]
+        except ValueError as error:  # a name that is not UTF-8
+            raise DataError(f"{self.path}: not a parquet file, or cut off ({_first_line(error)})") from error
         size = sum(column.total_uncompressed_size for column in needed)
         values = max((column.num_values for column in needed), default=0)
         smaller = "write it with smaller ones, such as row_group_size=1000"

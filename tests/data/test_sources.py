@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 from tiny_tokenizer import make_tiny_tokenizer
@@ -294,6 +294,7 @@ TABLES = {"jsonl": as_lines(rows(50)), "parquet": as_parquet(rows(50)), "arrow":
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=4)), min_size=1, max_size=4),
     st.booleans(),
 )
+@example("parquet", [(0.6484375, b"\x80")], False)  # the name of a column in a row group
 @settings(max_examples=90)
 def test_any_damage_to_a_file_is_a_data_error(tmp_path_factory, suffix, hits, skips):
     content = bytearray(TABLES[suffix])
