@@ -130,7 +130,7 @@ _WITHOUT_TORCH: tuple[Callable[[Config], object], ...] = (
 
 def _gives_token_advantages(algorithm: AlgorithmConfig) -> bool:
     try:
-        return gives_token_advantages(find_estimator(algorithm))
+        return algorithm.trains_critic or gives_token_advantages(find_estimator(algorithm))
     except ValueError:  # `check_credit` says what is wrong with it
         return False
 
@@ -141,11 +141,6 @@ def _check_loss(config: Config) -> None:
 
     check_truncation(config, variant_readers(config))
     variant, _ = resolve_variant(config.loss.loss_variant)
-    if config.algorithm.trains_critic and not variant.takes_token_advantages:
-        raise ValueError(
-            "--advantages critic gives every token its own advantage, but this --loss-variant takes one "
-            "advantage per sequence; take ppo-clip, grpo or dapo"
-        )
     if _gives_token_advantages(config.algorithm) and not variant.takes_token_advantages:
         raise ValueError(
             f"--advantages {config.algorithm.advantages} gives every token its own advantage, but this "
