@@ -165,6 +165,8 @@ class _Block:
     """True if every row fits a line of JSONL; False if each must be measured."""
 
     def row(self, number: int) -> Row:
+        import pyarrow
+
         row = self.rows.slice(number, 1)
         if not row.num_rows:
             raise DataError("the file is damaged: it counts more rows than it has")
@@ -174,6 +176,8 @@ class _Block:
             return row.to_pylist()[0]
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8: {error.object[:40]!r}") from error
+        except pyarrow.ArrowException as error:  # an index beyond the repeated values that it names
+            raise DataError(f"the file is damaged ({_first_line(error)})") from error
 
 
 def _record_batches(path: Path) -> list[Any]:
