@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 import numpy as np
 
 from megatron_ibpo.basics.records import Group, Sample
-from megatron_ibpo.config import NOT_NEGATIVE, Config
+from megatron_ibpo.config import NOT_NEGATIVE
 from megatron_ibpo.credit import CreditContext, Judgement, Operator
-from megatron_ibpo.credit.operator import TokenTexts, TokenWeights, lent, mask_problems, signed_masks
+from megatron_ibpo.credit.operator import TokenTexts, TokenWeights, lent, signed_masks
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.spans import written_spans
 
@@ -37,9 +37,6 @@ class Agreement(Operator):
     @property
     def masks_tokens(self) -> bool:
         return self.ibpo_variant != "base"
-
-    def problems(self, config: Config) -> list[str]:
-        return [*super().problems(config), *mask_problems(self.ibpo_variant, config)]
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
         """

@@ -1,6 +1,6 @@
 """Configuration of a run: fields with range and reason, flags, recipes, presets, and checks."""
 
-from megatron_ibpo.config.algorithm import CRITIC, AlgorithmConfig, LossConfig
+from megatron_ibpo.config.algorithm import AlgorithmConfig, LossConfig
 from megatron_ibpo.config.all_fields import check_config
 from megatron_ibpo.config.config import Config, EvalSampling, eval_sampling, on_device
 from megatron_ibpo.config.config_error import ConfigError, nearest
@@ -40,7 +40,6 @@ from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelC
 __all__ = [
     "COMMON_FLAGS",
     "COUNT",
-    "CRITIC",
     "ENVIRONMENT",
     "EVAL_PRESETS",
     "NOT_NEGATIVE",

@@ -15,9 +15,6 @@ from megatron_ibpo.config.ranges import (
     UseAppendAction,
 )
 
-CRITIC = "critic"
-"""--advantages of a critic's values, in place of an estimator that compares rewards."""
-
 
 @dataclass
 class AlgorithmConfig:
@@ -50,6 +47,9 @@ class AlgorithmConfig:
     import path, package.module:name or path/to/file.py:name."""
     parameters: Annotated[dict[str, Any], *NO_FLAG] = field(default_factory=dict)
     """Parameters of the three choices above, by name. A parameter left out has its default."""
+    trains_critic: Annotated[bool, *NO_FLAG] = False
+    """True if the estimator of --advantages declares `needs_critic`: a critic is trained beside the policy.
+    Filled in where the choices are read (`megatron_ibpo.config.presets`)."""
     group_filter: str | None = None
     """Import path (package.module:name or path/to/file.py:name) of a function that returns whether to train
     on a scored group; None trains on all groups."""
@@ -68,11 +68,6 @@ class AlgorithmConfig:
     overlong_buffer_share: Annotated[float, UNIT] = 0.0
     """DAPO: share of --rollout-max-response-len, at its end, in which a response loses reward, up to 1 at the
     full length. 0: off; DAPO uses 0.2 (4,096 of 20,480 tokens)."""
-
-    @property
-    def trains_critic(self) -> bool:
-        """True if a critic is trained beside the policy."""
-        return self.advantages == CRITIC
 
     @property
     def num_models(self) -> int:

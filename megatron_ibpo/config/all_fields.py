@@ -14,6 +14,8 @@ from megatron_ibpo.config.ranges import EVAL_SETS, JSON_OBJECT, NAMED_VALUES, OF
 
 PARAMETERS = "parameters"
 """Field of AlgorithmConfig that holds the parameters of the choices, and the section of their entries."""
+TRAINS_CRITIC = "trains_critic"
+"""Field of AlgorithmConfig that follows from a choice."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def _entries() -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for section, kind in typing.get_type_hints(Config).items():
         for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-            if name == PARAMETERS:
+            if name in (PARAMETERS, TRAINS_CRITIC):
                 continue
             if name in entries:
                 raise AssertionError(f"two configuration fields are called {name}")

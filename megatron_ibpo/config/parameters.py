@@ -78,6 +78,12 @@ def entries_of(algorithm: AlgorithmConfig, registries: Sequence[Registry]) -> di
     }
 
 
+def declares(algorithm: AlgorithmConfig, registries: Sequence[Registry], attribute: str) -> bool:
+    """Return whether one of the algorithm's choices has this attribute, and it is true."""
+    choices = (registry.find(getattr(algorithm, registry.setting)) for registry in registries)
+    return any(getattr(choice, attribute, False) for choice in choices)
+
+
 def not_a_parameter(name: str, chosen: Mapping[str, str], registries: Sequence[Registry]) -> str | None:
     """Return the error message for a parameter of a choice that was not made; None if no known choice has it.
 

@@ -10,7 +10,7 @@ from megatron_ibpo.config.all_fields import ENTRIES
 from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.hooks import MOVED_PARAMETERS
-from megatron_ibpo.config.parameters import Registry, entries_of, not_a_parameter
+from megatron_ibpo.config.parameters import Registry, declares, entries_of, not_a_parameter
 from megatron_ibpo.config.recipes import typed_value
 
 # group-normalised terminal rewards only
@@ -179,6 +179,7 @@ def _config(values: Mapping[str, Any], registries: Sequence[Registry]) -> Config
         name: values.get(name, entry.default)
         for name, entry in entries_of(config.algorithm, registries).items()
     }
+    config.algorithm.trains_critic = declares(config.algorithm, registries, "needs_critic")
     return config
 
 

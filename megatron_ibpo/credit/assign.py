@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.credit.correction_advantages import correction_advantages, correction_rewards
@@ -10,18 +10,19 @@ from megatron_ibpo.credit.estimators import (
     Advantage,
     ComparedSamples,
     Estimator,
+    ValueEstimator,
     advantages,
     is_degenerate,
     mean_advantage,
     needs_critic,
 )
-from megatron_ibpo.credit.gae import Critic, critic_credit
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
 from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator, TokenWeights
 from megatron_ibpo.credit.registries import Method, find_method
 from megatron_ibpo.credit.shaping import shaped_rewards, with_overlong_penalty
 from megatron_ibpo.credit.token_credit import weigh_tokens
 from megatron_ibpo.credit.train_sequences import joining_rewards, plain_prompt_sequences, train_sequences
+from megatron_ibpo.credit.value_credit import value_credit
 
 T = TypeVar("T")
 
@@ -89,8 +90,7 @@ def assign_credit(groups: Sequence[Group], context: CreditContext, method: Metho
         metrics["joined_corrections"] = float(sum(r is not None for own in joining for r in own))
         metrics["degenerate_groups"] = float(sum(is_degenerate(own.rewards) for own in compared))
     if needs_critic(estimator):
-        assert isinstance(estimator, Critic)
-        sequences, of_critic = critic_credit(sequences, estimator, context)
+        sequences, of_critic = value_credit(sequences, cast(ValueEstimator, estimator), context)
         metrics |= of_critic
     return Credit(sequences, metrics | judgement.metrics | factors.metrics, judgement.memory)
 

@@ -22,7 +22,6 @@ from megatron_ibpo.credit.operator import (
     TokenWeights,
     bonus_problems,
     lent,
-    mask_problems,
     signed_masks,
 )
 from megatron_ibpo.credit.pairing import draw_references, is_wrong
@@ -82,7 +81,6 @@ class CompareAndCorrect(Operator):
 
     def problems(self, config: Config) -> list[str]:
         found = [*self._bonus_problems(config), *self._plain_prompt_problems(config)]
-        found += mask_problems(self.ibpo_variant, config)
         if self.ibpo_mask_insertions and not self.masks_tokens:
             found.append(
                 "--ibpo-mask-insertions marks tokens in the mask: it needs --ibpo-variant mask or signed-mask"
@@ -110,8 +108,6 @@ class CompareAndCorrect(Operator):
         rules = {
             f"{flag}: a correction is trained on once, under its own prompt or the plain one; add "
             "--no-ibpo-joint": self.ibpo_joint,
-            f"{flag}: corrections join the responses that they are compared with, and --advantages critic "
-            "compares none; take another estimator": config.algorithm.trains_critic,
             f"{flag}: the engine's log-probs of a correction are those of its own long prompt; use "
             "--old-logprobs recompute": config.loss.old_logprobs == "engine",
         }

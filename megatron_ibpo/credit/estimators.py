@@ -3,8 +3,8 @@
 An estimator turns the rewards that are compared with each other, those of one prompt's responses or of its
 corrections, into advantages. Most are plain functions of these rewards, so that a new one takes a few lines.
 One that needs the whole batch or the samples, such as their lengths, is an object with a method `of_batch`.
-It may give the tokens of a sample different advantages, which it declares by `gives_token_advantages = True`;
-one that needs a critic's values declares `needs_critic = True`.
+It may give the tokens of a sample different advantages, which it declares by `gives_token_advantages = True`.
+One that reads a critic's values declares `needs_critic = True` and has a method `of_values` instead.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Sample, Weights
+from megatron_ibpo.basics.records import Sample, TrainSequence, Weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,15 +43,32 @@ class BatchEstimator(Protocol):
         ...
 
 
-Estimator = GroupEstimator | BatchEstimator
+class ValueEstimator(Protocol):
+    """An estimator that reads a critic's values (`needs_critic = True`). It compares no rewards: it is called
+    once a step, when all sequences are complete."""
+
+    def of_values(
+        self, sequences: Sequence[TrainSequence], values: Sequence[Weights]
+    ) -> tuple[Sequence[Weights], Sequence[Weights]]:
+        """Return (advantages, the critic's targets): of each sequence, one number for each token that the
+        policy wrote.
+
+        Args:
+            sequences: all sequences of the step, each with its shaped reward and the index of its group.
+            values: the critic's value before each of these tokens, in float64.
+        """
+        ...
+
+
+Estimator = GroupEstimator | BatchEstimator | ValueEstimator
 
 _EPSILON = 1e-8
 
 
 def gives_token_advantages(estimator: Estimator) -> bool:
     """Return whether the tokens of a response may have different advantages, which a loss variant must
-    take."""
-    return bool(getattr(estimator, "gives_token_advantages", False))
+    take. A critic's values differ from token to token."""
+    return needs_critic(estimator) or bool(getattr(estimator, "gives_token_advantages", False))
 
 
 def needs_critic(estimator: Estimator) -> bool:
@@ -131,12 +148,15 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
 
 
 def advantages(batch: Sequence[ComparedSamples], estimator: Estimator) -> list[list[Advantage | None]]:
-    """Return the advantage of every sample of every comparison; None where its reward is None.
+    """Return the advantage of every sample of every comparison; None where its reward is None. With a critic
+    all are 0 until the sequences are complete (`value_credit`).
 
     Raises:
         ValueError: the estimator does not give exactly one finite number per reward, or per token where it
             declares that.
     """
+    if needs_critic(estimator):
+        return [[None if reward is None else 0.0 for reward in compared.rewards] for compared in batch]
     known = [_known(compared) for compared in batch]
     asked = [compared for compared in known if compared.rewards]
     found = iter(_estimated(asked, estimator))
@@ -158,7 +178,7 @@ def _estimated(batch: Sequence[ComparedSamples], estimator: Estimator) -> Sequen
     if not hasattr(estimator, "of_batch"):
         of_group = cast(GroupEstimator, estimator)
         return [of_group(cast(Sequence[float], compared.rewards)) for compared in batch]
-    found = list(estimator.of_batch(batch))
+    found = list(cast(BatchEstimator, estimator).of_batch(batch))
     if len(found) != len(batch):
         raise ValueError(
             f"the estimator --advantages gave advantages for {len(found)} comparisons instead of {len(batch)}"

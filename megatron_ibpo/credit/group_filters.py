@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import AlgorithmConfig, load_hook
 from megatron_ibpo.credit.assign import assign_credit
-from megatron_ibpo.credit.estimators import group_mean
+from megatron_ibpo.credit.estimators import group_mean, needs_critic
 from megatron_ibpo.credit.operator import CreditContext, Operator
 from megatron_ibpo.credit.registries import Method, find_estimator
 from megatron_ibpo.credit.token_credit import uniform
@@ -34,9 +34,9 @@ def leaves_gradient(group: Group, context: CreditContext, operator: Operator) ->
     Judged by the group alone, so an adaptive rewrite threshold is that of its own corrections. With a critic,
     rewards decide instead of advantages.
     """
-    algorithm = context.algorithm
-    estimator = group_mean if algorithm.trains_critic else find_estimator(algorithm)
-    credit = assign_credit([group], context, Method(operator, estimator, uniform))
+    estimator = find_estimator(context.algorithm)
+    judge = group_mean if needs_critic(estimator) else estimator
+    credit = assign_credit([group], context, Method(operator, judge, uniform))
     return any(sequence.has_advantage for sequence in credit.sequences)
 
 

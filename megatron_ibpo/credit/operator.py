@@ -105,7 +105,7 @@ class CreditContext:
     logprobs: LogProbs | None = None
     """Asks the policy."""
     values: Values | None = None
-    """Asks the critic, for --advantages critic."""
+    """Asks the critic, for an estimator that needs one."""
     price: SamplePrice | None = None
     """Asks the run's meter."""
     memory: Memory = field(default_factory=dict)
@@ -243,16 +243,6 @@ def bonus_problems(weight: float, most: float, factor: str, reward_threshold: fl
             f"--reward-threshold {reward_threshold:g}; lower λ or β"
         ]
     return []
-
-
-def mask_problems(variant: str, config: Config) -> list[str]:
-    """Return an error if a variant of masks cannot work with the estimator."""
-    if variant != "signed-mask" or not config.algorithm.trains_critic:
-        return []
-    return [
-        "--ibpo-variant signed-mask goes by the sign of a response's advantage, and --advantages critic "
-        "gives every token one of its own; take --ibpo-variant mask, or another estimator"
-    ]
 
 
 def no_phi(groups: Sequence[Group]) -> list[list[float]]:

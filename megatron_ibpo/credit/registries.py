@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ibpo.config import (
-    CRITIC,
     AlgorithmConfig,
     Config,
     Registry,
@@ -55,7 +54,7 @@ ESTIMATORS: dict[str, Any] = {
     "group-mean": group_mean,
     "leave-one-out": leave_one_out,
     "maxrl": maxrl,
-    CRITIC: Critic,
+    "critic": Critic,
 }
 """--advantages → the estimator."""
 
@@ -146,9 +145,9 @@ def _contradictions(
     problems = []
     if gives_token_advantages(estimator):
         for_responses = {
-            "--token-credit": algorithm.token_credit != "uniform",
+            f"--token-credit {algorithm.token_credit}": algorithm.token_credit != "uniform",
             "--ibpo-variant signed-mask": algorithm.parameters.get("ibpo_variant") == "signed-mask",
-            "--ibpo-plain-prompt": operator.ibpo_plain_prompt != "none",
+            f"--ibpo-plain-prompt {operator.ibpo_plain_prompt}": operator.ibpo_plain_prompt != "none",
         }
         problems += [
             f"{flag} goes by one advantage per response, and --advantages {algorithm.advantages} gives every "
@@ -156,11 +155,6 @@ def _contradictions(
             for flag, is_set in for_responses.items()
             if is_set
         ]
-    if algorithm.token_credit != "uniform" and algorithm.trains_critic:
-        problems.append(
-            f"--token-credit {algorithm.token_credit} compares the responses of a group, and --advantages "
-            "critic gives every token an advantage of its own; drop one of them"
-        )
     if operator.masks_tokens and getattr(token_credit, "chooses_tokens", False):
         variant = algorithm.parameters.get("ibpo_variant")
         by = f"--ibpo-variant {variant}" if variant else f"--ibpo-operator {algorithm.ibpo_operator}"
@@ -201,8 +195,13 @@ def _estimator(name: str) -> Any:
     if known := known_or_path("--advantages", name, ESTIMATORS, "estimator"):
         return known
     found = load_hook("--advantages", name)
+    if needs_critic(found) != hasattr(found, "of_values"):
+        raise ValueError(
+            f"--advantages {name}: an estimator that reads a critic's values has needs_critic = True and a "
+            "method of_values(sequences, values); it has only one of them"
+        )
     if needs_critic(found):
-        raise ValueError(f"--advantages {name}: it needs a critic, which --advantages critic alone trains")
+        return found
     return found if hasattr(found, "of_batch") else load_hook("--advantages", name, called_with="rewards")
 
 

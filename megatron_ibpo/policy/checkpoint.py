@@ -99,8 +99,8 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
         )
     if critic is not None and not (checkpoint / CRITIC).is_dir():
         raise CheckpointError(
-            f"--load {checkpoint}: holds no critic, which --advantages critic needs; resume with the "
-            "--advantages of its run"
+            f"--load {checkpoint}: holds no critic, which the estimator of --advantages needs; resume "
+            "with the --advantages of its run"
         )
     differing = _differing_sizes(saved.get("parallel", {}), trainer.config.parallel)
     _restore(trainer, checkpoint, trainer.vocab_size, with_scales=not differing)

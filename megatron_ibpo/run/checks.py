@@ -130,7 +130,7 @@ _WITHOUT_TORCH: tuple[Callable[[Config], object], ...] = (
 
 def _gives_token_advantages(algorithm: AlgorithmConfig) -> bool:
     try:
-        return algorithm.trains_critic or gives_token_advantages(find_estimator(algorithm))
+        return gives_token_advantages(find_estimator(algorithm))
     except ValueError:  # `check_credit` says what is wrong with it
         return False
 

@@ -12,7 +12,7 @@ from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.basics.sampling_mask import sampling_mask
-from megatron_ibpo.config import CRITIC, PRESETS, Config, RolloutConfig
+from megatron_ibpo.config import PRESETS, Config, RolloutConfig
 from megatron_ibpo.credit import (
     ESTIMATORS,
     Judgement,
@@ -25,6 +25,7 @@ from megatron_ibpo.credit import (
     leaves_gradient,
 )
 from megatron_ibpo.credit.estimators import group_z_score, maxrl
+from megatron_ibpo.credit.gae import Critic
 from megatron_ibpo.credit.pairing import draw_references
 from megatron_ibpo.credit.train_sequences import plain_prompt_sequences, train_sequences
 from megatron_ibpo.data import DataError, PromptSuffixes
@@ -262,7 +263,6 @@ def test_what_is_no_operator_and_what_judges_out_of_range_are_refused(monkeypatc
         ("group-mean", [0.75, -0.25, -0.25, -0.25]),
         ("maxrl", [3.0, -1.0, -1.0, -1.0]),
         ("leave-one-out", [1.0, -1 / 3, -1 / 3, -1 / 3]),
-        (CRITIC, [0.0] * 4),
     ],
 )
 def test_estimators_by_hand(name, expected):
@@ -274,12 +274,16 @@ def test_estimators_by_hand(name, expected):
         assert [s.advantage for s in credit.sequences] == [1.0, -1.0]
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "critic"])
 @given(st.sampled_from([0.0, 0.1, 0.3, 1.0]), st.integers(1, 12))
 @example(0.1, 3)  # whose sum over 3 is not .1
 @example(0.3, 8)  # in float32 their std is about 3e-8, and advantages are of order 1
 def test_equal_rewards_have_no_advantage(name, reward, count):
     assert find_estimator(algorithm(advantages=name))([reward] * count) == [0.0] * count
+
+
+class WithoutValues:
+    needs_critic = True
 
 
 class ByBatch:
@@ -290,8 +294,8 @@ class ByBatch:
 def test_what_is_no_estimator_and_what_gives_no_numbers_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"--advantages maxrl takes the log of .*, and a reward is -1"):
         maxrl([1.0, -1.0])
-    with pytest.raises(ValueError, match=r"it needs a critic, which --advantages critic alone trains"):
-        find_estimator(algorithm(advantages="megatron_ibpo.credit.gae:Critic"))
+    with pytest.raises(ValueError, match=r"needs_critic = True and a method of_values.*only one of them"):
+        find_estimator(algorithm(advantages=f"{__name__}:WithoutValues"))
     with pytest.raises(ValueError, match=r"--advantages .*is of type int, but must be callable"):
         find_estimator(algorithm(advantages=f"{__name__}:EOS"))
     groups, own = [group(RIGHT, [14]) for _ in range(2)], algorithm("gspo", advantages=f"{__name__}:ByBatch")
@@ -346,7 +350,7 @@ def test_advantages_of_tokens_are_refused_where_they_cannot_work(monkeypatch):
     config.loss.loss_variant = "gspo"
     with pytest.raises(ValueError, match="this --loss-variant takes one advantage per sequence"):
         check_loss_of_run(config)
-    with pytest.raises(ValueError, match="--token-credit goes by one advantage per response"):
+    with pytest.raises(ValueError, match="--token-credit wrong-weight goes by one advantage per response"):
         check_algorithm(algorithm("grpo", advantages=TURN_GROUPS, token_credit="wrong-weight"))
     groups, own = [group(RIGHT, [14])], algorithm("grpo", advantages=f"{__name__}:PerToken")
     with pytest.raises(
@@ -584,6 +588,19 @@ def test_ppo_gives_every_token_its_own_advantage():
     assert [s.has_advantage for s in judged(1.0, [13], [13]).sequences] == [False, False]
     with pytest.raises(ValueError, match="--advantages critic gives every token its own"):
         check_run(parse_config(["--advantage-estimator", "ppo", "--loss-variant", "gspo"]))
+
+
+class CutShort(Critic):
+    def of_values(self, sequences, values):
+        return [v[:-1] for v in values], values
+
+
+def test_an_estimator_that_needs_a_critic_has_one_trained_and_gives_a_number_for_each_token():
+    settings = algorithm("ppo", advantages=f"{__name__}:CutShort")
+    assert (settings.trains_critic, settings.num_models) == (True, 2)
+    assert (algorithm("gspo").trains_critic, algorithm("gspo").num_models) == (False, 1)
+    with pytest.raises(ValueError, match=r"arrays of shapes \[\(1,\)\] .* \[2\] tokens .* one finite number"):
+        Loop(fix_last).credit([group([14])], settings, values=lambda sequences: [np.zeros(2, np.float32)])
 
 
 def requests_of(*prompts, prompt_ids=None, **settings):

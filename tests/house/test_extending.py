@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tiny_tokenizer import make_tiny_tokenizer
 
@@ -93,6 +94,41 @@ def test_the_filter_of_groups_and_the_estimators():
     credit = credited(groups, **GSPO | {"advantages": "batch_std:BatchStd"})
     found = [s.advantage for s in credit.sequences]
     assert found == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
+
+
+def test_the_estimator_that_reads_a_critics_values_is_ours_to_the_last_bit():
+    def values(sequences):
+        return [np.linspace(-0.3, s.reward, len(s.response_token_ids), dtype=np.float32) for s in sequences]
+
+    groups = [group(RIGHT, [14], index=0), group([12, 13], [14, 15], index=1)]
+    ours, theirs = (
+        Loop(None).credit(groups, algorithm("ppo", advantages=name), values=values)
+        for name in ("critic", "own_gae:OwnGae")
+    )
+    for one, other in zip(ours.sequences, theirs.sequences, strict=True):
+        assert other.token_advantages.tolist() == one.token_advantages.tolist()
+        assert other.returns.tolist() == one.returns.tolist()
+    assert theirs.metrics == ours.metrics
+
+
+@pytest.mark.slow
+def test_three_steps_with_it_are_those_with_ours(tmp_path):
+    recipe = str(ROOT / "examples/recipes/tiny_qwen3_study.yaml")
+    flags = "--advantage-estimator ppo --rollout-backend lean --num-rollout 3 --rollout-batch-size 4 "
+    flags += "--n-samples-per-prompt 4 --eval-num-prompts 0"
+    runs = []
+    for name in ("critic", "own_gae:OwnGae"):
+        run_dir = tmp_path / name.partition(":")[0]
+        command = [sys.executable, "-m", "megatron_ibpo.commands.train", "--config", recipe]
+        command += [*flags.split(), "--advantages", name, "--run-dir", str(run_dir)]
+        subprocess.run(command, check=True, timeout=300, cwd=tmp_path)
+        rows = read_rows(run_dir / "metrics.jsonl")
+        names = ("step", "reward", "loss", "grad_norm", "critic_loss", "critic_grad_norm", "value_mean")
+        runs.append([[row[name] for name in names] for row in rows if row["kind"] == "step"])
+    ours, theirs = runs
+    assert [row[0] for row in ours] == [1, 2, 3]
+    assert all(row[5] > 0 for row in ours), "the critic learns"
+    assert theirs == ours
 
 
 def test_the_credit_of_tokens_and_the_operators():

@@ -1,0 +1,69 @@
+"""Advantages of tokens by an estimator that reads a critic's values."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_ibpo.basics.records import Flags, TrainSequence, Weights
+from megatron_ibpo.credit.estimators import ValueEstimator
+from megatron_ibpo.credit.operator import CreditContext, lent
+
+
+def value_credit(
+    sequences: Sequence[TrainSequence], estimator: ValueEstimator, context: CreditContext
+) -> tuple[list[TrainSequence], dict[str, float]]:
+    """Return (the sequences with token advantages, returns and values; metrics).
+
+    Tokens that the policy did not write are skipped: the value after a token is that before the next one it
+    wrote.
+
+    Raises:
+        ValueError: the context has no critic, or the estimator does not give one finite number per token.
+    """
+    if not sequences:
+        return [], {}
+    predicted = lent(context.values, "a critic")(list(sequences))
+    # convert to float64 before any sum
+    values = [v[s.loss_mask].astype(np.float64) for v, s in zip(predicted, sequences, strict=True)]
+    lengths = [len(v) for v in values]
+    of_estimator = estimator.of_values(sequences, values)
+    advantages, returns = (_checked(arrays, lengths) for arrays in of_estimator)
+    credited = [
+        replace(
+            s,
+            advantage=float(advantages[i].mean()),
+            token_advantages=_spread(advantages[i], s.loss_mask),
+            returns=_spread(returns[i], s.loss_mask),
+            values=predicted[i],
+        )
+        for i, s in enumerate(sequences)
+    ]
+    return credited, _metrics(np.concatenate(values), np.concatenate(returns))
+
+
+def _metrics(values: Weights, returns: Weights) -> dict[str, float]:
+    metrics = {"value_mean": float(values.mean()), "return_mean": float(returns.mean())}
+    if (variance := returns.var()) > 0:  # λ-returns contain the values, so this is too high except at λ = 1
+        metrics["value_explained_variance"] = float(1 - (returns - values).var() / variance)
+    return metrics
+
+
+def _checked(arrays: Sequence[Weights], lengths: Sequence[int]) -> list[Weights]:
+    """Return what the estimator gave for each sequence, one finite number per token."""
+    checked = [np.asarray(array, np.float64) for array in arrays]
+    shapes = [array.shape for array in checked]
+    if shapes != [(length,) for length in lengths] or not all(np.isfinite(array).all() for array in checked):
+        raise ValueError(
+            f"the estimator --advantages returned arrays of shapes {shapes} for sequences of {list(lengths)} "
+            "tokens of the policy; it must return one finite number per token, as an advantage and as a "
+            "target of the critic"
+        )
+    return checked
+
+
+def _spread(values: Weights, loss_mask: Flags) -> Weights:
+    """Spread values of trained tokens over all tokens of a response, with 0 at the others."""
+    out = np.zeros(len(loss_mask))
+    out[loss_mask] = values
+    return out
