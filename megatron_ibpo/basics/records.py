@@ -272,7 +272,7 @@ class TrainSequence:
 
     @property
     def has_advantage(self) -> bool:
-        """True if there is something to learn from: otherwise there is no gradient."""
+        """True if the variant's loss has a gradient; otherwise only terms that every sequence pays have."""
         return self.advantage != 0 if self.token_advantages is None else bool(self.token_advantages.any())
 
 

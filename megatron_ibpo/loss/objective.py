@@ -1,19 +1,34 @@
 """The objective of a loss: one object from the entry points down to the kernels."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from megatron_ibpo.loss.backend import LossBackend
-from megatron_ibpo.loss.variants import MAX_LOG_RATIO, Variant, resolve_variant
+from megatron_ibpo.loss.variants import Variant, resolve_variant
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
+MAX_K3_LOG_RATIO = 5.0
+"""log π_ref - log π of a token up to which k3 is exact."""
+_STEEPEST = math.exp(MAX_K3_LOG_RATIO)
+
 
 def _k3(gap: Tensor) -> Tensor:
-    return (-gap).clamp(max=MAX_LOG_RATIO).exp() - 1.0 + gap
+    """Return exp(-d) - 1 + d, continued by its tangent below d = -MAX_K3_LOG_RATIO.
+
+    The slope of exp(-d) doubles with every .7 nats: at a gap of 60, one token would have 1e26 times the
+    gradient of others, and the clipped gradient of the step would be that token's alone. On the tangent a
+    token weighs at most e^5 - 1 = 147, and is still drawn back to the reference. (verl cuts d at ±20 and k3
+    at 10, beyond which such a token has no gradient.)
+    """
+    exact = (-gap).clamp(max=MAX_K3_LOG_RATIO).exp() - 1.0 + gap
+    tangent = _STEEPEST * (1.0 - MAX_K3_LOG_RATIO) - 1.0 + (1.0 - _STEEPEST) * gap
+    return torch.where(gap < -MAX_K3_LOG_RATIO, tangent, exact)
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -24,8 +39,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 """Name → function of d [N], a per-token estimate of KL(π ‖ π_ref) from log-probs of sampled tokens.
 
 k1, k2 and k3 of John Schulman, "Approximating KL Divergence" (2020): d = log π - log π_ref of the sampled
-token. In expectation over π k1 and k3 are the divergence; the gradient of k1 as a penalty is 0 in
-expectation, that of k2 is the divergence's.
+token. In expectation over π k1 and k3 are the divergence (k3 but for its tangent); the gradient of k1 as a
+penalty is 0 in expectation, that of k2 is the divergence's.
 """
 
 

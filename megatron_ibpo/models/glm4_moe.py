@@ -21,13 +21,22 @@ class Glm4MoeShape(ModelShape):
     """Sum of the weights of a token's experts."""
 
 
+DEFAULTS = {
+    "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46,
+    "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128, "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+"""Of `transformers`' Glm4MoeConfig; a head has hidden_size / num_attention_heads elements."""
+ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+"""Names of `transformers` for fields of published files."""
+
+
 def read(fields: Fields) -> Glm4MoeShape:
-    common = common_fields(
-        fields,
-        head_dim=fields.count("hidden_size") // fields.count("num_attention_heads"),
-        rotary_share=0.5,
-        may_have_biases=True,
-    )
+    renamed = {own: fields.raw[name] for name, own in ALIASES.items() if name in fields.raw}
+    fields = fields.or_default({**DEFAULTS, **renamed})
+    common = common_fields(fields, may_have_biases=True)
     layers = common["num_layers"]
     dense = fields.count("first_k_dense_replace", 1, least=0)
     if dense >= layers:
@@ -47,11 +56,7 @@ def read(fields: Fields) -> Glm4MoeShape:
     size = fields.count("moe_intermediate_size")
     predicting = fields.count("num_nextn_predict_layers", 1, least=0, most=MOST_REPEATED)
     return Glm4MoeShape(
-        **{
-            **common,
-            "rms_norm_eps": fields.epsilon(1e-5),
-            "max_position_embeddings": fields.count("max_position_embeddings", 131072),
-        },
+        **common,
         ffn_hidden_size=fields.count("intermediate_size"),
         dense_layers=dense,
         query_key_norms=fields.flag("use_qk_norm", False),

@@ -10,6 +10,7 @@ of gate and up in turn, which Megatron has one after the other.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,25 @@ KINDS = ("sliding_attention", "full_attention")
 """Kinds of layers, alternating; vLLM 0.32 supports no other order."""
 
 
+DEFAULTS = {
+    "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "num_local_experts": 128, "num_experts_per_tok": 4,
+    "sliding_window": 128,
+}  # fmt: skip
+"""Of `transformers`' GptOssConfig."""
+ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+    "beta_slow": 1.0, "truncate": False,
+}  # fmt: skip
+"""Its rope_parameters where config.json has neither these nor rope_scaling."""
+
+
 def read(fields: Fields) -> ModelShape:
-    common = common_fields(fields, head_dim=64, may_have_biases=True)
+    fields = fields.or_default(DEFAULTS)
+    if fields.raw.get("rope_parameters") is None and not fields.raw.get("rope_scaling"):
+        fields = replace(fields, raw={**fields.raw, "rope_parameters": ROPE})
+    common = common_fields(fields, may_have_biases=True)
     layers = common["num_layers"]
     # megatron-core has one switch for the biases of attention, router and experts, and this family always has
     # them
@@ -50,11 +68,7 @@ def read(fields: Fields) -> ModelShape:
         )
     window = fields.count("sliding_window", 128)
     return ModelShape(
-        **{
-            **common,
-            "rms_norm_eps": fields.epsilon(1e-5),
-            "max_position_embeddings": fields.count("max_position_embeddings", 131072),
-        },
+        **common,
         windows=tuple(window if kind == KINDS[0] else None for kind in kinds),
         attention_sinks=True,
         query_key_norms=False,

@@ -8,12 +8,18 @@ from megatron_ibpo.models import shared_entries, spec
 from megatron_ibpo.models.shape import Fields, ModelShape, common_fields
 from megatron_ibpo.models.weight_map import Entry
 
+DEFAULTS = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048,
+}  # fmt: skip
+"""Of `transformers`' LlamaConfig; there are as many key/value heads as query heads."""
+
 
 def read(fields: Fields) -> ModelShape:
-    heads = fields.count("num_attention_heads")
+    fields = fields.or_default(DEFAULTS)
     attention_bias = fields.flag("attention_bias", False)
     return ModelShape(
-        **common_fields(fields, head_dim=fields.count("hidden_size") // heads, may_have_biases=True),
+        **common_fields(fields, may_have_biases=True),
         ffn_hidden_size=fields.count("intermediate_size"),
         query_key_norms=False,
         qkv_bias=attention_bias,

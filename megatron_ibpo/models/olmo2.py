@@ -13,16 +13,18 @@ from megatron_ibpo.models import shared_entries, spec
 from megatron_ibpo.models.shape import Fields, ModelShape, common_fields
 from megatron_ibpo.models.weight_map import Entry, Piece
 
+DEFAULTS = {
+    "vocab_size": 50304, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+"""Of `transformers`' Olmo2Config; there are as many key/value heads as query heads."""
+
 
 def read(fields: Fields) -> ModelShape:
-    head_dim = fields.count("hidden_size") // fields.count("num_attention_heads")
+    fields = fields.or_default(DEFAULTS)
     attention_bias = fields.flag("attention_bias", False)
-    common = common_fields(fields, head_dim=head_dim, may_have_biases=True) | {
-        "rms_norm_eps": fields.epsilon(1e-5),
-        "max_position_embeddings": fields.count("max_position_embeddings", 2048),
-    }
     return ModelShape(
-        **common,
+        **common_fields(fields, may_have_biases=True),
         ffn_hidden_size=fields.count("intermediate_size"),
         query_key_norms=False,  # of each head
         qkv_bias=attention_bias,

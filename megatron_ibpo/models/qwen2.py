@@ -7,11 +7,17 @@ from megatron_ibpo.models import shared_entries, spec
 from megatron_ibpo.models.shape import Fields, ModelShape, common_fields
 from megatron_ibpo.models.weight_map import Entry
 
+DEFAULTS = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+}  # fmt: skip
+"""Of `transformers`' Qwen2Config."""
+
 
 def read(fields: Fields) -> ModelShape:
-    heads = fields.count("num_attention_heads")
+    fields = fields.or_default(DEFAULTS)
     return ModelShape(
-        **common_fields(fields, head_dim=fields.count("hidden_size") // heads),
+        **common_fields(fields),
         ffn_hidden_size=fields.count("intermediate_size"),
         query_key_norms=False,
         qkv_bias=True,

@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.models.delta_net.shape import DeltaNetShape, delta_net_fields, mixer_cost
+from megatron_ibpo.models.delta_net.shape import (
+    DEFAULTS,
+    MOE_DEFAULTS,
+    DeltaNetShape,
+    delta_net_fields,
+    mixer_cost,
+)
 from megatron_ibpo.models.delta_net.spec import layer_spec, megatron_fields, mtp_layer_spec
 from megatron_ibpo.models.delta_net.weight_map import in_projection, mixed_entries, mtp_entries
 from megatron_ibpo.models.shape import Fields, expert_fields
@@ -33,6 +39,14 @@ __all__ = [
 
 TEXT = "_text"
 """Suffix of `model_type` for a text model that is not wrapped."""
+
+
+DENSE = {**DEFAULTS, "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288}
+MOE = {
+    **MOE_DEFAULTS, "vocab_size": 248320, "num_hidden_layers": 40, "num_experts_per_tok": 8,
+    "num_experts": 256,
+}  # fmt: skip
+"""Defaults of `transformers`' Qwen3_5TextConfig and Qwen3_5MoeTextConfig."""
 
 
 def read(fields: Fields) -> DeltaNetShape:
@@ -60,6 +74,7 @@ def _text_model(fields: Fields, family: str) -> DeltaNetShape:
     fields.refuse("attn_output_gate", True)
     fields.refuse("output_gate_type", "swish", "silu")  # of the delta net
     is_moe = family.removesuffix(TEXT).endswith("_moe")
+    fields = fields.or_default(MOE if is_moe else DENSE)
     return DeltaNetShape(**delta_net_fields(fields), **(_experts(fields) if is_moe else _dense(fields)))
 
 
@@ -69,15 +84,19 @@ def _dense(fields: Fields) -> dict[str, Any]:
 
 def _experts(fields: Fields) -> dict[str, Any]:
     shared = fields.count("shared_expert_intermediate_size")
-    return {**expert_fields(fields, normalized=True), "shared_expert_hidden_size": shared}
+    return {**expert_fields(fields), "shared_expert_hidden_size": shared}
 
 
 def _tied(fields: Fields, inner: dict[str, Any]) -> bool:
-    """Return whether the head is the embedding. transformers asks the wrapping model, vLLM the text model."""
+    """Return whether the head is the embedding. transformers asks the wrapping model, vLLM the text model;
+    where the field is missing, the answer of both is no."""
     key = "tie_word_embeddings"
-    outer, text = fields.flag(key, inner.get(key, False)), inner.get(key, fields.raw.get(key, False))
+    outer, text = fields.flag(key, False), inner.get(key, False)
     if outer != text:
-        raise fields.error(f"{key} is {outer}, and {text} in text_config: which of the two?")
+        spelled = [raw.get(key, "missing") for raw in (fields.raw, inner)]
+        raise fields.error(
+            f"{key} is {spelled[0]}, and {spelled[1]} in text_config: which of the two? (missing is False)"
+        )
     return outer
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_ibpo.models.delta_net.shape import DeltaNetShape, delta_net_fields, mixer_cost
+from megatron_ibpo.models.delta_net.shape import MOE_DEFAULTS, DeltaNetShape, delta_net_fields, mixer_cost
 from megatron_ibpo.models.delta_net.spec import layer_spec, megatron_fields, mtp_layer_spec
 from megatron_ibpo.models.delta_net.weight_map import in_projection, mixed_entries, mtp_entries
 from megatron_ibpo.models.shape import Fields, expert_fields
@@ -30,10 +30,18 @@ __all__ = [
 ]
 
 
+DEFAULTS = {
+    **MOE_DEFAULTS, "vocab_size": 151936, "num_hidden_layers": 48, "num_experts_per_tok": 10,
+    "num_experts": 512,
+}  # fmt: skip
+"""Of `transformers`' Qwen3NextConfig."""
+
+
 def read(fields: Fields) -> DeltaNetShape:
+    fields = fields.or_default(DEFAULTS)
     return DeltaNetShape(
         **delta_net_fields(fields),
-        **expert_fields(fields, normalized=True),
+        **expert_fields(fields),
         shared_expert_hidden_size=fields.count("shared_expert_intermediate_size"),
     )
 

@@ -1,12 +1,13 @@
 """A model's dimensions in plain numbers, as in its config.json."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.basics.text import shown
+from megatron_ibpo.basics.text import listed, shown
 from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, read_user_file
 from megatron_ibpo.models.families import FAMILIES, family_module
 from megatron_ibpo.models.rope import MEGATRON_LLAMA3, RopeScaling
@@ -170,6 +171,11 @@ class Fields:
     raw: dict[str, Any]
     path: Path
 
+    def or_default(self, defaults: Mapping[str, Any]) -> "Fields":
+        """Return the fields with those of a family's configuration class in `transformers` where config.json
+        has none: engines read the file by that class."""
+        return replace(self, raw={**defaults, **self.raw})
+
     def count(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
         value = self.raw.get(name)
         if value is None:  # null means the same as a missing field
@@ -182,6 +188,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: float) -> float:
+        """Return a number; `default` if the field is missing."""
         value = self.raw.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
             raise self.error(f"{name} must be a number, is {shown(value)}")
@@ -230,13 +237,11 @@ class Fields:
         return ModelConfigError(f"{self.path}: {problem}")
 
 
-def common_fields(
-    fields: Fields, *, head_dim: int = 128, rotary_share: float = 1.0, may_have_biases: bool = False
-) -> dict[str, Any]:
+def common_fields(fields: Fields, *, may_have_biases: bool = False) -> dict[str, Any]:
     """Return the fields common to decoders of this kind: SwiGLU, full attention in all layers.
 
     Args:
-        head_dim, rotary_share: the family's defaults.
+        fields: with the family's defaults (`Fields.or_default`).
         may_have_biases: the family reads config.json's fields for them; otherwise they are refused.
     """
     fields.refuse("hidden_act", "silu")
@@ -245,15 +250,16 @@ def common_fields(
     fields.refuse("use_sliding_window", False)
     layers = fields.count("num_hidden_layers", most=MOST_REPEATED)
     heads, key_value_heads = fields.groups("num_attention_heads", "num_key_value_heads")
-    head_dim = fields.count("head_dim", head_dim)
-    rope_theta, rotary_share, rope_scaling = _rope(fields, rotary_share)
+    hidden_size = fields.count("hidden_size")
+    head_dim = fields.count("head_dim", hidden_size // heads)
+    rope_theta, rotary_share, rope_scaling = _rope(fields)
     rotary_dim = int(head_dim * rotary_share)
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
         raise fields.error(f"{rotary_share} of head_dim={head_dim} is not an even number up to that")
     return {
         "family": fields.raw["model_type"],
         "vocab_size": fields.count("vocab_size"),
-        "hidden_size": fields.count("hidden_size"),
+        "hidden_size": hidden_size,
         "num_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key_value_heads,
@@ -269,12 +275,8 @@ def common_fields(
     }
 
 
-def expert_fields(fields: Fields, *, normalized: bool) -> dict[str, Any]:
-    """Return the fields of a mixture of experts in every layer.
-
-    Args:
-        normalized: the family's default of `norm_topk_prob`.
-    """
+def expert_fields(fields: Fields) -> dict[str, Any]:
+    """Return the fields of a mixture of experts in every layer."""
     fields.refuse("decoder_sparse_step", 1)
     fields.refuse("mlp_only_layers", [])
     return {
@@ -283,11 +285,11 @@ def expert_fields(fields: Fields, *, normalized: bool) -> dict[str, Any]:
         ),
         "experts_per_token": fields.count("num_experts_per_tok"),
         "expert_hidden_size": fields.count("moe_intermediate_size"),
-        "normalize_expert_weights": fields.flag("norm_topk_prob", normalized),
+        "normalize_expert_weights": fields.flag("norm_topk_prob", True),
     }
 
 
-def _rope(fields: Fields, default_share: float) -> tuple[float, float, RopeScaling | None]:
+def _rope(fields: Fields) -> tuple[float, float, RopeScaling | None]:
     """Return (theta, rotating share of a head, scaling); since transformers 5 all are in
     `rope_parameters`."""
     old: dict[str, Any] = {
@@ -299,8 +301,13 @@ def _rope(fields: Fields, default_share: float) -> tuple[float, float, RopeScali
     scaling = fields.raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise fields.error(f"rope_scaling must be an object, is {shown(scaling)}")
-    merged = Fields({**old, **scaling, **new}, fields.path)
-    share = merged.number("partial_rotary_factor", default_share)
+    if nested := [name for name, value in new.items() if isinstance(value, dict)]:
+        raise fields.error(f"rope_parameters of kinds of layers ({listed(nested, most=4)}) are not supported")
+    if new and any(name in new and new[name] != value for name, value in scaling.items()):
+        raise fields.error("rope_scaling and rope_parameters differ: drop one of them")
+    longest = {"original_max_position_embeddings": fields.raw.get("max_position_embeddings")}
+    merged = Fields({**longest, **old, **scaling, **new}, fields.path)
+    share = merged.number("partial_rotary_factor", 1.0)
     theta = merged.number("rope_theta", 10000.0)
     if theta < 1:
         raise fields.error(f"rope_theta must be at least 1, is {theta:g}")

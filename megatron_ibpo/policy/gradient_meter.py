@@ -22,7 +22,7 @@ from megatron_ibpo.policy.planning import Block, RankMeasure
 from megatron_ibpo.policy.trainer import Trainer
 
 Packed = tuple[int, Sequence[PackedArrays]]
-"""(prompts of a block, this rank's sequences of it that have an advantage)."""
+"""(prompts of a block, this rank's sequences of it that have a gradient)."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Policy:
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Take one rollout's optimizer steps, of the policy and then of the critic; return the metrics."""
         plan = plan_update(sequences, self._config, self._num_shares, self._cost)
-        metrics = self._run("update", plan)[0] | update_metrics(sequences)
+        metrics = self._run("update", plan)[0] | update_metrics(sequences, self._config)
         if micro_batch_multiple(self._config) > 1:
             metrics["micro_batches_empty"] = empty_micro_batches(plan.shares)
         if self._config.algorithm.trains_critic:

@@ -58,7 +58,7 @@ class MiniBatch:
     """True if old log-probs come from a forward pass before the first step; otherwise the engine gave them,
     or the mini-batch's own forward pass does."""
     mean_length: float
-    """`weighted_mean_length` of the whole mini-batch, including sequences without advantage."""
+    """`weighted_mean_length` of the whole mini-batch, including sequences without a gradient."""
     trained_tokens: int
     """Tokens in the loss, on all ranks."""
 
@@ -76,7 +76,7 @@ class Block:
     prompts: int
     """Number of prompts, including those without any gradient."""
     cut: Cut
-    """Cut of the sequences that have an advantage."""
+    """Cut of the sequences that have a gradient."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def plan_update(
 ) -> Plan[RankUpdate]:
     """Plan the optimizer steps of one rollout.
 
-    Sequences without anything to learn from are not computed; they count in the divisor of a token mean.
+    Sequences without a gradient (`has_gradient`) are not computed; they count in the divisor of a token mean.
 
     Args:
         num_ranks: data-parallel ranks.
@@ -139,7 +139,7 @@ def plan_update(
     _check(sequences)
     parts = split_minibatches(sequences, loss.num_steps_per_rollout)
     unread = _unread(config)
-    live = [[_without(s, *unread) for s in part if _is_trained_on(s)] for part in parts]
+    live = [[_without(s, *unread) for s in part if has_gradient(s, config)] for part in parts]
     _check_rollout_logprobs((s for part in live for s in part), loss)
     # the first mini-batch's own forward pass gives its old log-probs, unless a weight depends on them
     needs_old = [
@@ -215,22 +215,24 @@ def plan_measure(
         plain: the same responses with plain advantages and no corrections.
     """
     _check([*sequences, *plain])
-    _check_rollout_logprobs((s for s in sequences if _is_trained_on(s)), config.loss)
+    trained = [s for s in sequences if has_gradient(s, config)]
+    _check_rollout_logprobs(trained, config.loss)
     length = weighted_mean_length(sequences)
-    own = _blocks(sequences, config, num_ranks, cost)
+    own = _blocks(sequences, trained, config, num_ranks, cost)
     if _train_alike(sequences, plain):
         return Plan([RankMeasure(blocks, length, None) for blocks in own], Passes())
-    pairs = zip(own, _blocks(plain, config, num_ranks, cost), strict=True)
+    in_gspo = [s for s in plain if _has_advantage(s)]
+    pairs = zip(own, _blocks(plain, in_gspo, config, num_ranks, cost), strict=True)
     return Plan([RankMeasure(blocks, length, other) for blocks, other in pairs], Passes())
 
 
-def update_metrics(sequences: Sequence[TrainSequence]) -> dict[str, float]:
+def update_metrics(sequences: Sequence[TrainSequence], config: Config) -> dict[str, float]:
     """Return the sizes of an update over `sequences` as metrics; tokens are counted with their prompts."""
-    trained = [s for s in sequences if _is_trained_on(s)]
+    trained = [s for s in sequences if has_gradient(s, config)]
     tokens = [len(s.prompt_token_ids) + s.num_trained_tokens for s in trained]
     return {
         "sequences_trained": len(trained),
-        "sequences_without_advantage": len(sequences) - len(trained),
+        "sequences_without_advantage": sum(not _has_advantage(s) for s in sequences),
         "tokens_trained": sum(tokens),
         "tokens_trained_corrections": sum(
             count for s, count in zip(trained, tokens, strict=True) if s.kind == "correction"
@@ -283,8 +285,8 @@ def _cut_groups(sequences: Sequence[TrainSequence], count: int) -> list[set[int]
 def weighted_mean_length(sequences: Sequence[TrainSequence]) -> float:
     """Return Σ weight x trained tokens / Σ weight: the divisor of a token mean over `sequences`.
 
-    The sum is over a whole mini-batch, including sequences of advantage 0, so that the loss does not depend
-    on how it is cut into micro-batches. 1 if nothing has weight.
+    The sum is over a whole mini-batch, including sequences without a gradient, so that the loss does not
+    depend on how it is cut into micro-batches. 1 if nothing has weight.
     """
     weight = sum(s.weight for s in sequences)
     tokens = sum(s.weight * s.num_trained_tokens for s in sequences)
@@ -351,7 +353,16 @@ def _first_fit(share: Sequence[int], lengths: Sequence[int], max_tokens: int) ->
     return batches
 
 
-def _is_trained_on(sequence: TrainSequence) -> bool:
+def has_gradient(sequence: TrainSequence, config: Config) -> bool:
+    """Return whether the run's loss of a sequence has a gradient: by its advantage, or by a term that every
+    sequence pays."""
+    if _has_advantage(sequence):
+        return True
+    pays_kl = config.loss.kl_coef > 0 and sequence.weight != 0
+    return bool(sequence.loss_mask.any()) and (pays_kl or config.model.moe_aux_loss_coeff > 0)
+
+
+def _has_advantage(sequence: TrainSequence) -> bool:
     return sequence.has_advantage and bool(sequence.loss_mask.any())
 
 
@@ -408,15 +419,19 @@ def _rank_updates(minibatches: Sequence[Sequence[MiniBatch]], num_ranks: int) ->
 
 
 def _blocks(
-    sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
+    sequences: Sequence[TrainSequence],
+    trained: Sequence[TrainSequence],
+    config: Config,
+    num_ranks: int,
+    cost: Cost,
 ) -> list[list[Block]]:
-    """Return each rank's part of each block of whole prompts."""
+    """Return each rank's part of each block of whole prompts; only `trained` of `sequences` are computed."""
     count = min(config.run.gradient_meter_blocks, len({s.group for s in sequences}))
     blocks: list[list[Block]] = [[] for _ in range(num_ranks)]
     if count < 2:
         return blocks
     for groups in _cut_groups(sequences, count):
-        live = [_without(s, *_unread(config)) for s in sequences if s.group in groups and _is_trained_on(s)]
+        live = [_without(s, *_unread(config)) for s in trained if s.group in groups]
         for own, cut in zip(blocks, _cuts(live, config, num_ranks, cost), strict=True):
             own.append(Block(len(groups), cut))
     return blocks

@@ -23,6 +23,7 @@ from megatron_ibpo.loss import (
     weighted_value,
 )
 from megatron_ibpo.loss import logprobs as logprobs_module
+from megatron_ibpo.loss.objective import KL_ESTIMATORS
 from megatron_ibpo.loss.segments import checked_rows, segment_loss
 from megatron_ibpo.policy.importance_correction import correct
 from megatron_ibpo.policy.packing import lay_out, pack
@@ -30,7 +31,7 @@ from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.run.checks import check_settings
 from support.credit_cases import algorithm
 from support.linear_cases import FUSED, batch_of, options_for, plain
-from support.loss_calls import loss_of_hidden, loss_of_logits
+from support.loss_calls import loss_of_head, loss_of_hidden, loss_of_logits
 from support.paths import ROOT
 from support.train_sequences import packed, sequence
 
@@ -268,6 +269,39 @@ def test_the_penalty_by_hand(kl, each, slope):
         assert loss == pytest.approx(coefficient * each)
         assert gradient == pytest.approx([coefficient * slope / 4] * 2 + [coefficient * slope / 2])
         assert stats.kl_N.tolist() == pytest.approx([each] * 3)
+
+
+def k3_and_slope(gaps):
+    gaps = torch.tensor(gaps, dtype=torch.float64, requires_grad=True)
+    values = KL_ESTIMATORS["k3"](gaps)
+    return values.detach(), torch.autograd.grad(values.sum(), gaps)[0]
+
+
+def test_k3_is_exact_up_to_five_nats_and_goes_on_as_its_tangent():
+    """So the slope is bounded, falls nowhere to 0, and value and slope have no jump."""
+    near = torch.linspace(-5, 60, 66).tolist()
+    values, slopes = k3_and_slope(near)
+    assert values.tolist() == pytest.approx([math.exp(-d) - 1 + d for d in near])
+    assert slopes.tolist() == pytest.approx([1 - math.exp(-d) for d in near], abs=1e-15)
+    values, slopes = k3_and_slope([-5 - 1e-9, -6.0, -60.0, -800.0, -1e4, -math.inf])
+    steepest = math.exp(5) - 1
+    assert slopes.tolist() == pytest.approx([-steepest] * 6)
+    assert values.tolist()[:2] == pytest.approx([math.exp(5) - 6, math.exp(5) - 6 + steepest])
+    assert values[-2] == pytest.approx(math.exp(5) - 6 + steepest * (1e4 - 5))
+    assert values[-1] == math.inf, "and no NaN"
+
+
+@pytest.mark.parametrize("loss_of", [loss_of_logits, loss_of_head, loss_of_hidden])
+def test_a_token_far_from_its_reference_does_not_drown_the_step(loss_of):
+    """The gap of 60 nats of one token, in a group without advantage: a gradient of at most 147 of a tenth."""
+    hidden = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
+    held = {"ref_logprobs_N": torch.tensor([60.0, HALF, HALF]).double(), "kl_coef": 0.1}
+    of_head = {"hidden_NH": hidden, "weight_VH": torch.eye(2, dtype=torch.float64)}
+    head = {"logits_NV": hidden} if loss_of is loss_of_logits else of_head
+    loss, _ = loss_of(**TWO_AND_ONE, **head, **held, advantages=torch.zeros(2).double())
+    loss.backward()
+    assert 0.1 * 147 / 4 * 0.5 < hidden.grad.abs().max() <= 0.1 * 148 / 4 * 0.5
+    assert hidden.grad[1:].abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("variant", ["gspo", "grpo"])

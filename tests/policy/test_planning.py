@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ibpo.config import Config, ConfigError, LossConfig
-from megatron_ibpo.loss import make_objective
+from megatron_ibpo.loss import make_objective, policy_loss
 from megatron_ibpo.policy import planning
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics, is_rejected
 from megatron_ibpo.policy.packing import ALONE, Context, lay_out, pack
@@ -86,7 +87,10 @@ def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
     assert planning.weighted_mean_length([row]) == 2
     told = {"sequences_trained": 2, "sequences_without_advantage": 1}
     told |= {"tokens_trained": 1 + 2 + 3 + 2, "tokens_trained_corrections": 3 + 2}
-    assert planning.update_metrics([row, made(advantage=0.0), made(kind="correction")]) == told
+    rows = [row, made(advantage=0.0), made(kind="correction")]
+    assert planning.update_metrics(rows, config_for(layout())) == told
+    penalised = planning.update_metrics(rows, config_for(layout(), kl_coef=0.1))
+    assert penalised == told | {"sequences_trained": 3, "tokens_trained": 8 + 3 + 2}
 
 
 def test_what_is_given_by_token_lies_on_the_response_rows():
@@ -177,6 +181,45 @@ def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, rank
     forward = plan_forward(rows, config, ranks, cost).shares
     assert len({len(share) for share in forward}) == 1
     assert sorted(i for share in forward for i in members(share, own_tokens or 60)) == [*range(len(rows))]
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_sequence_is_computed_if_and_only_if_its_loss_has_a_gradient(seed, kl_coef):
+    """By autograd, with advantages and weights of which some are 0, and a reference that differs."""
+    draw = np.random.default_rng(seed)
+    rows = with_holes(sequences(25, seed))
+    for row in rows:
+        row.weight *= int(draw.integers(3) > 0)
+        row.token_weights = None
+    batch = laid_out(rows, 1)
+    logits = torch.from_numpy(draw.normal(size=(len(batch.rows.targets_N), 64))).requires_grad_()
+    held = replace(batch.rows, ref_logprobs_N=torch.full((len(logits),), -9.0))
+    policy_loss(logits, held, make_objective("grpo", kl_coef=kl_coef))[0].backward()
+    bounds = batch.rows.cu_seqlens.tolist()
+    moved = [bool(logits.grad[first:last].any()) for first, last in pairwise(bounds)]
+    config = config_for(layout(), kl_coef=kl_coef)
+    computed = [planning.has_gradient(row, config) and row.weight != 0 for row in rows]
+    assert moved[: len(rows)] == computed
+    assert len({*computed}) == 2
+
+
+@pytest.mark.parametrize("settings", [{"kl_coef": 0.1}, {"moe_aux_loss_coeff": 0.01}])
+def test_a_group_of_equal_rewards_is_trained_on_where_every_sequence_pays(settings):
+    """A KL penalty, or one on the balance of routers; its tokens count either way."""
+    rows = [made(advantage=0.0), made(token_advantages=[0.0, 0.0]), made(loss_mask=[False, False])]
+    rows += [made(advantage=0.0, weight=0.0, group=1)]
+    config = config_for(layout(), **{k: v for k, v in settings.items() if k == "kl_coef"})
+    assert plan_update(rows, config_for(layout()), 1, cost).shares[0][0].cut.micro_batches == []
+    config.model.moe_aux_loss_coeff = settings.get("moe_aux_loss_coeff", 0.0)
+    part = plan_update(rows, config, 1, cost).shares[0][0]
+    trained = 2 + ("moe_aux_loss_coeff" in settings)
+    assert sum(len(batch.members) for batch in part.cut.micro_batches) == trained
+    assert part.trained_tokens == 2 * trained
+    config.run.gradient_meter_blocks = 2
+    (share,) = plan_measure(rows, [made(), made(advantage=0.0, group=1)], config, 1, cost).shares
+    assert sum(len(b.members) for block in share.own for b in block.cut.micro_batches) == trained
+    assert [len(block.cut.micro_batches) for block in share.plain] == [1, 0], "GSPO has no penalty"
 
 
 def test_a_token_mean_divides_by_the_weighted_length_of_the_whole_minibatch():

@@ -10,7 +10,7 @@ def cost(length):
 
 def update(trainer, rows):
     share = own_share(planning.plan_update, rows, trainer.config)
-    return trainer.update(share) | planning.update_metrics(rows)
+    return trainer.update(share) | planning.update_metrics(rows, trainer.config)
 
 
 def logprobs(trainer, rows):

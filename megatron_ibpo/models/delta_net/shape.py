@@ -36,10 +36,24 @@ class DeltaNetShape(ModelShape):
         }
 
 
+DEFAULTS = {
+    "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "partial_rotary_factor": 0.25, "max_position_embeddings": 32768, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}  # fmt: skip
+"""What the families' configuration classes in `transformers` have in common, and Qwen3.5's beside it."""
+MOE_DEFAULTS = {
+    **DEFAULTS, "hidden_size": 2048, "num_key_value_heads": 2, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "norm_topk_prob": True,
+}  # fmt: skip
+"""The same with experts."""
+
+
 def delta_net_fields(fields: Fields) -> dict[str, Any]:
     """Return all fields except those of the MLP or the experts. Raises ModelConfigError for a field that
     cannot be used."""
-    common = common_fields(fields, head_dim=256, rotary_share=0.25)
+    common = common_fields(fields)
     value_heads, key_heads = fields.groups("linear_num_value_heads", "linear_num_key_heads")
     return common | {
         "full_attention": _full_attention(fields, common["num_layers"]),
