@@ -18,8 +18,8 @@ _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 _CLOSING_TAGS = (_CLOSING, "</function>", "</parameter>", "</arg_key>", "</arg_value>")
 """Tags that show, if one is left over after a call, that some call ends elsewhere than it seemed."""
-_SPACE = re.compile(r"\s*+")
-_DECODER = json.JSONDecoder()
+_STRING_OR_END = re.compile(rf'"(?:[^"\\\n]|\\.)*+"?+|{_CLOSING}')
+"""A string of JSON, also one without an end, or the end of a call."""
 
 ReadCall = Callable[[str, int, int, Sequence[Tool]], tuple[dict[str, Any] | None, int]]
 """(text, place after `<tool_call>`, number of the call, tools) → the call and the place after it, or None and
@@ -128,17 +128,18 @@ def _read_call(
     text: str, start: int, number: int, tools: Sequence[Tool]
 ) -> tuple[dict[str, Any] | None, int]:
     """Read a call in JSON, in which tags within strings are text; see `ReadCall`."""
-    start = _SPACE.match(text, start).end()  # type: ignore[union-attr]
+    tokens = _STRING_OR_END.finditer(text, start)
+    end = next((token for token in tokens if token[0] == _CLOSING), None)
+    if end is None:
+        return None, len(text)
     try:
-        _, stop = _DECODER.raw_decode(text, start)
-        end = _SPACE.match(text, stop).end()  # type: ignore[union-attr]
-        value = read_json(text[start:stop])
-    except (ValueError, RecursionError):
-        return None, start
-    if not text.startswith(_CLOSING, end) or not isinstance(value, dict) or _misses_arguments(value):
-        return None, stop
+        value = read_json(text[start : end.start()])
+    except ValueError:
+        value = None
+    if not isinstance(value, dict) or _misses_arguments(value):
+        return None, end.start()
     call = tool_call(value.get("name"), value.get("arguments", {}), number)
-    return call, stop if call is None else end + len(_CLOSING)
+    return call, end.start() if call is None else end.end()
 
 
 def _misses_arguments(call: dict[str, Any]) -> bool:
