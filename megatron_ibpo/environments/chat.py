@@ -13,8 +13,9 @@ from typing import Any
 
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer, id_of, read_eos_token_ids
 from megatron_ibpo.environments.families import family_readers
-from megatron_ibpo.environments.hermes import as_text, policy_message, read_text, tools_text
+from megatron_ibpo.environments.hermes import ReadCall, as_text, policy_message, read_text, tools_text
 from megatron_ibpo.environments.protocol import Message, Tool
+from megatron_ibpo.environments.tagged_calls import GLM4_5, QWEN3_5
 from megatron_ibpo.rewards.thinking import open_at_end
 
 _MARKER = "MARKERc9f0f895fb98ab91"
@@ -48,6 +49,7 @@ LONGEST_READ = 2**17
 """Most ids of a turn in which calls of tools are looked for. What a longer one says after its thinking is
 text: the parsers take a microsecond or more for each id, and an environment waits for no novel."""
 
+Decoder = Callable[[Sequence[int]], str]
 Reader = Callable[[Sequence[int], Sequence[Tool] | None], Message]
 
 
@@ -119,7 +121,7 @@ class TemplateChat:
         self._following([_USER])
         prompt = self._render([_USER])
         self._opened = open_at_end(prompt)  # the mark of thinking in which every turn begins
-        self._read: Reader = self._text_reader()
+        self._read: Reader = self._text_reader(_call_decoder(tokenizer))
         family = self._own_format(prompt)
         self._shows_tools = family is not None
         tools = (
@@ -181,9 +183,11 @@ class TemplateChat:
                 break
         return following
 
-    def _text_reader(self) -> Reader:
-        decode, thinks = _call_decoder(self._tokenizer), self._opened == "<think>"
-        return lambda ids, tools: read_text(decode(ids), thinks=thinks)
+    def _text_reader(self, decode: Decoder, read_call: ReadCall | None = None) -> Reader:
+        thinks = self._opened == "<think>"
+        return lambda ids, tools: read_text(
+            decode(ids), thinks=thinks, read_call=read_call, tools=tools or ()
+        )
 
     def _own_format(self, prompt: str) -> str | None:
         """Set the reader of the template's own format of calls, and return that format's name; None if the
@@ -200,7 +204,10 @@ class TemplateChat:
         first_end = next((place for place, token in enumerate(turn) if token in self._ends), len(turn))
         known = family_readers(self._tokenizer, self._tokenizer.encode(prompt))
         readers: dict[str, Reader] = {reader.family: reader for reader in known}
-        for family, reader in [*readers.items(), ("Hermes", self._read)]:
+        decode = self._tokenizer.decode_all  # a special token in an argument belongs to it
+        for family, read_call in (("Hermes", None), ("Qwen3.5", QWEN3_5), ("GLM-4.5", GLM4_5)):
+            readers[family] = self._text_reader(decode, read_call)
+        for family, reader in readers.items():
             if reader(turn[:first_end], [_PROBE_TOOL]).get("tool_calls") == [_PROBE_CALL]:
                 self._read = reader
                 return family
@@ -245,7 +252,7 @@ def _read_long(text: str) -> Message:
     return policy_message(content, reasoning.replace("<think>", "", 1).strip(), [], [])
 
 
-def _call_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+def _call_decoder(tokenizer: Tokenizer) -> Decoder:
     """Return the decoder that shows the tags of calls: they may be special tokens, which others should not
     be shown with."""
     tag = id_of("<tool_call>", tokenizer)

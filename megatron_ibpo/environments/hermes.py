@@ -5,9 +5,10 @@ one."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.environments.protocol import Message, Tool
@@ -15,6 +16,14 @@ from megatron_ibpo.rewards.thinking import left_open
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
+_CLOSING_TAGS = (_CLOSING, "</function>", "</parameter>", "</arg_key>", "</arg_value>")
+"""Tags that show, if one is left over after a call, that some call ends elsewhere than it seemed."""
+_STRING_OR_END = re.compile(rf'"(?:[^"\\\n]|\\.)*+"?+|{_CLOSING}')
+"""A string of JSON, also one without an end, or the end of a call."""
+
+ReadCall = Callable[[str, int, int, Sequence[Tool]], tuple[dict[str, Any] | None, int]]
+"""(text, place after `<tool_call>`, number of the call, tools) → the call and the place after it, or None and
+a place from which its end is looked for."""
 
 
 def tools_text(tools: Sequence[Tool]) -> str:
@@ -57,43 +66,86 @@ def _with_calls_in_content(message: Message) -> Message:
     return {key: message[key] for key in message if key != "tool_calls"} | {"content": content}
 
 
-def read_text(text: str, *, thinks: bool = False) -> Message:
-    """Return the policy's message from its text, in time linear in the text.
+def read_text(
+    text: str, *, thinks: bool = False, read_call: ReadCall | None = None, tools: Sequence[Tool] = ()
+) -> Message:
+    """Return the policy's message from its text, in time linear in the text. A call in thinking is a draft,
+    also if the thinking has no end.
 
     Args:
         thinks: the text begins inside of <think>, which the prompt has opened.
+        read_call: reads one call of another format than Hermes'.
     """
     reasoning = None
     if thinks or text.lstrip().startswith(_THOUGHT):
-        thought, has_end, rest = text.partition(_END_OF_THOUGHT)
-        if not has_end and _OPENING in text:  # a call ends reasoning that has no end, as in vLLM's parsers
-            start = text.index(_OPENING)
-            thought, rest = text[:start], text[start:]
-        reasoning, text = thought.replace(_THOUGHT, "", 1).strip(), rest
-    content, calls, malformed = list[str](), list[dict[str, Any]](), list[str]()
-    place = 0
-    while (start := text.find(_OPENING, place)) >= 0:
-        end = text.find(_CLOSING, start)
-        stop = end + len(_CLOSING) if end >= 0 else len(text)
-        call = _read_call(text[start + len(_OPENING) : end], len(calls)) if end >= 0 else None
-        content.append(text[place : start if call else stop])
-        if call is None:
-            malformed.append(text[start:stop])
+        thought, _, text = text.partition(_END_OF_THOUGHT)
+        reasoning = thought.replace(_THOUGHT, "", 1).strip()
+    spans, leftover = _call_spans(text, read_call or _read_call, tools)
+    is_certain = read_call is None and all(span.call for span in spans)  # JSON shows where it ends
+    if not is_certain and any(tag in leftover for tag in _CLOSING_TAGS):
+        spans = [span._replace(call=None) for span in spans]
+    content, calls, malformed, place = list[str](), list[dict[str, Any]](), list[str](), 0
+    for span in spans:
+        content.append(text[place : span.start if span.call else span.stop])
+        if span.call is None:
+            malformed.append(text[span.start : span.stop])
         else:
-            calls.append(call)
-        place = stop
+            calls.append(span.call)
+        place = span.stop
     content.append(text[place:])
     return policy_message("".join(content), reasoning, calls, malformed)
 
 
-def _read_call(text: str, number: int) -> dict[str, Any] | None:
+class _Span(NamedTuple):
+    """Where a call stands, and the call, unless it is malformed."""
+
+    start: int
+    stop: int
+    call: dict[str, Any] | None = None
+
+
+def _call_spans(text: str, read_call: ReadCall, tools: Sequence[Tool]) -> tuple[list[_Span], str]:
+    """Return the calls outside of thinking, and the text outside of thinking after the first of them."""
+    spans, leftover, place, num_calls = list[_Span](), list[str](), 0, 0
+    while (start := text.find(_OPENING, place)) >= 0:
+        if left_open(text[place:start]):
+            place = text.find(_END_OF_THOUGHT, start)
+            if place < 0:
+                return spans, "".join(leftover)
+            continue
+        if spans:
+            leftover.append(text[place:start])
+        call, place = read_call(text, start + len(_OPENING), num_calls, tools)
+        if call is None:
+            end = text.find(_CLOSING, place)
+            place = end + len(_CLOSING) if end >= 0 else len(text)
+        spans.append(_Span(start, place, call))
+        num_calls += call is not None
+    return spans, "".join([*leftover, text[place:]]) if spans else ""
+
+
+def _read_call(
+    text: str, start: int, number: int, tools: Sequence[Tool]
+) -> tuple[dict[str, Any] | None, int]:
+    """Read a call in JSON, in which tags within strings are text; see `ReadCall`."""
+    tokens = _STRING_OR_END.finditer(text, start)
+    end = next((token for token in tokens if token[0] == _CLOSING), None)
+    if end is None:
+        return None, len(text)
     try:
-        value = read_json(text)
+        value = read_json(text[start : end.start()])
     except ValueError:
-        return None
-    if not isinstance(value, dict):
-        return None
-    return tool_call(value.get("name"), value.get("arguments", {}), number)
+        value = None
+    if not isinstance(value, dict) or _misses_arguments(value):
+        return None, end.start()
+    call = tool_call(value.get("name"), value.get("arguments", {}), number)
+    return call, end.start() if call is None else end.end()
+
+
+def _misses_arguments(call: dict[str, Any]) -> bool:
+    """Return whether a call has other keys, such as `parameters`, in place of `arguments`: reading it as one
+    without arguments would drop them."""
+    return "arguments" not in call and not call.keys() <= {"name", "id", "type"}
 
 
 def tool_call(name: object, arguments: object, number: int) -> dict[str, Any] | None:

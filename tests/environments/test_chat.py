@@ -137,7 +137,7 @@ def test_calls_are_read_back_as_the_family_writes_them(chat_of, name, values, se
     assert chat.read(ids, [CALC]) == chat.read(ids[:-1], [CALC]) == assistant(tool_calls=calls)
 
 
-def test_reasoning_is_read_apart_from_the_answer_and_ends_at_a_call_which_may_be_text(chat_of):
+def test_reasoning_is_read_apart_from_the_answer_and_a_call_may_be_text(chat_of):
     for name, thought in (
         ("qwen2_5", "<think>add</think>"), ("qwen3", "<think>\nadd\n</think>\n\n"),
         ("qwen3_5", "add\n</think>\n\n"), ("glm4_5", "\n<think>add</think>\n"),
@@ -152,7 +152,7 @@ def test_reasoning_is_read_apart_from_the_answer_and_ends_at_a_call_which_may_be
     broken, text = made.replace("}}", ""), "Try " + made
     for name in ("qwen2_5", "qwen3"):
         tokenizer, chat, _ = chat_of(name)
-        read = chat.read(tokenizer.encode("<think>I ask." + made))
+        read = chat.read(tokenizer.encode("<think>I ask.</think>" + made))
         assert (read["reasoning_content"], read["tool_calls"]) == ("I ask.", [call({})])
         assert chat.read(tokenizer.encode(text), []) == assistant(text)
         assert chat.read(tokenizer.encode(text), [CALC])["tool_calls"] == [call({})]
@@ -207,8 +207,9 @@ def test_a_turn_that_repeats_itself_is_read_as_text_at_once(chat_of):
 
 FRAGMENTS = (
     "<", "{", "[", '{"a":', "[],", "\\ud800", "1", "\n", " ", "<think>", "</think>", "<tool_call>",
-    "</tool_call>", "<tool_call>{</tool_call>", "<tool_call>{", "<function=", "<function=x>", "<parameter=a>",
-    "</function>", "<arg_key>", "<arg_value>", "</arg_value>", "<|start|>", "<|start|>assistant",
+    "</tool_call>", "<tool_call>{</tool_call>", "<tool_call>{", "<tool_call><function=x><parameter=a>",
+    "</parameter></function>", "<tool_call>f<arg_key>a</arg_key><arg_value>", "</arg_value>", "<|start|>",
+    "<|start|>assistant",
     "<|channel|>", "<|message|>", "<|call|>", "<|python_tag|>", "<|im_start|>", "functions.x",
     '{"name": "x", "parameters": {',
 )  # fmt: skip

@@ -1,0 +1,72 @@
+"""Calls whose arguments stand between tags, as bare text: the formats of Qwen3.5 and of GLM-4.5.
+
+A value may hold tags itself, since nothing escapes them. It ends at a closing tag that is followed by the
+next argument or by the end of the call. A call of which that leaves text over is no call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ibpo.environments.argument_types import argument_values
+from megatron_ibpo.environments.hermes import tool_call
+from megatron_ibpo.environments.protocol import Tool
+
+_NEXT_CALL = re.compile(r"</tool_call>\s*+<tool_call>")
+"""Two calls, in a value: the first lacks the end of this value."""
+
+
+@dataclass(frozen=True)
+class TaggedFormat:
+    """Patterns of the parts of a call, each of which is looked for where the one before it ended."""
+
+    name: re.Pattern[str]
+    """From after `<tool_call>` to the first argument, or to `end`."""
+    key: re.Pattern[str]
+    """From the start of an argument to its value."""
+    value_end: re.Pattern[str]
+    """From the end of a value to the next argument, or to `end`."""
+    end: re.Pattern[str]
+
+    def __call__(
+        self, text: str, start: int, number: int, tools: Sequence[Tool]
+    ) -> tuple[dict[str, Any] | None, int]:
+        """Read the call whose `<tool_call>` ends at `start`. Return it with the id "call_<number>", or None
+        if it is malformed, and the place where it ends or fails."""
+        name = self.name.match(text, start)
+        if name is None:
+            return None, start
+        texts, place = dict[str, str](), name.end()
+        while (key := self.key.match(text, place)) is not None:
+            value_end = self.value_end.search(text, key.end())
+            if value_end is None:
+                return None, len(text)
+            value = text[key.end() : value_end.start()]
+            if (cut := _NEXT_CALL.search(value)) is not None:
+                return None, key.end() + cut.start()
+            if key[1] in texts:
+                return None, value_end.end()
+            texts[key[1]], place = value, value_end.end()
+        end = self.end.match(text, place)
+        if end is None:
+            return None, place
+        call = tool_call(name[1], argument_values(texts, name[1], tools), number)
+        return call, place if call is None else end.end()
+
+
+QWEN3_5 = TaggedFormat(
+    name=re.compile(r"\s*+<function=([^<>\n]++)>\s*+"),
+    key=re.compile(r"<parameter=([^<>\n]++)>\n?"),
+    value_end=re.compile(r"\n?</parameter>\s*+(?=<parameter=|(?:</function>\s*+)?</tool_call>)"),
+    end=re.compile(r"(?:</function>\s*+)?</tool_call>"),
+)
+"""`<function=NAME>`, `<parameter=KEY>`, the value between two newlines, `</parameter>`, `</function>`."""
+GLM4_5 = TaggedFormat(
+    name=re.compile(r"\s*+([^<>\s]++)\s*+(?=<arg_key>|</tool_call>)"),
+    key=re.compile(r"<arg_key>\s*+([^<>\n]*[^<>\s])\s*+</arg_key>\s*+<arg_value>"),
+    value_end=re.compile(r"</arg_value>\s*+(?=<arg_key>|</tool_call>)"),
+    end=re.compile(r"</tool_call>"),
+)
+"""The name, `<arg_key>KEY</arg_key>`, `<arg_value>` and the value as it is, `</arg_value>`."""
