@@ -48,25 +48,36 @@ class Recipe:
     largest: float
     """Largest number of parameters of a model for this recipe."""
     gpus: int
+    gpu_memory_gb: int = 80
+    """Nominal memory of each GPU."""
 
     @property
     def path(self) -> Path:
         return FOLDER / f"{self.name}.yaml"
 
+    def fits(self, gpus: float, gpu_memory_gib: float) -> bool:
+        """Return whether there are as many GPUs of this size; CUDA reports less than the nominal memory."""
+        return self.gpus <= gpus and self.gpu_memory_gb * 0.92 <= gpu_memory_gib
+
     def __str__(self) -> str:
         kind = "mixtures of experts" if self.mixture else "dense models"
         size = f" up to {self.largest / 1e9:g} B parameters" if self.largest < math.inf else ""
-        return f"for {kind}{size}, written for {counted(self.gpus, 'GPU')}"
+        gpus = f"{counted(self.gpus, 'GPU')} of {self.gpu_memory_gb} GB"
+        return f"for {kind}{size}, written for {gpus}"
 
 
 RECIPES = (
-    Recipe("qwen3_0_6b_ibpo", mixture=False, largest=9e9, gpus=1),
     Recipe("qwen3_4b_ibpo", mixture=False, largest=9e9, gpus=8),
+    Recipe("qwen3_0_6b_ibpo", mixture=False, largest=1.2e9, gpus=1),
+    Recipe("qwen3_1_7b_one_gpu", mixture=False, largest=2.5e9, gpus=1),
+    Recipe("qwen3_4b_one_gpu", mixture=False, largest=9e9, gpus=1),
+    Recipe("qwen3_0_6b_one_gpu", mixture=False, largest=9e9, gpus=1, gpu_memory_gb=24),
     Recipe("qwen3_32b_ibpo", mixture=False, largest=math.inf, gpus=32),
     Recipe("qwen3_30b_a3b_ibpo", mixture=True, largest=40e9, gpus=8),
     Recipe("qwen3_next_80b_a3b_ibpo", mixture=True, largest=120e9, gpus=32),
     Recipe("qwen3_235b_a22b_ibpo", mixture=True, largest=math.inf, gpus=64),
 )
+"""The first one that fits a model and its devices is taken."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
     from megatron_ibpo.plan.feasibility import make_plan, tightest
     from megatron_ibpo.run.settings import parse_config  # slow to import, and for GPUs only
 
-    recipe = choose_recipe(shape, devices.gpus)
+    recipe = choose_recipe(shape, devices.gpus, devices.gpu_memory_gib)
     flags = [] if QUESTIONS & {*flags} else [word for word in flags if word != "--print-config"]
     problems: list[str] = []
     tight: Choice | None = None
@@ -153,14 +164,20 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
     )
 
 
-def choose_recipe(shape: ModelShape, gpus: int | None = None) -> Recipe:
-    """Return the largest matching recipe that fits the GPUs."""
+def choose_recipe(shape: ModelShape, gpus: float = math.inf, gpu_memory_gib: float = math.inf) -> Recipe:
+    """Return the first recipe for a model of this kind and size that fits the GPUs. If none does, return the
+    one with the lowest demands.
+
+    Args:
+        gpus: by default as many as a recipe wants.
+        gpu_memory_gib: of each GPU; by default as much as a recipe wants.
+    """
     parameters = estimated_parameters(shape)
-    for_kind = [one for one in RECIPES if one.mixture == shape.is_moe and parameters <= one.largest]
-    size = min(one.largest for one in for_kind)
-    for_size = sorted((one for one in for_kind if one.largest == size), key=lambda recipe: recipe.gpus)
-    within = [one for one in for_size if gpus is None or one.gpus <= gpus]
-    return (within or for_size[:1])[-1]
+    for_model = [
+        recipe for recipe in RECIPES if recipe.mixture == shape.is_moe and parameters <= recipe.largest
+    ]
+    fitting = (recipe for recipe in for_model if recipe.fits(gpus, gpu_memory_gib))
+    return next(fitting, min(for_model, key=lambda recipe: (recipe.gpus, recipe.gpu_memory_gb)))
 
 
 def estimated_parameters(shape: ModelShape) -> float:
@@ -262,6 +279,17 @@ def _local(model: Path, flags: Sequence[str]) -> Path:
     return local_model(model if hub_id(model) else path_of_user(model), pins, weights=runs)
 
 
+def _planned_memory(flags: Sequence[str]) -> float | None:
+    """Return the GiB of a GPU that the user plans for; None if the flags name none, or no number."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dry-run-gpu-memory-gib", "--dry_run_gpu_memory_gib", default="")
+    memory = parser.parse_known_args(flags)[0].dry_run_gpu_memory_gib
+    try:
+        return float(memory)
+    except ValueError:
+        return None  # the plan refuses the value
+
+
 def _demonstration(recipe: Path, hf_dir: Path, flags: Sequence[str]) -> str:
     """Return a line that says that a model of the user's will train on a task of the repository, if so."""
     names = {word.partition("=")[0].replace("_", "-") for word in flags}
@@ -284,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     hf_dir = _local(known.hf_checkpoint, known.flags)
     shape = read_hf_config(hf_dir)
     devices = find_devices(known.nodes, known.gpus_per_node, shape if "--dry-run" in known.flags else None)
+    devices = replace(devices, gpu_memory_gib=_planned_memory(known.flags) or devices.gpu_memory_gib)
     choice = choose(hf_dir, devices, known.flags)
     layout = " ".join(choice.layout) or "the recipe's own"
     trainers = devices.nodes * choice.trainers_per_node

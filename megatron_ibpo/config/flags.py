@@ -78,9 +78,7 @@ def parse_config(
         raise ConfigError(f"{name}: {said}") from None
     flags = _with_values(flags)
 
-    layers = [
-        of_this_version(Layer(*read_recipe(path), source=f"{path}: "), registries) for path in known.config
-    ]
+    layers = [layer for path in known.config for layer in _recipe_layers(path, registries)]
     typed = {name: value for name, value in vars(known).items() if name in ENTRIES}
     if specs := typed.get("eval_prompt_data"):
         typed["eval_prompt_data"] = specs[0] if len(specs) == 1 else tuple(specs)
@@ -110,12 +108,19 @@ def load_recipe(path: Path | str, settings: Mapping[str, Any], registries: Seque
         ConfigError: the recipe cannot be read; an unknown key, a value of the wrong type, an unknown preset
             or choice, or a parameter that the choice does not have.
     """
-    located = path_in_recipe(path)
-    recipe = of_this_version(Layer(*read_recipe(located), source=f"{located}: "), registries)
+    recipe = _recipe_layers(path_in_recipe(path), registries)
     listed = {name: list(own) if isinstance(own, tuple) else own for name, own in settings.items()}
-    config = resolve([recipe, Layer(*typed_settings(listed))], registries)
+    config = resolve([*recipe, Layer(*typed_settings(listed))], registries)
     _locate(config, registries)
     return config
+
+
+def _recipe_layers(path: Path, registries: Sequence[Registry]) -> list[Layer]:
+    """Return the settings of a recipe, after those of the recipes that it builds on."""
+    return [
+        of_this_version(Layer(fields, others, source=f"{file}: "), registries)
+        for file, fields, others in read_recipe(path)
+    ]
 
 
 def _locate(config: Config, registries: Sequence[Registry]) -> None:

@@ -19,19 +19,40 @@ from megatron_ibpo.config.all_fields import ENTRIES, PARAMETERS, TRAINS_CRITIC, 
 from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
 
+BASE = "base"
+"""Key of a recipe that names the recipe it builds on, relative to its own directory."""
 
-def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of a recipe (`typed_settings`).
+
+class Recipe(typing.NamedTuple):
+    """The settings that one file gives (`typed_settings`)."""
+
+    path: Path
+    fields: dict[str, Any]
+    others: dict[str, Any]
+
+
+def read_recipe(path: Path, derived: tuple[Path, ...] = ()) -> list[Recipe]:
+    """Return a recipe after those that it builds on, weakest first.
+
+    Args:
+        derived: the recipes that build on this one.
 
     Raises:
-        ConfigError: a file that cannot be read, a repeated key, a value of the wrong type.
+        ConfigError: a file that cannot be read, a repeated key, a value of the wrong type, a recipe
+            that builds on itself.
     """
+    if path.resolve() in derived:
+        raise ConfigError(f"--config {path}: builds on itself by its `{BASE}`")
     content = read_yaml(path, f"--config {path}")
     if content is None:
-        return {}, {}
+        return [Recipe(path, {}, {})]
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must hold `key: value` lines, holds a {type(content).__name__}")
-    return typed_settings(content, f"{path}: ")
+    base = content.pop(BASE, None)
+    if not isinstance(base, str | None):
+        raise ConfigError(f"{path}: {BASE}: {shown(base)} is not the path of a recipe")
+    bases = [] if base is None else read_recipe(path.parent / base, (*derived, path.resolve()))
+    return [*bases, Recipe(path, *typed_settings(content, f"{path}: "))]
 
 
 def typed_settings(settings: Mapping[Any, Any], source: str = "") -> tuple[dict[str, Any], dict[str, Any]]:

@@ -3,6 +3,7 @@
 import errno
 import importlib
 import json
+import math
 import pickle
 import re
 import runpy
@@ -28,6 +29,7 @@ from megatron_ibpo.report import RewardErrorRateError
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support.checkpoint_bytes import cut_in_half
 from support.paths import ROOT
+from support.published_recipes import ONE_GPU
 from support.tiny_models import make_qwen3_moe
 
 
@@ -226,11 +228,14 @@ def chosen(hf_dir, nodes, gpus, memory=80.0, *flags):
 
 
 def test_the_recipe_follows_kind_and_size_of_the_model_and_how_many_gpus_there_are(monkeypatch):
-    def taken(model, *gpus):
-        return {choosing.choose_recipe(read_hf_config(MODELS / model), number).name for number in gpus}
+    def taken(model, *gpus, memory=80):
+        shape = read_hf_config(MODELS / model)
+        return {choosing.choose_recipe(shape, number, memory).name for number in gpus}
 
-    assert taken("qwen3_4b", 1, 7) == {"qwen3_0_6b_ibpo"}
-    assert taken("qwen3_4b", 8, None) == {"qwen3_4b_ibpo"}
+    assert taken("qwen3_4b", 1, 7) == {"qwen3_4b_one_gpu"}
+    assert taken("qwen3_4b", 8, math.inf) == {"qwen3_4b_ibpo"}
+    assert taken("qwen3_0_6b", 1, 7, memory=79.6) == {"qwen3_0_6b_ibpo"}
+    assert taken("qwen3_0_6b", 1, 8, memory=22.5) == {"qwen3_0_6b_one_gpu"}, "an L4 reports less than 24 GB"
     assert taken("qwen3_32b", 1, 32, 512) == {"qwen3_32b_ibpo"}
     assert taken("qwen3_30b_a3b", 1, 8, 64) == {"qwen3_30b_a3b_ibpo"}
     assert taken("qwen3_next_80b_a3b", 8) == {"qwen3_next_80b_a3b_ibpo"}
@@ -261,12 +266,26 @@ def test_small_models_run_on_cpus_and_on_as_many_gpus_as_there_are_and_too_large
         chosen(MODELS / "qwen3_32b", 1, 0)
 
 
+@pytest.mark.parametrize(("recipe", "model", "memory"), [(k, *v) for k, v in ONE_GPU.items()], ids=[*ONE_GPU])
+def test_a_recipe_for_one_gpu_is_taken_as_it_is_for_its_model_and_card(recipe, model, memory):
+    reported = memory * 0.995  # GiB, as nvidia-smi says
+    choice = choose(MODELS / model, Devices(1, 1, reported))
+    assert (choice.recipe.stem, choice.layout) == (recipe, ())
+
+
+def test_a_plan_chooses_the_recipe_for_the_memory_that_the_user_names(capsys):
+    model = ["--hf-checkpoint", str(MODELS / "qwen3_0_6b"), "--gpus-per-node", "1", "--", "--dry-run"]
+    assert choosing.main([*model, "--dry-run-gpu-memory-gib=24"]) == 0
+    assert "qwen3_0_6b_one_gpu.yaml" in capsys.readouterr().out
+
+
 def test_a_layout_saves_as_much_memory_as_is_needed_and_flags_of_the_user_win():
     model, small_cache = MODELS / "qwen3_4b", ("--vllm-kv-cache-bytes", str(6 * 1024**3))
-    offloaded = choose(model, Devices(1, 1, 80.0)).layout
+    offloaded = choose(MODELS / "qwen3_1_7b", Devices(1, 1, 24.0)).layout
     assert offloaded == ("--use-precision-aware-optimizer", "--optimizer-cpu-offload"), "nothing else fits"
-    assert chosen(model, 1, 8, 48.0, *small_cache) == ("qwen3_4b_ibpo", 8, "2")
-    assert chosen(model, 1, 8, 24.0, *small_cache) == ("qwen3_4b_ibpo", 8, "8"), "4 leave no room"
+    assert chosen(model, 1, 8, 48.0) == ("qwen3_0_6b_one_gpu", 8, None)
+    assert chosen(model, 1, 8, 24.0) == ("qwen3_0_6b_one_gpu", 8, "4")
+    assert chosen(model, 1, 8, 24.0, *small_cache, "--rollout-max-context-len", "32768")[2] == "8"
     flags = ["--tensor-model-parallel-size=8", "--sequence-parallel", "--rollout-num-gpus-per-engine=8"]
     assert chosen(model, 1, 8, 24.0, *small_cache, *flags)[2] is None, "what is tried first works with them"
     for asked in ("--help", "--help lr", "-h", "--help-all", "--print-config"):  # are left to the run

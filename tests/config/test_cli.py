@@ -29,7 +29,7 @@ from megatron_ibpo.credit import REGISTRIES, Operator, find_operator
 from megatron_ibpo.policy.loss_objective import check_loss, loss_params
 from megatron_ibpo.rewards import Score, extracted_answer, open_verifier
 from megatron_ibpo.run.checks import check_loss_of_run, check_run, doubtful_settings
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import load_recipe, parse_config
 from support.paths import ROOT
 
 
@@ -301,6 +301,25 @@ def test_a_bonus_that_cannot_change_an_advantage_is_noted():
         config = parse_config(words)
         notes = doubtful_settings(config, find_operator(config.algorithm))
         assert any("--n-samples-per-prompt 2" in note for note in notes) == is_noted, flags
+
+
+def test_a_recipe_may_build_on_another_whose_values_it_overrides(tmp_path):
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases/first.yaml").write_text("lr: 1\nadvantage-estimator: ibpo\nibpo-lambda: 0.1\n")
+    recipe = tmp_path / "second.yaml"
+    recipe.write_text("base: bases/first.yaml\nlr: 2\n")
+    config = parse_config(["--config", str(recipe)])
+    assert (config.optimizer.lr, config.algorithm.parameters["ibpo_lambda"]) == (2, 0.1)
+    assert load_recipe(recipe) == config, "Python reads it as the command line does"
+    recipe.write_text("base: bases/first.yaml\nadvantage-estimator: gspo\n")
+    assert parse_config(["--config", str(recipe)]).algorithm.advantage_estimator == "gspo"
+    (tmp_path / "bases/first.yaml").write_text("base: ../second.yaml\n")
+    with pytest.raises(ConfigError, match=r"second\.yaml: builds on itself by its `base`"):
+        parse_config(["--config", str(recipe)])
+    for base, message in (("missing.yaml", "missing.yaml: cannot be read"), ("[a]", "is not the path")):
+        recipe.write_text(f"base: {base}\n")
+        with pytest.raises(ConfigError, match=message):
+            parse_config(["--config", str(recipe)])
 
 
 RECIPES, ALGORITHMS = (sorted(ROOT.glob(f"examples/{kind}/*.yaml")) for kind in ("recipes", "algorithms"))

@@ -162,7 +162,7 @@ def recipes(rng, place):
     config = Config()
     config.model.hf_checkpoint = place.hf
     config.data.prompt_data, config.data.eval_prompt_data = (TASK,), TASK
-    for name, value in read_recipe(path)[0].items():
+    for name, value in read_recipe(path)[-1].fields.items():
         ENTRIES[name].put(config, value)
     take(config)
 

@@ -33,8 +33,9 @@ def plan_of(model, world_size, *flags):
     return make_plan(configured(model, *flags), world_size)
 
 
-def in_short_of(model, gpus):
-    plan = plan_of(model, gpus)
+def in_short_of(model, recipe, gpus, memory_gib):
+    config = configured(model, "--dry-run-gpu-memory-gib", str(memory_gib), recipe=recipe)
+    plan = make_plan(config, gpus)
     return plan, in_short(plan)
 
 
@@ -83,13 +84,23 @@ def test_other_families_fit_by_the_recipes_for_models_of_their_size(planner, nam
             assert [part.experts for part in census.stages] == experts
 
 
-@pytest.mark.parametrize("name", published_recipes.WRITTEN_FOR)
-def test_a_recipe_says_what_it_needs_and_fits(planner, name):
-    model, gpus = ROOT / "examples/models" / name, published_recipes.WRITTEN_FOR[name]
-    plan, short = planner(in_short_of, model, gpus)
+DEMANDS = [
+    *(
+        (f"{model}_ibpo", model, gpus, 80)
+        for model, gpus in published_recipes.WRITTEN_FOR.items()
+        if gpus > 1
+    ),
+    *((recipe, model, 1, memory) for recipe, (model, memory) in published_recipes.ONE_GPU.items()),
+]
+
+
+@pytest.mark.parametrize(("name", "model", "gpus", "memory"), DEMANDS, ids=[demand[0] for demand in DEMANDS])
+def test_a_recipe_says_what_it_needs_and_fits(planner, name, model, gpus, memory):
+    recipe = ROOT / f"examples/recipes/{name}.yaml"
+    plan, short = planner(in_short_of, ROOT / "examples/models" / model, recipe, gpus, memory)
     assert plan.problems == []
     assert tightest(plan).left > 5 * GIB, "room for what no formula gives"
-    comments = re.findall(r"^# (.*)", published_recipes.RECIPES[model].read_text(), re.MULTILINE)
+    comments = re.findall(r"^# (.*)", recipe.read_text(), re.MULTILINE)
     assert short in " ".join(comments), f"write this line into the recipe's head: {short}"
 
 

@@ -14,6 +14,11 @@ WRITTEN_FOR = {
     "qwen3_235b_a22b": 64,
 }  # fmt: skip
 """GPUs of the recipe of each model."""
+ONE_GPU = {
+    "qwen3_0_6b_one_gpu": ("qwen3_0_6b", 24), "qwen3_0_6b_ibpo": ("qwen3_0_6b", 80),
+    "qwen3_1_7b_one_gpu": ("qwen3_1_7b", 80), "qwen3_4b_one_gpu": ("qwen3_4b", 80),
+}  # fmt: skip
+"""Recipes for one GPU: the model and the nominal GB of the GPU."""
 LIKE = {
     "qwen3_5_0_8b": "qwen3_0_6b", "llama_3_1_8b": "qwen3_4b", "qwen2_5_7b": "qwen3_4b",
     "qwen3_5_27b": "qwen3_32b", "llama_3_1_70b": "qwen3_32b", "qwen2_5_32b": "qwen3_32b",
@@ -27,8 +32,8 @@ RECIPES = {
 }
 
 
-def configured(model: Path, *flags: str) -> Config:
-    recipe = RECIPES.get(model, ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
+def configured(model: Path, *flags: str, recipe: Path | None = None) -> Config:
+    recipe = recipe or RECIPES.get(model, ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
     config = parse_config(["--config", str(recipe), "--hf-checkpoint", str(model), "--dry-run", *flags])
     check_run(config)
     return config
