@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_ibpo.basics.records import Flags, TrainSequence, Weights
 from megatron_ibpo.config import UNIT
+from megatron_ibpo.credit.explanation import MINUS, Line, number
 from megatron_ibpo.credit.operator import CreditContext, lent
 
 
@@ -51,8 +52,9 @@ def generalised_advantages(
 
 def critic_credit(
     sequences: Sequence[TrainSequence], critic: Critic, context: CreditContext
-) -> tuple[list[TrainSequence], dict[str, float]]:
-    """Return (the sequences with token advantages, returns and values; metrics).
+) -> tuple[list[TrainSequence], dict[str, float], dict[tuple[int, str, int], list[Line]]]:
+    """Return (the sequences with token advantages, returns and values; metrics; lines for readers by group,
+    kind and index).
 
     Advantages are scaled to mean 0 and population std 1 over all trained tokens of the step. Tokens that the
     policy did not write are skipped: the value after a token is that before the next one it wrote.
@@ -61,7 +63,7 @@ def critic_credit(
         ValueError: the context has no critic.
     """
     if not sequences:
-        return [], {}
+        return [], {}, {}
     ask = lent(context.values, "a critic")
     predicted = ask(list(sequences))
     # convert to float64 before any sum
@@ -94,7 +96,15 @@ def critic_credit(
     }
     if spread > 0:  # λ-returns contain the values, so this is too high except at λ = 1
         metrics["value_explained_variance"] = float(1 - flat.var() / spread)
-    return credited, metrics
+    how = f"(A_t {MINUS} {number(mean)}) / {number(std)}, over all tokens of the step; A_t by GAE"
+    how += (
+        f" with γ = {number(critic.gae_gamma)} and λ = {number(critic.gae_lambda)} from the critic's values"
+    )
+    lines: dict[tuple[int, str, int], list[Line]] = {
+        (s.group, s.kind, s.index): [Line("advantage", s.advantage, note=f"mean over its tokens of {how}")]
+        for s in credited
+    }
+    return credited, metrics, lines
 
 
 def _reward(sequence: TrainSequence) -> float:
