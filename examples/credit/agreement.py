@@ -14,6 +14,7 @@ import numpy as np
 from megatron_ibpo.basics.records import Group, Sample
 from megatron_ibpo.config import NOT_NEGATIVE
 from megatron_ibpo.credit import CreditContext, Judgement, Operator
+from megatron_ibpo.credit.explanation import Line
 from megatron_ibpo.credit.operator import TokenTexts, TokenWeights, lent, signed_masks
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.spans import written_spans
@@ -53,11 +54,18 @@ class Agreement(Operator):
             if is_wrong(response)
         ]
         metrics = {"agreement": sum(of_wrong) / len(of_wrong)} if of_wrong else {}
+        words = [[_explained(share) for share in of_group] for of_group in phi]
         if not self.masks_tokens:
-            return Judgement(phi, metrics=metrics)
+            return Judgement(phi, metrics=metrics, explanations=words)
         masks = [[weights for _, weights in of_group] for of_group in judged]
         signed = self.ibpo_variant == "signed-mask"
-        return Judgement(phi, masks, metrics, signed_masks(masks) if signed else None)
+        raised = signed_masks(masks) if signed else None
+        return Judgement(phi, masks, metrics, raised, explanations=words)
+
+
+def _explained(share: float) -> list[Line]:
+    """Return how φ came about, for readers of the run."""
+    return [Line("φ", share, note="share of its steps that a right response has too")] if share else []
 
 
 def _judge(group: Group, texts: TokenTexts) -> list[tuple[float, TokenWeights]]:

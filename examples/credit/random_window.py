@@ -49,4 +49,5 @@ class RandomWindow:
             weights[written[first : first + width]] = 1.0
             return weights
 
-        return TokenFactors(on_wrong_responses(groups, advantages, weigh))
+        weights = on_wrong_responses(groups, advantages, weigh)
+        return TokenFactors(weights, note="a window at a random place")

@@ -16,10 +16,12 @@ from megatron_ibpo.credit.estimators import (
     mean_advantage,
     needs_critic,
 )
+from megatron_ibpo.credit.explanation import GroupExplanation, Line, SampleKey
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
 from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator, TokenWeights
 from megatron_ibpo.credit.registries import Method, find_method
 from megatron_ibpo.credit.shaping import shaped_rewards, with_overlong_penalty
+from megatron_ibpo.credit.step_explanation import StepCredit, explain_step
 from megatron_ibpo.credit.token_credit import weigh_tokens
 from megatron_ibpo.credit.train_sequences import joining_rewards, plain_prompt_sequences, train_sequences
 from megatron_ibpo.credit.value_credit import value_credit
@@ -36,6 +38,8 @@ class Credit:
     metrics: dict[str, float]
     memory: Memory = field(default_factory=dict)
     """Memory for the context of the next step (`CreditContext.memory`)."""
+    explanations: list[GroupExplanation] = field(default_factory=list)
+    """How the advantage of every sample came about, group by group."""
 
 
 def assign_credit(groups: Sequence[Group], context: CreditContext, method: Method | None = None) -> Credit:
@@ -89,10 +93,25 @@ def assign_credit(groups: Sequence[Group], context: CreditContext, method: Metho
     if operator.ibpo_plain_prompt != "none":
         metrics["joined_corrections"] = float(sum(r is not None for own in joining for r in own))
         metrics["degenerate_groups"] = float(sum(is_degenerate(own.rewards) for own in compared))
+    lines: dict[SampleKey, list[Line]] = {}
     if needs_critic(estimator):
-        sequences, of_critic = value_credit(sequences, cast(ValueEstimator, estimator), context)
+        sequences, of_critic, lines = value_credit(sequences, cast(ValueEstimator, estimator), context)
         metrics |= of_critic
-    return Credit(sequences, metrics | judgement.metrics | factors.metrics, judgement.memory)
+    step = StepCredit(
+        groups=groups,
+        judgement=judgement,
+        operator=operator,
+        reward_threshold=context.reward_threshold,
+        compared=compared,
+        correction_rewards=rewards_of,
+        estimator=estimator,
+        correction_estimator=judgement.follow_up_estimator or estimator,
+        sequences=sequences,
+        notes=lines,
+        token_note=factors.note,
+    )
+    metrics = metrics | judgement.metrics | factors.metrics
+    return Credit(sequences, metrics, judgement.memory, explain_step(step))
 
 
 def _compared_rewards(

@@ -37,7 +37,9 @@ def correction_advantages(
     compared with (--ibpo-correction-group)."""
     found: list[list[Advantage | None]] = [[None] * len(of_group) for of_group in rewards]
     places = [
-        (number, members) for number, group in enumerate(groups) for members in _compared(group, operator)
+        (number, members)
+        for number, group in enumerate(groups)
+        for members in compared_corrections(group, operator)
     ]
     batch = [
         ComparedSamples(
@@ -55,10 +57,12 @@ def correction_advantages(
 def degenerate_correction_groups(group: Group, operator: Operator, context: CreditContext) -> int:
     """Return the number of groups of corrections whose rewards are all equal."""
     rewards = correction_rewards(group, operator, context)
-    return sum(is_degenerate([rewards[i] for i in members]) for members in _compared(group, operator))
+    return sum(
+        is_degenerate([rewards[i] for i in members]) for members in compared_corrections(group, operator)
+    )
 
 
-def _compared(group: Group, operator: Operator) -> list[list[int]]:
+def compared_corrections(group: Group, operator: Operator) -> list[list[int]]:
     """Return the indices of the corrections that are compared with each other: all of the prompt, or those of
     a pair."""
     by_pair = operator.ibpo_correction_group == "pair"

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Literal
 
-from megatron_ibpo.basics.records import Flags, Group, SampleRequest, TokenIds
+from megatron_ibpo.basics.records import Correction, Flags, Group, SampleRequest, TokenIds
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import NOT_NEGATIVE, UNIT, Config, at_least, or_word, within
 from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, part_in_prompt
 from megatron_ibpo.credit.correction_advantages import degenerate_correction_groups
 from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites
+from megatron_ibpo.credit.explanation import Line, number
 from megatron_ibpo.credit.leakage import note_reference_leakage
 from megatron_ibpo.credit.metrics import correction_metrics
 from megatron_ibpo.credit.operator import (
@@ -153,14 +154,46 @@ class CompareAndCorrect(Operator):
             correction_bonus(group, None if self.ibpo_variant == "ratio" else self.ibpo_beta)
             for group in groups
         ]
+        explanations = [
+            self._explained(group, own, threshold) for group, own in zip(groups, phi, strict=True)
+        ]
         if not self.masks_tokens:
-            return Judgement(phi, metrics=metrics)
+            return Judgement(phi, metrics=metrics, explanations=explanations)
         left = iter(edits)
         masks = [_masks(group, list(islice(left, len(group.corrections)))) for group in groups]
         of_corrected = [mask for of_group in masks for mask in of_group if mask is not None]
         metrics["empty_masks"] = float(sum(not mask.any() for mask in of_corrected))
         raised = signed_masks(masks) if self.ibpo_variant == "signed-mask" else None
-        return Judgement(phi, masks, metrics, raised)
+        return Judgement(phi, masks, metrics, raised, explanations=explanations)
+
+    def _explained(self, group: Group, phi: Sequence[float], threshold: float | None) -> list[list[Line]]:
+        """Return how Δ of every wrong response came about: the rewrite test and the worth of its
+        corrections."""
+        corrections: list[list[tuple[int, Correction]]] = [[] for _ in group.responses]
+        for number_of, correction in enumerate(group.corrections, start=1):
+            corrections[correction.target].append((number_of, correction))
+        return [
+            [*(_rewrite_line(*one, threshold) for one in own), self._bonus_line([c for _, c in own], delta)]
+            if is_wrong(response)
+            else []
+            for response, own, delta in zip(group.responses, corrections, phi, strict=True)
+        ]
+
+    def _bonus_line(self, corrections: Sequence[Correction], delta: float) -> Line:
+        scored = [c for c in corrections if c.response.reward is not None]
+        value = None if self.ibpo_variant == "ratio" else self.ibpo_beta
+        worth = "share of its tokens that are kept" if value is None else f"β = {number(value)}"
+        if not scored:
+            note = "the verifier failed on its correction" if corrections else "it was not corrected"
+        elif not any(map(counts, scored)):
+            note = "no correction of it is right without being a rewrite"
+        else:
+            note = f"{worth}, for a right correction that is no rewrite"
+        worths = [
+            number(c.unmodified_share if value is None else value) if counts(c) else "0" for c in scored
+        ]
+        mean = f"({' + '.join(worths)}) / {len(worths)}" if len(worths) > 1 else ""
+        return Line("φ = Δ", delta, mean, note)
 
     def _references(self, group: Group, target: int, context: CreditContext) -> tuple[int, ...]:
         # one generator per draw, so that a draw does not depend on earlier ones
@@ -190,6 +223,19 @@ def _request(
         rollout.rollout_top_p,
         rollout.rollout_top_k,
     )
+
+
+def _rewrite_line(number_of: int, correction: Correction, threshold: float | None) -> Line:
+    """Return the rewrite test of a correction: its distances and the threshold."""
+    distance, nearest = number(correction.distance), correction.reference_distance
+    relation = "above" if correction.beyond_threshold else "not above"
+    note = f"distance {distance} from the response is {relation} α"
+    note += "" if threshold is None else f" = {number(threshold)}"
+    if correction.beyond_threshold and correction.references:
+        near = "that" if nearest is None else f"{number(nearest)}, that"
+        note += f" and {'' if correction.rewritten else 'not '}above {near} from the nearest reference"
+    verdict = "rewrite" if correction.rewritten else "no rewrite"
+    return Line(f"rewrite test of correction {number_of}", verdict, note=note)
 
 
 def _masks(group: Group, edits: Sequence[Flags]) -> list[TokenWeights]:

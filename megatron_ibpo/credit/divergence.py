@@ -117,7 +117,10 @@ def _between(
         weights[first:last] = 1.0
         return weights
 
-    return TokenFactors(on_wrong_responses(groups, advantages, weigh))
+    return TokenFactors(
+        on_wrong_responses(groups, advantages, weigh),
+        note="from the place where it leaves the longest prefix shared with a right response",
+    )
 
 
 def _place(unit: Unit, context: CreditContext) -> Callable[[Sample, Sequence[Sample]], tuple[int, int]]:

@@ -5,6 +5,7 @@ corrections, into advantages. Most are plain functions of these rewards, so that
 One that needs the whole batch or the samples, such as their lengths, is an object with a method `of_batch`.
 It may give the tokens of a sample different advantages, which it declares by `gives_token_advantages = True`.
 One that reads a critic's values declares `needs_critic = True` and has a method `of_values` instead.
+A method `explain` writes an advantage as a sum for readers (`advantage_sum`).
 """
 
 import math
@@ -15,6 +16,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from megatron_ibpo.basics.records import Sample, TrainSequence, Weights
+from megatron_ibpo.credit.explanation import digits_for, mean_and_std, number
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,8 @@ class ValueEstimator(Protocol):
 Estimator = GroupEstimator | BatchEstimator | ValueEstimator
 
 _EPSILON = 1e-8
+_VISIBLE_EPSILON = 1e-3
+"""Below this std the epsilon shows in an advantage's first five digits."""
 
 
 def gives_token_advantages(estimator: Estimator) -> bool:
@@ -145,6 +149,36 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     times r_i less the mean of all. It is unbiased, since no reward is compared with itself."""
     others = max(1, len(rewards) - 1)
     return [value * len(rewards) / others for value in group_mean(rewards)]
+
+
+_SUMS: tuple[tuple[Estimator, str], ...] = (
+    (group_z_score, "({x} − mean) / {s} = ({r} − {mean}) / {std}"),
+    (group_z_score_bessel, "({x} − mean) / ({s}·√(n/(n − 1))) = ({r} − {mean}) / ({std}·√({n}/({n} − 1)))"),
+    (group_mean, "{x} − mean = {r} − {mean}"),
+    (leave_one_out, "({x} − mean)·n/(n − 1) = ({r} − {mean})·{n}/({n} − 1)"),
+    (maxrl, "({x} − mean) / mean = ({r} − {mean}) / {mean}"),
+)
+"""(estimator, its advantage as a sum: in symbols, and in numbers)."""
+
+
+def advantage_sum(estimator: Estimator, symbol: str, reward: float, rewards: Sequence[float]) -> str:
+    """Return the advantage of a reward among the compared ones as a sum for readers. It is empty if the
+    rewards are equal, or if the estimator is a user's without a method `explain(reward, rewards)`.
+
+    Args:
+        symbol: the reward's symbol.
+    """
+    if explain := getattr(estimator, "explain", None):
+        return str(explain(reward, rewards))
+    written = next((text for own, text in _SUMS if own is estimator), None)
+    mean, std = mean_and_std(rewards)
+    if written is None or is_degenerate(rewards) or (estimator is maxrl and mean == 0):
+        return ""
+    digits = digits_for(rewards)
+    values = {"r": number(reward, digits), "mean": number(mean, digits), "std": number(std, digits), "s": "σ"}
+    if std < _VISIBLE_EPSILON:
+        values |= {"std": f"({values['std']} + {_EPSILON:g})", "s": f"(σ + {_EPSILON:g})"}
+    return written.format(x=symbol, n=len(rewards), **values)
 
 
 def advantages(batch: Sequence[ComparedSamples], estimator: Estimator) -> list[list[Advantage | None]]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_ibpo.basics.records import TrainSequence, Weights
 from megatron_ibpo.config import UNIT
+from megatron_ibpo.credit.explanation import MINUS, number
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,18 @@ class Critic:
         mean, std = flat.mean(), flat.std()
         scaled = [(a - mean) / (std + 1e-8) if std > 0 else np.zeros_like(a) for a in advantages]
         return scaled, [a + v for a, v in zip(advantages, values, strict=True)]
+
+    def explain_values(self, unscaled: Weights) -> str:
+        """Return the advantage of a token in words.
+
+        Args:
+            unscaled: return minus value of every trained token of the step.
+        """
+        scaled = (
+            f"(A_t {MINUS} {number(unscaled.mean())}) / {number(unscaled.std())}, over all tokens of the step"
+        )
+        factors = f"γ = {number(self.gae_gamma)} and λ = {number(self.gae_lambda)}"
+        return f"{scaled}; A_t by GAE with {factors} from the critic's values"
 
 
 def generalised_advantages(

@@ -14,8 +14,10 @@ from typing import Literal
 import numpy as np
 
 from megatron_ibpo.basics.records import Group, Sample
+from megatron_ibpo.basics.text import listed
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit.estimators import is_degenerate
+from megatron_ibpo.credit.explanation import Line, number
 from megatron_ibpo.credit.operator import (
     CreditContext,
     Judgement,
@@ -31,6 +33,8 @@ from megatron_ibpo.credit.spans import written_spans
 FLOOR = 0.01
 """Smallest drop that counts, in nats: the log-prob of the same answer differs by this much between two
 batches in bfloat16."""
+_MOST_TOLD = 20
+"""Steps of a response whose importance is told in words; the tokens' weights tell of all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +96,7 @@ class SpanMasking(Operator):
         queries = [query for probe in probes for query in probe.queries]
         answers = iter(ask(queries) if queries else [])
         token_weights: list[list[TokenWeights]] = [[None] * len(group.responses) for group in groups]
+        explanations: list[list[list[Line]]] = [[[] for _ in group.responses] for group in groups]
         spans = distractors = flat = 0
         for probe in probes:
             whole, *masked = [math.fsum(next(answers).tolist()) for _ in probe.queries]
@@ -101,6 +106,7 @@ class SpanMasking(Operator):
             weights = importance_weights(response, probe.steps, whole, masked, inverted=self.ciw_inverted)
             flat += weights is None
             token_weights[probe.group][probe.index] = weights
+            explanations[probe.group][probe.index] = [_explained(probe.steps, whole, masked)]
         metrics = {
             "importance_queries": len(queries),
             "importance_tokens": sum(len(query.context) + len(query.continuation) for query in queries),
@@ -109,7 +115,10 @@ class SpanMasking(Operator):
             "flat_importance": flat,
         }
         return Judgement(
-            no_phi(groups), token_weights, {name: float(value) for name, value in metrics.items()}
+            no_phi(groups),
+            token_weights,
+            {name: float(value) for name, value in metrics.items()},
+            explanations=explanations,
         )
 
 
@@ -150,6 +159,17 @@ def importance_weights(
     for (first, last), value in zip(steps, importance, strict=True):
         weights[first:last] = value / mean
     return weights
+
+
+def _explained(steps: Sequence[tuple[int, int]], whole: float, masked: Sequence[float]) -> Line:
+    """Return the probability of the answer, as it stands and without each step."""
+    without = [
+        f"tokens {first + 1} to {last}: {number(math.exp(left))}"
+        for (first, last), left in zip(steps, masked, strict=True)
+    ]
+    return Line(
+        "probability of the answer", math.exp(whole), note=f"without {listed(without, most=_MOST_TOLD)}"
+    )
 
 
 def _probe(group: Group, number: int, index: int, vocabulary: Vocabulary) -> _Probe | None:

@@ -27,6 +27,7 @@ from megatron_ibpo.basics.records import (
 from megatron_ibpo.config import AlgorithmConfig, Config, RolloutConfig
 from megatron_ibpo.credit.compared_parts import ThinkingMarks
 from megatron_ibpo.credit.estimators import Estimator
+from megatron_ibpo.credit.explanation import Line
 
 CorrectionPrompt = Callable[[Prompt, TokenIds, Sequence[TokenIds]], TokenIds]
 """(prompt, wrong response, references) → token ids of x̃, all without end-of-sequence ids."""
@@ -139,6 +140,9 @@ class Judgement:
     """Memory for the context of the next step."""
     follow_up_estimator: Estimator | None = None
     """Estimator for the rewards of the requested samples; None: the one for responses."""
+    explanations: list[list[list[Line]]] | None = None
+    """Lines for readers on how φ and the weights of every response of every group came about; None: readers
+    get φ alone. A line called "φ" or "φ = …" replaces the general one."""
 
     def weights_of(self, group: int, index: int, advantage: float | None) -> TokenWeights:
         """Return the token weights of a response that has this advantage."""

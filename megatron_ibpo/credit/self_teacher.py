@@ -81,7 +81,8 @@ class SelfTeacher:
         }
         if gaps:
             metrics["teacher_gap"] = sum(gaps) / len(gaps)
-        return TokenFactors(weights, metrics)
+        note = "1 + η clip(a_t), a_t: log-prob here less log-prob beside a right response"
+        return TokenFactors(weights, metrics, note)
 
 
 def _query(group: Group, index: int, context: CreditContext) -> LogProbQuery:

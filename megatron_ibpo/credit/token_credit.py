@@ -25,6 +25,8 @@ class TokenFactors:
     weights: list[list[TokenWeights]]
     """Factors for every response of every group; None: all ones."""
     metrics: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+    """What the factors are, for a reader of a response that has some."""
 
 
 TokenCredit = Callable[[Sequence[Group], Advantages, CreditContext], TokenFactors]
@@ -86,12 +88,12 @@ def weigh_tokens(
                 mean = 1.0 if factors is None else float(np.mean(factors[response.loss_mask]))
                 means.append((response.num_trained_tokens, mean))
     if all(factors is None for own in weights for factors in own):
-        return TokenFactors(weights, found.metrics)
+        return TokenFactors(weights, found.metrics, found.note)
     tokens = sum(count for count, _ in means)
     metrics = {"weightless_responses": float(sum(mean == 0 for _, mean in means))}
     if tokens:
         metrics["token_weight_mean"] = sum(count * mean for count, mean in means) / tokens
-    return TokenFactors(weights, found.metrics | metrics)
+    return TokenFactors(weights, found.metrics | metrics, found.note)
 
 
 def _product(first: TokenWeights, second: TokenWeights) -> TokenWeights:

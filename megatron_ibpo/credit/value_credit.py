@@ -7,13 +7,14 @@ import numpy as np
 
 from megatron_ibpo.basics.records import Flags, TrainSequence, Weights
 from megatron_ibpo.credit.estimators import ValueEstimator
+from megatron_ibpo.credit.explanation import Line, SampleKey
 from megatron_ibpo.credit.operator import CreditContext, lent
 
 
 def value_credit(
     sequences: Sequence[TrainSequence], estimator: ValueEstimator, context: CreditContext
-) -> tuple[list[TrainSequence], dict[str, float]]:
-    """Return (the sequences with token advantages, returns and values; metrics).
+) -> tuple[list[TrainSequence], dict[str, float], dict[SampleKey, list[Line]]]:
+    """Return (the sequences with token advantages, returns and values; metrics; lines for readers).
 
     Tokens that the policy did not write are skipped: the value after a token is that before the next one it
     wrote.
@@ -22,7 +23,7 @@ def value_credit(
         ValueError: the context has no critic, or the estimator does not give one finite number per token.
     """
     if not sequences:
-        return [], {}
+        return [], {}, {}
     predicted = lent(context.values, "a critic")(list(sequences))
     # convert to float64 before any sum
     values = [v[s.loss_mask].astype(np.float64) for v, s in zip(predicted, sequences, strict=True)]
@@ -39,7 +40,13 @@ def value_credit(
         )
         for i, s in enumerate(sequences)
     ]
-    return credited, _metrics(np.concatenate(values), np.concatenate(returns))
+    flat_values, flat_returns = np.concatenate(values), np.concatenate(returns)
+    explain = getattr(estimator, "explain_values", lambda _: "what the estimator gave")
+    note = f"mean over its tokens of {explain(flat_returns - flat_values)}"
+    lines: dict[SampleKey, list[Line]] = {
+        (s.group, s.kind, s.index): [Line("advantage", s.advantage, note=note)] for s in credited
+    }
+    return credited, _metrics(flat_values, flat_returns), lines
 
 
 def _metrics(values: Weights, returns: Weights) -> dict[str, float]:

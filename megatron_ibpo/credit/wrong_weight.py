@@ -31,7 +31,10 @@ class WrongWeight:
         def weigh(group: Group, index: int, _: float) -> TokenWeights:
             return np.full(len(group.responses[index].token_ids), self.token_credit_weight)
 
-        return TokenFactors(on_wrong_responses(groups, advantages, weigh))
+        return TokenFactors(
+            on_wrong_responses(groups, advantages, weigh),
+            note="every token of a wrong response beside a right one weighs --token-credit-weight",
+        )
 
 
 @dataclass(frozen=True)
@@ -51,4 +54,7 @@ class WrongWeightByLength:
             share = self.token_credit_tokens / max(1, response.num_trained_tokens)
             return np.full(len(response.token_ids), min(1.0, share))
 
-        return TokenFactors(on_wrong_responses(groups, advantages, weigh))
+        return TokenFactors(
+            on_wrong_responses(groups, advantages, weigh),
+            note="a wrong response beside a right one counts as --token-credit-tokens tokens",
+        )

@@ -35,6 +35,7 @@ from megatron_ibpo.basics.records import (
 from megatron_ibpo.basics.reward_value import LARGEST_REWARD
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
+from megatron_ibpo.credit.explanation import GroupExplanation, Line, SampleExplanation
 from megatron_ibpo.report.run_dir import write_whole
 
 _FORMAT = 2
@@ -58,6 +59,21 @@ class Trained:
     """The trainer's log-probs before the update."""
     new_logprobs: Floats | None
     """The trainer's log-probs after it."""
+    values: Floats | None = None
+    """The critic's value before each token; None without a critic."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedStep:
+    """The content of a step's file."""
+
+    step: int
+    groups: list[Group]
+    trained: dict[tuple[int, str, int], Trained]
+    """What was trained on, by (group, "response" or "correction", index in the group). It lacks what was left
+    out of training, and is empty for recordings without it."""
+    explanations: list[GroupExplanation]
+    """How each advantage came about, group by group; empty for recordings of version 0.2 and before."""
 
 
 def rollout_path(directory: Path, step: int) -> Path:
@@ -74,10 +90,12 @@ def save_groups(
     *,
     old_logprobs: Sequence[Floats] | None = None,
     new_logprobs: Sequence[Floats] | None = None,
+    explanations: Sequence[GroupExplanation] = (),
 ) -> None:
     """Write the groups of a step with corrections and rewards, and what was trained on.
 
     Args:
+        explanations: of every group; empty for none.
         old_logprobs, new_logprobs: the trainer's log-probs of each sequence, before and after the update.
 
     Raises:
@@ -88,6 +106,7 @@ def save_groups(
         "step": step,
         "groups": [_group_to_json(group, decode) for group in groups],
         "trained": _trained_to_json(sequences, old_logprobs, new_logprobs),
+        "explanations": [_explanation_to_json(own) for own in explanations],
     }
     # a lone surrogate, which a prompt or a message may hold, can be in UTF-8 only as an escape
     text = _HALF.sub(lambda found: f"\\u{ord(found[0]):04x}", _readable(content))
@@ -100,15 +119,12 @@ def load_groups(path: Path) -> tuple[int, list[Group]]:
     Raises:
         ValueError: the file is missing or is not what `save_groups` writes.
     """
-    step, groups, _ = load_step(path)
-    return step, groups
+    recorded = load_step(path)
+    return recorded.step, recorded.groups
 
 
-def load_step(path: Path) -> tuple[int, list[Group], dict[tuple[int, str, int], Trained]]:
-    """Return (step, groups, what was trained on) as they were saved, by this version or the one before it.
-
-    The last is by (group, "response" or "correction", index in the group). It lacks what was left out of
-    training, and is empty for recordings without it.
+def load_step(path: Path) -> RecordedStep:
+    """Return a step as it was saved, by this version or the ones before it.
 
     Raises:
         ValueError: the file is missing or is not what `save_groups` writes.
@@ -125,10 +141,12 @@ def load_step(path: Path) -> tuple[int, list[Group], dict[tuple[int, str, int], 
                 _array(item.get("token_advantages"), np.float64),
                 _array(item["old_logprobs"], np.float32),
                 _array(item["new_logprobs"], np.float32),
+                _array(item.get("values"), np.float32),
             )
             for item in content.get("trained", [])
         }
-        return content["step"], groups, trained
+        explanations = [_explanation_from_json(item) for item in content.get("explanations", [])]
+        return RecordedStep(content["step"], groups, trained, explanations)
 
 
 @contextmanager
@@ -164,10 +182,43 @@ def _trained_to_json(
             "old_logprobs": _list(old),
             "new_logprobs": _list(new),
         }
+        | ({} if sequence.values is None else {"values": _list(sequence.values)})
         for sequence, old, new in zip(
             sequences, old_logprobs or nothing, new_logprobs or nothing, strict=True
         )
     ]
+
+
+def _explanation_to_json(explanation: GroupExplanation) -> dict[str, Any]:
+    """Return the lines of every sample of a group, each as [name, value, sum, note]."""
+
+    def lines(samples: Sequence[SampleExplanation]) -> list[list[list[Any]]]:
+        return [
+            [[line.name, _plain(line.value), line.sum, line.note] for line in own.lines] for own in samples
+        ]
+
+    return {
+        "responses": lines(explanation.responses),
+        "corrections": lines(explanation.corrections),
+    }
+
+
+def _plain(value: Any) -> str | float | None:
+    """Return a line's value, which a user's operator may have given as a number of numpy."""
+    return value if value is None or isinstance(value, str) else float(value)
+
+
+def _explanation_from_json(item: dict[str, Any]) -> GroupExplanation:
+    def samples(stored: list[list[list[Any]]]) -> list[SampleExplanation]:
+        return [SampleExplanation([_line(*line) for line in lines]) for lines in stored]
+
+    return GroupExplanation(samples(item["responses"]), samples(item["corrections"]))
+
+
+def _line(name: str, value: Any, total: str, note: str) -> Line:
+    if not all(isinstance(text, str) for text in (name, total, note)):
+        raise ValueError(f"a line of an explanation is not text: {shown([name, total, note])}")
+    return Line(name, _plain(value), total, note)
 
 
 def _group_to_json(group: Group, decode: Callable[[TokenIds], str]) -> dict[str, Any]:
@@ -337,16 +388,18 @@ def keep_samples(
     groups: Sequence[Group],
     decode: Callable[[TokenIds], str],
     sequences: Sequence[TrainSequence],
+    explanations: Sequence[GroupExplanation] = (),
 ) -> None:
-    """Write the first groups of a step with what was trained on, without the choices of routers and sampling
-    masks.
+    """Write the first groups of a step with what was trained on and why, without the choices of routers and
+    sampling masks.
 
     Raises:
         TypeError: a prompt's metadata holds what JSON cannot keep.
     """
     first = _first_groups(groups)
     trained = [sequence for sequence in sequences if sequence.group < len(first)]
-    save_groups(rollout_path(run_dir / SAMPLES, step), step, first, decode, trained)
+    path = rollout_path(run_dir / SAMPLES, step)
+    save_groups(path, step, first, decode, trained, explanations=explanations[: len(first)])
 
 
 def _first_groups(groups: Sequence[Group]) -> list[Group]:

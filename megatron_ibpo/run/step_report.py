@@ -44,10 +44,11 @@ def report(run: Run, groups: list[Group], credit: Credit, metrics: dict[str, flo
                     credit.sequences,
                     old_logprobs=run.progress.old_logprobs,
                     new_logprobs=run.progress.new_logprobs,
+                    explanations=credit.explanations,
                 )
             )
         elif is_kept(step, settings.num_rollout, settings.keep_samples):
-            _keep_samples(run, step, groups, credit.sequences)
+            _keep_samples(run, step, groups, credit)
         if run.engines is not None:
             alive, engines = run.engines.alive, run.engines.count
             metrics = metrics | {"engines": float(engines), "engines_alive": float(alive)}
@@ -69,11 +70,13 @@ def report(run: Run, groups: list[Group], credit: Credit, metrics: dict[str, flo
     check_reward_errors(len(errors), len(responses), most, first_reward_error=first)
 
 
-def _keep_samples(run: Run, step: int, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> None:
+def _keep_samples(run: Run, step: int, groups: Sequence[Group], credit: Credit) -> None:
     """Write some samples of the step for a reader. The run does not depend on them."""
     directory, decode = run.config.run.run_dir, run.data.tokenizer.decode
     try:
-        run.disk.write(lambda: keep_samples(directory, step, groups, decode, sequences))
+        run.disk.write(
+            lambda: keep_samples(directory, step, groups, decode, credit.sequences, credit.explanations)
+        )
     except TypeError as error:
         run.reporter.note(f"the samples of step {step} are not kept: {error}")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.config import Config
+from megatron_ibpo.credit.explanation import GroupExplanation
 from megatron_ibpo.data.hub import with_local_copies
 from megatron_ibpo.data.hub_upload import prepare_upload, upload_export
 from megatron_ibpo.run import loop, observers, saving, step_report
@@ -33,6 +34,8 @@ class Step:
     """The step's prompts with their scored responses and corrections."""
     sequences: list[TrainSequence]
     """The sequences trained on, with advantage and weight."""
+    explanations: list[GroupExplanation]
+    """How every advantage came about, in the order of `groups`; `print(step.explanations[0])` shows it."""
 
 
 def steps(run: Run, stop: StopRequest | None = None) -> Iterator[Step]:
@@ -53,7 +56,7 @@ def steps(run: Run, stop: StopRequest | None = None) -> Iterator[Step]:
         metrics |= loop.update(run, credit.sequences)
         metrics |= loop.sync(run)
         step_report.report(run, groups, credit, metrics)
-        step = Step(dict(run.reporter.rows[-1]), groups, credit.sequences)
+        step = Step(dict(run.reporter.rows[-1]), groups, credit.sequences, credit.explanations)
         saving.save_if_due(run)
         cuts_short(evaluate)
         yield step

@@ -429,7 +429,7 @@ def test_the_sampler_gives_a_begun_response_back_whole():
         ({"ibpo_operator": AGREEMENT, "ibpo_variant": "ratio"}, "ibpo_variant: 'ratio' is not one of"),
         ({"ibpo_corrections": 0}, r"--ibpo-corrections: must be .*for none, --ibpo-operator none\), is 0"),
         ({"ibpo_mask_insertions": True}, "--ibpo-mask-insertions"),
-        ({"ibpo_variant": "signed-mask", "advantages": "critic"}, "--ibpo-variant signed-mask goes by the"),
+        ({"ibpo_variant": "signed-mask", "advantages": "critic"}, "--ibpo-variant signed-mask goes by one"),
         ({"ibpo_correction_group": "pair"}, "--ibpo-correction-group pair"),
         ({"ibpo_rewrite_penalty": 0.5, "ibpo_joint": False}, "--ibpo-rewrite-penalty acts on"),
         ({"ibpo_variant": "ratio", "ibpo_lambda": 1.0}, "--ibpo-lambda 1.0 times a share of up to 1 is 1"),

@@ -325,7 +325,8 @@ def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of
     group = recorded_group()
     trained = [sequence(n, "response", own.index, own, 1.0) for n in range(3) for own in group.responses]
     recordings.keep_samples(tmp_path, 9, [group] * 3, lambda ids: "text", trained)
-    step, groups, found = recordings.load_step(rollout_path(tmp_path / "samples", 9))
+    recorded = recordings.load_step(rollout_path(tmp_path / "samples", 9))
+    step, groups, found = recorded.step, recorded.groups, recorded.trained
     assert step == 9
     # which take most of the room
     group.responses[0] = replace(group.responses[0], routed_experts=None, sampling_mask=None)

@@ -24,7 +24,7 @@ from megatron_ibpo.report.page.html import page_script
 from megatron_ibpo.report.page.recorded_step import group_of_step
 from megatron_ibpo.report.page.server import application
 from megatron_ibpo.report.page.static import build_page
-from megatron_ibpo.report.rollout_data import load_step
+from megatron_ibpo.report.rollout_data import RecordedStep, load_step
 from support.browser import needs_browser, open_page
 from support.eval_samples import judged
 from support.paths import ROOT
@@ -102,7 +102,7 @@ def test_the_data_of_the_page_is_that_of_the_run_and_of_what_was_trained_on(run_
 
 
 def test_a_page_that_would_be_too_large_keeps_the_last_and_the_first_step_and_says_what_is_missing(run_dir):
-    _, groups, _ = load_step(rollout_path(run_dir / "rollouts", 2))
+    groups = load_step(rollout_path(run_dir / "rollouts", 2)).groups
     for step in range(3, 10):
         save_groups(rollout_path(run_dir / "rollouts", step), step, groups, TOKENIZER.decode)
     whole = data_of(build_page([run_dir]))
@@ -147,7 +147,7 @@ def test_a_prompt_in_chatml_is_shown_as_turns_and_a_character_of_several_tokens_
     asked += [257, *b"assistant\n"]
     sample = sample_of(asked, [*"≤1".encode(), 0xFF, *"é".encode(), 259])
     prompt = Prompt(0, token_ids(asked), 2, "1", "sum", "?")
-    content = group_of_step(0, Group(prompt, [sample]), {}, chat)
+    content = group_of_step(0, RecordedStep(1, [Group(prompt, [sample])], {}, []), chat)
     assert content["prompt"] == [*turns, ("assistant", "")]
     texts = [content["vocabulary"][n] for n in content["responses"][0]["tokens"]]
     assert [text for text, _ in texts] == ["≤", "", "", "1", "\ufffd", "é", "", "⟨end⟩"]

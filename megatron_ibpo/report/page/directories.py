@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_ibpo.basics.record_lines import finished_lines
-from megatron_ibpo.basics.records import Group
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import JSON_BYTES, read_user_file
@@ -28,7 +27,7 @@ from megatron_ibpo.report.page.evaluation_samples import (
     sample_files,
 )
 from megatron_ibpo.report.page.recorded_step import group_of_step, index_of_step, matches
-from megatron_ibpo.report.rollout_data import SAMPLES, Trained, load_step, rollout_path
+from megatron_ibpo.report.rollout_data import SAMPLES, RecordedStep, load_step, rollout_path
 from megatron_ibpo.report.run_dir import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -118,7 +117,7 @@ class RunSource:
             if not isinstance(value := self._settings.get(name), str):
                 raise ValueError(f"{CONFIG_FILE} of the run: {name} must be text, is {shown(value)}")
         self._log = _Log(directory / METRICS_FILE, directory)
-        self._steps: _Kept[tuple[list[Group], dict[tuple[int, str, int], Trained]]] = _Kept()
+        self._steps: _Kept[RecordedStep] = _Kept()
         # separate, so that curves go on while a large step is read
         self._log_lock, self._steps_lock = threading.Lock(), threading.Lock()
 
@@ -156,18 +155,18 @@ class RunSource:
             return {kind: rows.thinned(first, last, DRAWN) for kind, rows in self._log.columns.items()}
 
     def section(self, key: int) -> list[dict[str, Any]]:
-        return self._shown(key, lambda groups, _: index_of_step(groups))
+        return self._shown(key, lambda step: index_of_step(step.groups))
 
     def group(self, key: int, number: int) -> dict[str, Any]:
-        def content(groups: list[Group], trained: dict[tuple[int, str, int], Trained]) -> dict[str, Any]:
-            if not 0 <= number < len(groups):
-                raise NotThere(f"step {key} has {len(groups)} groups")
-            return group_of_step(number, groups[number], trained, self._reader())
+        def content(step: RecordedStep) -> dict[str, Any]:
+            if not 0 <= number < len(step.groups):
+                raise NotThere(f"step {key} has {len(step.groups)} groups")
+            return group_of_step(number, step, self._reader())
 
         return self._shown(key, content)
 
     def search(self, key: int, text: str) -> list[tuple[int, int]]:
-        return self._shown(key, lambda groups, _: matches(groups, text, self._reader()))
+        return self._shown(key, lambda step: matches(step.groups, text, self._reader()))
 
     def recorded(self) -> list[int]:
         """Return the steps with recorded rollouts."""
@@ -182,13 +181,13 @@ class RunSource:
     def _path(self, key: int) -> Path:
         return _inside(self._directory, rollout_path(self._records(), key))
 
-    def _shown(self, key: int, content: Callable[..., Any]) -> Any:
+    def _shown(self, key: int, content: Callable[[RecordedStep], Any]) -> Any:
         """Return the content of a recorded step; errors in its records name their file."""
         path = self._path(key)
         with self._steps_lock:
-            groups, trained = self._steps.get(path, lambda: load_step(path)[1:])
+            step = self._steps.get(path, lambda: load_step(path))
             try:
-                return content(groups, trained)
+                return content(step)
             except (ValueError, TypeError, AttributeError, OverflowError, LookupError) as error:
                 if isinstance(error, NotThere):
                     raise

@@ -3,17 +3,17 @@
 Numbers per token are rounded; tokens are numbers in a vocabulary that goes with the group.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from megatron_ibpo.basics.records import Correction, Group, Sample, TokenIds
+from megatron_ibpo.credit.explanation import SampleExplanation
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.edit_distance import opcodes
-from megatron_ibpo.report.rollout_data import Trained
-
-_TrainedOn = Mapping[tuple[int, str, int], Trained]
+from megatron_ibpo.report.rollout_data import RecordedStep, Trained
 
 _OF_CORRECTION = ("target", "references", "distance", "reference_distance", "rewritten", "unmodified_share")
 """Fields of a correction that the page shows as they are."""
@@ -44,24 +44,43 @@ def index_of_step(groups: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
-def group_of_step(number: int, group: Group, trained: _TrainedOn, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a group with its tokens."""
-    vocabulary = _Vocabulary(tokenizer)
+def group_of_step(number: int, step: RecordedStep, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a group with its tokens, and the lines that explain its advantages."""
+    vocabulary, group = _Vocabulary(tokenizer), step.groups[number]
+    trained, asked = step.trained, group.prompt.token_ids
     content = {
-        "prompt": vocabulary.turns(group.prompt.token_ids) or [("prompt", group.prompt.text)],
+        "prompt": vocabulary.turns(asked) or [("prompt", group.prompt.text)],
         "question": group.prompt.text,
         "label": group.prompt.label,
         "task": group.prompt.task,
+        "index": group.prompt.index,
+        "metadata": json.dumps(group.prompt.metadata, default=str) if group.prompt.metadata else "",
         "responses": [
             _response(response, vocabulary, trained.get((number, "response", index)))
+            | {
+                "asked": None
+                if np.array_equal(response.prompt_token_ids, asked)
+                else vocabulary.prompt(response)
+            }
+            | {"lines": _lines(step, number, "responses", index)}
             for index, response in enumerate(group.responses)
         ],
         "corrections": [
             _correction(group, correction, vocabulary, trained.get((number, "correction", index)))
+            | {"lines": _lines(step, number, "corrections", index)}
             for index, correction in enumerate(group.corrections)
         ],
     }
     return content | {"vocabulary": vocabulary.texts}
+
+
+def _lines(step: RecordedStep, number: int, kind: str, index: int) -> list[list[Any]]:
+    """Return the lines that explain a sample's advantage, as [name, value, sum, note]; none if they were not
+    recorded."""
+    if number >= len(step.explanations):
+        return []
+    samples: list[SampleExplanation] = getattr(step.explanations[number], kind)
+    return [[line.name, line.value, line.sum, line.note] for line in samples[index].lines]
 
 
 def matches(groups: Sequence[Group], text: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
@@ -110,8 +129,7 @@ def _correction(
     return {name: getattr(correction, name) for name in _OF_CORRECTION} | {
         "kind": _kind(group, correction),
         "leaks": correction.reference_leakage,
-        "prompt": vocabulary.turns(correction.response.prompt_token_ids)
-        or [("prompt", vocabulary.text(correction.response.prompt_token_ids))],
+        "prompt": vocabulary.prompt(correction.response),
         "ops": opcodes(before, correction.response.content_ids),
         "response": _response(correction.response, vocabulary, trained),
     }
@@ -124,6 +142,7 @@ def _response(response: Sample, vocabulary: "_Vocabulary", trained: Trained | No
         "error": response.reward_error,
         "details": response.reward_details,
         "versions": response.versions,
+        "temperature": response.temperature,
         "mask": None if response.loss_mask.all() else response.loss_mask.astype(int).tolist(),
         "sampled": _rounded(response.logprobs),
     }
@@ -134,6 +153,7 @@ def _response(response: Sample, vocabulary: "_Vocabulary", trained: Trained | No
         "weight": trained.weight,
         "weights": _rounded(trained.token_weights),
         "advantages": _rounded(trained.token_advantages),
+        "values": _rounded(trained.values),
         "old": _rounded(trained.old_logprobs),
         "new": _rounded(trained.new_logprobs),
     }
@@ -171,6 +191,11 @@ class _Vocabulary:
                 if "\ufffd" not in (whole := self._tokenizer.decode(tokens[start:end])):
                     texts[start:end] = [whole] + [""] * (end - start - 1)
         return [self._number(text, token) for text, token in zip(texts, tokens, strict=True)]
+
+    def prompt(self, sample: Sample) -> list[tuple[str, str]]:
+        """Return the prompt that a sample was drawn from, as turns or as one text."""
+        asked = sample.prompt_token_ids
+        return self.turns(asked) or [("prompt", self.text(asked))]
 
     def turns(self, ids: TokenIds) -> list[tuple[str, str]]:
         """Return (role, text) of a chat in ChatML; empty for any other prompt."""

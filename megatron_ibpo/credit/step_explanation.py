@@ -1,0 +1,212 @@
+"""The explanation of a step's credit: from every verified reward to its advantage, whatever the method."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ibpo.basics.records import Group, TrainSequence
+from megatron_ibpo.basics.text import counted
+from megatron_ibpo.credit.correction_advantages import compared_corrections
+from megatron_ibpo.credit.estimators import (
+    ComparedSamples,
+    Estimator,
+    advantage_sum,
+    is_degenerate,
+    needs_critic,
+)
+from megatron_ibpo.credit.explanation import (
+    MINUS,
+    GroupExplanation,
+    Line,
+    SampleExplanation,
+    SampleKey,
+    mean_and_std,
+    number,
+)
+from megatron_ibpo.credit.operator import Judgement, Operator
+
+Rewards = Sequence[float | None]
+_SHAPED = "shaped reward r′"
+_ROUNDING = 1e-12
+"""Smallest penalty, relative to a reward, that is not the rounding of a sum."""
+
+
+@dataclass(frozen=True)
+class StepCredit:
+    """What the credit of a step consists of, before it is told."""
+
+    groups: Sequence[Group]
+    judgement: Judgement
+    operator: Operator
+    reward_threshold: float
+    """The smallest correct reward."""
+    compared: Sequence[ComparedSamples]
+    """Rewards as they are trained on: of a group's responses, then of the corrections that join them."""
+    correction_rewards: Sequence[Rewards]
+    """Rewards of the corrections that are samples of their own; empty without any."""
+    estimator: Estimator
+    correction_estimator: Estimator
+    sequences: Sequence[TrainSequence]
+    notes: Mapping[SampleKey, list[Line]]
+    """Lines of a critic on the advantages of its sequences."""
+    token_note: str
+    """What the token credit's factors are."""
+
+
+def explain_step(step: StepCredit) -> list[GroupExplanation]:
+    """Return the explanation of every sample of every group.
+
+    Raises:
+        ValueError: the operator's lines do not fit the groups.
+    """
+    words = _words(step)
+    sequences = {(s.group, s.kind, s.index): s for s in step.sequences}
+    explanations = []
+    for place, group in enumerate(step.groups):
+        responses = [
+            _response(step, place, index, words[place][index], sequences.get((place, "response", index)))
+            for index in range(len(group.responses))
+        ]
+        corrections = [
+            _correction(step, place, index, sequences.get((place, "correction", index)))
+            for index in range(len(group.corrections))
+        ]
+        explanations.append(
+            GroupExplanation(
+                list(map(SampleExplanation, responses)), list(map(SampleExplanation, corrections))
+            )
+        )
+    return explanations
+
+
+def _words(step: StepCredit) -> list[list[list[Line]]]:
+    """Return the operator's lines for every response; none where it has no words."""
+    sizes = [len(group.responses) for group in step.groups]
+    words = step.judgement.explanations
+    if words is None:
+        return [[[] for _ in range(size)] for size in sizes]
+    if [len(own) for own in words] != sizes:
+        raise ValueError(
+            f"the operator's explanations are for groups of {[len(own) for own in words]} responses instead "
+            f"of {sizes}: it gives a list of lines for every response"
+        )
+    return words
+
+
+def _response(
+    step: StepCredit, place: int, index: int, words: list[Line], sequence: TrainSequence | None
+) -> list[Line]:
+    response, compared = step.groups[place].responses[index], step.compared[place]
+    reward, phi, weight = compared.rewards[index], step.judgement.phi[place][index], step.operator.ibpo_lambda
+    if response.reward is None or reward is None:
+        return [_NO_REWARD]
+    lines = [Line("verified reward r", response.reward), *words]
+    if weight and not any(line.name.startswith("φ") for line in words):
+        lines.append(Line("φ", phi))
+    bonus, written = weight * phi, f"{number(weight)}·{number(phi)}"
+    if bonus > 0 and response.reward + bonus >= step.reward_threshold:
+        note = f"the bonus λφ = {written} is withheld: with it, r would reach the smallest correct reward"
+        lines += _shaped(response.reward, [], reward, note)
+    else:
+        lines += _shaped(response.reward, [("λφ", written, bonus)] if weight else [], reward)
+    lines += _compared(compared.rewards, reward, step.estimator, sequence, is_shaped=_is_shaped(lines))
+    return [*lines, *_trained(step, (place, "response", index), sequence)]
+
+
+def _correction(step: StepCredit, place: int, index: int, sequence: TrainSequence | None) -> list[Line]:
+    group = step.groups[place]
+    correction = group.corrections[index]
+    verified, beside = correction.response.reward, [f"response {n + 1}" for n in correction.references]
+    shown = f", shown beside {', '.join(beside)}" if beside else ""
+    lines = [Line("corrects", f"response {correction.target + 1}{shown}")]
+    reward, among, estimator = _comparison(step, place, index)
+    if verified is None:
+        return [*lines, _NO_REWARD]
+    lines.append(Line("verified reward r", verified))
+    if reward is None:
+        return [*lines, Line("trained on", "no", note="the method does not learn from this text")]
+    penalty = -step.operator.ibpo_rewrite_penalty if correction.beyond_threshold else 0.0
+    is_penalised = penalty < 0 and bool(step.correction_rewards)
+    lines += _shaped(
+        verified, [(f"({MINUS}ρ)", f"({number(penalty)})", penalty)] if is_penalised else [], reward
+    )
+    lines += _compared(among, reward, estimator, sequence, is_shaped=_is_shaped(lines))
+    return [*lines, *_trained(step, (place, "correction", index), sequence)]
+
+
+def _comparison(step: StepCredit, place: int, index: int) -> tuple[float | None, Rewards, Estimator]:
+    """Return (reward of a correction as it is trained on, the rewards compared with it, their estimator)."""
+    if not step.correction_rewards:
+        rewards = step.compared[place].rewards
+        joining = rewards[len(step.groups[place].responses) :]
+        return joining[index] if joining else None, rewards, step.estimator
+    rewards = step.correction_rewards[place]
+    members = next(own for own in compared_corrections(step.groups[place], step.operator) if index in own)
+    return rewards[index], [rewards[i] for i in members], step.correction_estimator
+
+
+_NO_REWARD = Line("verified reward r", None, note="the verifier failed: left out of comparison and training")
+
+
+def _shaped(
+    verified: float, addends: Sequence[tuple[str, str, float]], reward: float, note: str = ""
+) -> list[Line]:
+    """Return the sum that turns a verified reward into the one that is trained on; nothing if there is none.
+
+    Args:
+        addends: (symbol, numbers, value) of what the method adds; the rest is an overlong penalty.
+    """
+    rest = reward - verified - sum(value for _, _, value in addends)
+    if abs(rest) > _ROUNDING * max(1.0, abs(reward)):
+        addends = [*addends, ("overlong penalty", f"({number(rest)})", rest)]
+    if not addends and not note:
+        return []
+    symbols = " + ".join(["r", *(symbol for symbol, _, _ in addends)])
+    numbers = " + ".join([number(verified), *(written for _, written, _ in addends)])
+    return [Line(_SHAPED, reward, f"{symbols} = {numbers}", note)]
+
+
+def _is_shaped(lines: Sequence[Line]) -> bool:
+    return any(line.name == _SHAPED for line in lines)
+
+
+def _compared(
+    rewards: Rewards,
+    reward: float,
+    estimator: Estimator,
+    sequence: TrainSequence | None,
+    *,
+    is_shaped: bool,
+) -> list[Line]:
+    """Return the mean and spread of the compared rewards, and the advantage as a sum of them."""
+    if needs_critic(estimator):
+        return []
+    scored = [value for value in rewards if value is not None]
+    mean, std = mean_and_std(scored)
+    lines = [
+        Line("group mean", mean, note=f"of {counted(len(scored), 'reward')}"),
+        Line("group σ", std, note="the population's"),
+    ]
+    if sequence is None:
+        return [*lines, Line("trained on", "no", note="it has no tokens of the policy's own")]
+    if sequence.token_advantages is not None:
+        note = "mean over its tokens, which have advantages of their own"
+    elif is_degenerate(scored):
+        note = "all compared rewards are equal: nothing to learn"
+    else:
+        note = ""
+    total = advantage_sum(estimator, "r′" if is_shaped else "r", reward, scored)
+    return [*lines, Line("advantage", sequence.advantage, total, note)]
+
+
+def _trained(step: StepCredit, key: SampleKey, sequence: TrainSequence | None) -> list[Line]:
+    """Return the lines on a sample's part in the loss: a critic's, its weight, its tokens' weights."""
+    if sequence is None:
+        return []
+    lines = [*step.notes.get(key, []), Line("weight in the loss", sequence.weight)]
+    weights = sequence.token_weights
+    if weights is None:
+        return lines
+    own = weights[sequence.loss_mask]
+    zeros = f"{int((own == 0).sum())} of {counted(len(own), 'token')} weigh 0"
+    note = "; ".join(part for part in (zeros, step.token_note) if part)
+    return [*lines, Line("mean token weight", float(own.mean()), note=note)]
