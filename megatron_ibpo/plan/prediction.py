@@ -15,7 +15,7 @@ from megatron_ibpo.plan.machine import Machine, Seen, find_machine, workload_of
 from megatron_ibpo.plan.roofline import checkpoint_seconds
 from megatron_ibpo.plan.step_time import StepTimes, step_times
 from megatron_ibpo.plan.workload import Basis, Engine, Layout, Task, log_normal, recorded
-from megatron_ibpo.policy.overrides import model_chunks, model_overrides
+from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.report.stages import SAMPLING, STEP, TRAINING, WEIGHTS, Forecast
 
 WRONG = 0.5
@@ -104,15 +104,15 @@ def setting_of(config: Config, shape: ModelShape, world_size: int, machine: Mach
 
 
 def _layout_of(config: Config, world_size: int) -> Layout:
-    parallel = config.parallel
+    parallel, overrides = config.parallel, read_overrides(config)
     return Layout(
         gpus=world_size,
         tensor=parallel.tensor_model_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
         context=parallel.context_parallel_size,
         expert=parallel.expert_model_parallel_size,
-        chunks=model_chunks(config),
-        precision="fp8" if model_overrides(config).get("fp8") else "bf16",
+        chunks=overrides.chunks,
+        precision="fp8" if overrides.model.get("fp8") else "bf16",
         recompute=config.model.recompute_granularity,
         offload_optimizer=config.optimizer.optimizer_cpu_offload,
         delta_net_cp=parallel.delta_net_cp,

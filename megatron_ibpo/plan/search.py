@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
-from megatron_ibpo.plan.feasibility import Plan, make_plan
+from megatron_ibpo.plan.feasibility import Misfit, Plan, make_plan
 from megatron_ibpo.plan.hardware import Hardware, read_hardware
 from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.prediction import Setting, setting_of
@@ -65,8 +65,8 @@ def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Foun
     found: list[Found] = []
     problems: list[str] = []
     for seconds, _, setting, candidate in sorted(timed, key=lambda entry: entry[:2]):
-        plan = make_plan(candidate, setting.layout.gpus, estimate_census)
-        if plan.problems:
+        plan = make_plan(candidate, setting.layout.gpus, estimate_census, shape)
+        if isinstance(plan, Misfit) or plan.problems:
             problems = problems or plan.problems
             continue
         found.append(Found(candidate, seconds, setting, plan))
@@ -115,7 +115,7 @@ def _trainers(config: Config, shape: ModelShape, gpus: int) -> list[Config]:
         timed.append((passes.total, number, candidate))
     fitting = []
     for _, _, candidate in sorted(timed, key=lambda entry: entry[:2]):
-        plan = make_plan(candidate, gpus, estimate_census)
+        plan = make_plan(candidate, gpus, estimate_census, shape)
         if not any(problem.startswith("training takes") for problem in plan.problems):
             fitting.append(candidate)
         if len(fitting) == _TRAINERS:
