@@ -29,6 +29,7 @@ from megatron_ibpo.plan.feasibility import (
     tightest,
     usable_bytes,
 )
+from megatron_ibpo.plan.machine import find_machine
 from megatron_ibpo.plan.memory import GIB, RankMemory, kv_bytes, state_bytes_per_sequence, sync_bytes
 from megatron_ibpo.plan.node_memory import memory_on_cpus
 from megatron_ibpo.plan.parameter_count import Census
@@ -127,7 +128,7 @@ def _print_plan(plan: Plan | Misfit, console: Console, on_this_machine: str) -> 
             say(on_this_machine)
         if config.run.dry_run_hardware is not None:
             say()
-            _say_time(plan, say)
+            _say_time(plan, config.run.dry_run_hardware, say)
     say()
     if isinstance(plan, Plan) and not plan.problems:
         least = tightest(plan)
@@ -142,11 +143,11 @@ def _print_plan(plan: Plan | Misfit, console: Console, on_this_machine: str) -> 
         say(f"  - {problem}")
 
 
-def _say_time(plan: Plan, say: Callable[[str], None]) -> None:
+def _say_time(plan: Plan, hardware: str, say: Callable[[str], None]) -> None:
     config = plan.config
-    say(f"Time on {config.run.dry_run_hardware}, predicted; its errors are in docs/planner.md")
+    say(f"Time on {hardware}, predicted; its errors are in docs/planner.md")
     try:
-        setting = setting_of(config, plan.shape, plan.world_size)
+        setting = setting_of(config, plan.shape, plan.world_size, find_machine(hardware))
         said = lines(setting, config.run.num_rollout, config.run.gpu_hour_price)
     except ValueError as error:
         said = [f"not predicted: {error}"]
