@@ -29,6 +29,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape, padded_vocab_size
 from megatron_ibpo.plan.memory import GIB, RankMemory, rank_memory
 from megatron_ibpo.plan.parameter_count import Census, StagePart, estimate_census
+from megatron_ibpo.policy.overrides import read_overrides
 
 RESULTS = Path(__file__).parent / "results/judge_memory.json"
 GATHERED = 2
@@ -84,7 +85,7 @@ def counted_bytes(row: Row, shape: ModelShape) -> tuple[int, int]:
     tokens //= config.parallel.context_parallel_size
     found = []
     for part in census.stages:
-        memory = rank_memory(shape, config, part, census, tokens)
+        memory = rank_memory(shape, config, read_overrides(config), part, census, tokens)
         if memory.logits and not config.loss.fuse_lm_head:
             columns = padded_vocab_size(shape, config.parallel) // config.parallel.tensor_model_parallel_size
             memory = replace(memory, logits=LOGIT * tokens * columns)

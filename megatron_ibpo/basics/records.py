@@ -26,6 +26,10 @@ was read (all of prompt and response but the last). In the smallest type that ho
 value, `no_expert`."""
 
 
+ENVIRONMENT = "environment"
+"""Key of a prompt's metadata that names its environment; the others use --environment."""
+
+
 def token_ids(ids: Any) -> TokenIds:
     """Return `ids` (any sequence of integers) as records hold them; an int32 array is not copied."""
     return np.asarray(ids, dtype=np.int32)
@@ -68,6 +72,12 @@ class Prompt:
     text: str
     """The question as text, for verifiers and reports."""
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> str | None:
+        """The environment that the prompt names; None if its responses are of one turn."""
+        named = self.metadata.get(ENVIRONMENT)
+        return None if named is None else str(named)
 
     @property
     def head_ids(self) -> TokenIds:

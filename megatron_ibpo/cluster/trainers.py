@@ -45,7 +45,7 @@ class Trainers:
         if gone := lost_nodes(self._placement, (slot.node for slot in self._placement.trainers)):
             raise NodeLostError(f"trainers were lost with {', '.join(gone)}")
         self.hosts, self.places = self._launched(), []
-        self.wait(self.build(*arguments))
+        self.build(*arguments)
 
     def locate(self) -> None:
         """Find out where the processes are, before they take any memory of their GPUs.
@@ -60,11 +60,11 @@ class Trainers:
         slots = self._placement.trainers
         return {slot.node: place.memory for slot, place in zip(slots, self.places, strict=True)}
 
-    def build(self, *arguments: Any) -> list[Any]:
-        """Start building the model on every rank; return handles for `wait`.
+    def build(self, *arguments: Any) -> None:
+        """Build the model on every rank.
 
         Raises:
-            ProcessDiedError: a process did not start.
+            ProcessDiedError: a process did not start, or died.
         """
         if not self.places:
             self.locate()
@@ -73,10 +73,12 @@ class Trainers:
         world = {"WORLD_SIZE": str(len(self.hosts)), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         own = [self._local(rank) for rank in range(len(self.hosts))]
         own[0][STORE_DESCRIPTOR] = str(descriptor)
-        return [
-            host.build(FACTORY, world | local, *arguments)
-            for host, local in zip(self.hosts, own, strict=True)
-        ]
+        self.wait(
+            [
+                host.build(FACTORY, world | local, *arguments)
+                for host, local in zip(self.hosts, own, strict=True)
+            ]
+        )
 
     def wait(self, answers: Sequence[Any]) -> list[Any]:
         """Return the results of calls of all ranks, by rank."""

@@ -135,7 +135,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
         )
     if devices.gpus == 0 or parameters <= LARGEST_TINY:
         return _tiny(shape, devices)
-    from megatron_ibpo.plan.feasibility import make_plan, tightest
+    from megatron_ibpo.plan.feasibility import Plan, make_plan, tightest
     from megatron_ibpo.run.settings import parse_config  # slow to import, and for GPUs only
 
     recipe = choose_recipe(shape, devices.gpus, devices.gpu_memory_gib)
@@ -148,9 +148,9 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
         config = parse_config(arguments, note=lambda line: None)  # the run itself prints them
         config.run.dry_run_gpus_per_node = devices.gpus_per_node
         config.run.dry_run_gpu_memory_gib = devices.gpu_memory_gib
-        plan = make_plan(config, devices.gpus)
+        plan = make_plan(config, devices.gpus, shape=shape)
         problems = plan.problems
-        if not problems:
+        if isinstance(plan, Plan) and not problems:
             found = Choice(recipe.path, str(recipe), devices.gpus_per_node, layout)
             if tightest(plan).left >= ROOM * devices.gpu_memory_gib * 1024**3:
                 return found

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
+from megatron_ibpo.basics.records import ENVIRONMENT
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.data import DataConfig
@@ -18,8 +19,6 @@ from megatron_ibpo.config.rollout import EnvironmentConfig
 
 RM_TYPE = "rm_type"
 """Key of a row's metadata that names its verifier; the other rows use --rm-type."""
-ENVIRONMENT = "environment"
-"""Key of a row's metadata that names its environment; the other rows use --environment."""
 
 
 def rm_type_in(metadata: Mapping[str, Any], data: DataConfig) -> str:

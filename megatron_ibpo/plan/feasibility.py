@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config, RolloutConfig, on_device
 from megatron_ibpo.engines.registry import engine_needs
+from megatron_ibpo.engines.settings import EngineNeeds
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.models.cost import COUNTED
 from megatron_ibpo.models.layout import context_chunks
@@ -28,10 +29,21 @@ from megatron_ibpo.plan.memory import (
     sync_bytes,
 )
 from megatron_ibpo.plan.parameter_count import Census, take_census
-from megatron_ibpo.policy.overrides import model_chunks, model_overrides, recomputed_modules
+from megatron_ibpo.policy.overrides import Overrides, read_overrides
 
 USABLE_SHARE = 0.97
 """Usable share of a GPU's memory: the driver keeps some, and 80 GB cards offer a little less than 80 GiB."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A configuration whose sizes do not fit together, so that no memory can be counted."""
+
+    config: Config
+    """As in `Plan`."""
+    shape: ModelShape
+    world_size: int
+    problems: list[str]
 
 
 @dataclass(frozen=True)
@@ -41,52 +53,56 @@ class Plan:
     config: Config
     """The configuration with the context length and all device-dependent settings resolved."""
     shape: ModelShape
+    overrides: Overrides
     world_size: int
     problems: list[str]
-    census: Census | None = None
-    """None, as are stages and engine, if the sizes already do not fit together."""
-    stages: list[RankMemory] | None = None
+    census: Census
+    stages: list[RankMemory]
     """Memory of a rank of each pipeline stage; all its ranks have the same."""
-    engine: EngineMemory | None = None
-    host: HostMemory | None = None
+    needs: EngineNeeds
+    engine: EngineMemory
+    host: HostMemory
     """Memory of the node that needs most."""
-    placement: Placement | None = None
-
-    @property
-    def num_engines(self) -> int:
-        return 0 if self.placement is None else len(self.placement.engines)
+    placement: Placement
 
 
 def make_plan(
-    config: Config, world_size: int, count: Callable[[ModelShape, Config, int], Census] = take_census
-) -> Plan:
+    config: Config,
+    world_size: int,
+    count: Callable[[ModelShape, Config, int], Census] = take_census,
+    shape: ModelShape | None = None,
+) -> Plan | Misfit:
     """Return the plan of a run on `world_size` ranks.
 
     Args:
         count: counts parameters; by default on the real model.
+        shape: of the model; None: read from its config.json.
 
     Raises:
         ModelConfigError: there is no usable config.json.
     """
-    shape = read_hf_config(config.model.hf_dir)
+    shape = shape or read_hf_config(config.model.hf_dir)
     context = config.rollout.context_of(shape.max_position_embeddings)
     config = on_device(config, on_gpu=True, has_delta_nets=shape.is_recurrent, max_context=context)
-    mtp, chunks = config.model.mtp_num_layers, model_chunks(config)
-    problems = check_layout(shape, config.parallel, world_size, chunks, mtp)
+    overrides = read_overrides(config)
+    problems = check_layout(shape, config.parallel, world_size, overrides.chunks, config.model.mtp_num_layers)
     if not problems:
-        problems += check_lora(config.model, shape, config.parallel, chunks)
+        problems += check_lora(config.model, shape, config.parallel, overrides.chunks)
     placement = _placement(config, world_size, problems)
     problems += _engine_problems(shape, config)
     problems += _context_problems(shape, config.rollout, context)
-    if problems:
-        return Plan(config, shape, world_size, problems)
+    if problems or placement is None:
+        return Misfit(config, shape, world_size, problems)
     census = count(shape, config, world_size)
     max_tokens = max(config.model.max_tokens_per_gpu, _share(context, config.parallel.context_parallel_size))
-    stages = [rank_memory(shape, config, part, census, max_tokens) for part in census.stages]
+    stages = [rank_memory(shape, config, overrides, part, census, max_tokens) for part in census.stages]
     gpu_bytes = int(config.run.dry_run_gpu_memory_gib * GIB)
-    engine = engine_memory(shape, config, census, gpu_bytes)
+    needs = engine_needs(config)
+    engine = engine_memory(shape, config, needs, census, gpu_bytes)
     host = host_memory(config, census, stages, ranks_per_node(config, world_size))
-    plan = Plan(config, shape, world_size, problems, census, stages, engine, host, placement)
+    plan = Plan(
+        config, shape, overrides, world_size, problems, census, stages, needs, engine, host, placement
+    )
     problems += _memory_problems(plan)
     return plan
 
@@ -151,10 +167,7 @@ def _context_problems(shape: ModelShape, rollout: RolloutConfig, context: int) -
 
 
 def _memory_problems(plan: Plan) -> Iterator[str]:
-    assert plan.engine is not None
-    assert plan.stages is not None
-    assert plan.census is not None
-    needs, gpu_bytes = engine_needs(plan.config), plan.config.run.dry_run_gpu_memory_gib * GIB
+    needs, gpu_bytes = plan.needs, plan.config.run.dry_run_gpu_memory_gib * GIB
     limit = usable_bytes(plan.config)
     by_stage = [peaks(plan, stage) for stage in range(len(plan.stages))]
     advice = {
@@ -197,9 +210,6 @@ def peaks(plan: Plan, stage: int) -> dict[str, int]:
 
     If trainer and engine have separate GPUs, the fuller one counts.
     """
-    assert plan.stages is not None
-    assert plan.engine is not None
-    assert plan.census is not None
     trainer, engine = plan.stages[stage], plan.engine
     _, buffers = sync_bytes(plan.census, plan.config)
     if not plan.config.rollout.colocate:
@@ -235,9 +245,7 @@ class Tightest:
 
 
 def tightest(plan: Plan) -> Tightest:
-    """Return the tightest moment over all phases and ranks; needs a plan with stages."""
-    assert plan.stages is not None
-    assert plan.census is not None
+    """Return the tightest moment over all phases and ranks."""
     taken, stage, phase = max(
         (taken, -stage, phase)
         for stage in range(len(plan.stages))
@@ -258,9 +266,9 @@ def full_contexts(plan: Plan) -> float:
 def sequences(plan: Plan, tokens: int) -> float:
     """Return the number of sequences of `tokens` tokens that one engine's KV cache holds at once, each with
     its recurrent state."""
-    assert plan.engine is not None
-    one = kv_bytes(plan.shape, plan.config, tokens)
-    one += state_bytes_per_sequence(plan.shape, plan.config)
+    size = plan.config.rollout.rollout_num_gpus_per_engine
+    one = kv_bytes(plan.shape, plan.needs, size, tokens)
+    one += state_bytes_per_sequence(plan.shape, plan.needs, size)
     return plan.engine.kv_cache / one
 
 
@@ -292,15 +300,10 @@ UNCOUNTED = {
 """Field of TransformerConfig → its memory that is not counted."""
 
 
-def not_counted(config: Config) -> list[str]:
-    """Return each setting of --model-override that changes memory uncounted, with the memory that it
-    changes."""
-    return list(_not_counted(config))
-
-
-def _not_counted(config: Config) -> Iterator[str]:
-    for name, value in model_overrides(config).items():
+def not_counted(overrides: Overrides) -> Iterator[str]:
+    """Yield each setting of --model-override that changes memory uncounted, with what it changes."""
+    for name, value in overrides.model.items():
         if name in UNCOUNTED and value not in (None, False, "none"):
             yield f"{name} ({UNCOUNTED[name]})"
-    if unknown := sorted(recomputed_modules(config) - COUNTED):
+    if unknown := sorted(overrides.recomputed_modules - COUNTED):
         yield f"recompute_modules {', '.join(unknown)}"

@@ -6,12 +6,12 @@ and flash-linear-attention; the allowances below stand for parts without a formu
 compared with a GPU.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from megatron_ibpo.config import Config, ParallelConfig
-from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.engines.settings import EngineNeeds
 from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
@@ -24,13 +24,7 @@ from megatron_ibpo.models.cost import (
     mixer_cost,
 )
 from megatron_ibpo.plan.parameter_count import Census, Place, StagePart
-from megatron_ibpo.policy.overrides import (
-    micro_batch_multiple,
-    model_chunks,
-    model_overrides,
-    optimizer_bytes,
-    recomputed_modules,
-)
+from megatron_ibpo.policy.overrides import Overrides
 from megatron_ibpo.weights.formats.retention import checkpoint_bytes
 
 GIB = 1024**3
@@ -162,11 +156,17 @@ class HostMemory:
 
 
 def rank_memory(
-    shape: ModelShape, config: Config, part: StagePart, census: Census, max_tokens: int
+    shape: ModelShape,
+    config: Config,
+    overrides: Overrides,
+    part: StagePart,
+    census: Census,
+    max_tokens: int,
 ) -> RankMemory:
     """Return the memory of a trainer rank with micro-batches of up to `max_tokens` tokens."""
     element = _trainer_element(config)
-    state = optimizer_bytes(config)
+    state = overrides.optimizer_bytes
+    layers = _layers(shape, config.parallel, overrides, part)
     own = _shard(census, part) if config.parallel.use_distributed_optimizer else part.trained
     stages = config.parallel.pipeline_model_parallel_size
     models = config.algorithm.num_models
@@ -176,29 +176,29 @@ def rank_memory(
         gradients=models * part.trained * 4,
         optimizer=round(models * own * state.device),
         host_optimizer=round(models * own * state.host),
-        activations=_activations(shape, config, part, max_tokens),
+        activations=_activations(shape, config, overrides, part, layers, max_tokens),
         logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
-        without_gradient=_without_gradient(shape, config, part, max_tokens),
+        without_gradient=_without_gradient(shape, config, part, layers.widest, max_tokens),
         second_gradients=0 if config.run.gradient_meter_interval is None else part.trained * 4,
         process=CONTEXT_BYTES + len(groups) * COMMUNICATOR_BYTES,
-        copies=models * _weight_copies(shape, config, part),
+        copies=models * _weight_copies(shape, config.parallel, overrides.model, part),
         moves_out=config.rollout.colocate and config.rollout.offload_train,
     )
 
 
-def _weight_copies(shape: ModelShape, config: Config, part: StagePart) -> int:
+def _weight_copies(
+    shape: ModelShape, parallel: ParallelConfig, given: Mapping[str, Any], part: StagePart
+) -> int:
     """Return the bytes of FP8 copies of the layers' matrices and of their transposes, one byte per element
     each. Transformer Engine keeps them from the first micro-batch of a step on, unless parameters are FP8
     themselves or disable_parameter_transpose_cache is set (transformer_engine/pytorch/module/linear.py).
     Embeddings and head have no copies. Not seen on a GPU."""
-    given = model_overrides(config)
     if not given.get("fp8") or given.get("fp8_param") or given.get("disable_parameter_transpose_cache"):
         return 0
-    ends = (part.pipeline == 0) + (part.pipeline == config.parallel.pipeline_model_parallel_size - 1)
+    ends = (part.pipeline == 0) + (part.pipeline == parallel.pipeline_model_parallel_size - 1)
     if shape.tie_word_embeddings:
         ends = min(ends, 1)
-    table = padded_vocab_size(shape, config.parallel) * shape.hidden_size
-    table //= config.parallel.tensor_model_parallel_size
+    table = padded_vocab_size(shape, parallel) * shape.hidden_size // parallel.tensor_model_parallel_size
     return 2 * (part.parameters - ends * table)
 
 
@@ -246,14 +246,17 @@ def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) ->
     return max_tokens * columns * element + _LOSS_CHUNK_BYTES
 
 
-def engine_memory(shape: ModelShape, config: Config, census: Census, gpu_bytes: int) -> EngineMemory:
+def engine_memory(
+    shape: ModelShape, config: Config, needs: EngineNeeds, census: Census, gpu_bytes: int
+) -> EngineMemory:
     """Return the memory of one GPU of an engine. The KV cache has its configured size, or the rest of the
     share.
 
     Args:
+        needs: of the engine on such a device (`engines.registry.engine_needs`).
         gpu_bytes: memory of the GPU; 0 on CPUs.
     """
-    needs, size = engine_needs(config, on_gpu=gpu_bytes > 0), config.rollout.rollout_num_gpus_per_engine
+    size = config.rollout.rollout_num_gpus_per_engine
     weights = _engine_weights(shape, census.total, size, needs)
     workspace = int(needs.prefill_tokens * inference_elements(shape, size)) * needs.element_bytes
     workspace += needs.most_running * shape.vocab_size * needs.logit_bytes + needs.buffer_bytes
@@ -339,18 +342,18 @@ def _engine_weights(shape: ModelShape, total: int, size: int, needs: EngineNeeds
     return (int(matrices * needs.matrix_bytes) + embeddings * element) // size + routers * element
 
 
-def kv_bytes(shape: ModelShape, config: Config, tokens: int) -> int:
-    """Return the bytes of the KV cache of a sequence of `tokens` tokens on one GPU of an engine."""
-    elements = cached_elements(shape, tokens, config.rollout.rollout_num_gpus_per_engine)
-    return int(elements) * engine_needs(config).element_bytes
+def kv_bytes(shape: ModelShape, needs: EngineNeeds, size: int, tokens: int) -> int:
+    """Return the bytes of the KV cache of a sequence of `tokens` tokens on one of an engine's `size` GPUs."""
+    return int(cached_elements(shape, tokens, size)) * needs.element_bytes
 
 
-def state_bytes_per_sequence(shape: ModelShape, config: Config) -> int:
-    """Return the bytes of recurrent and convolution state of one sequence on one GPU of an engine."""
-    mixers, needs = [mixer_cost(shape, layer) for layer in range(shape.num_layers)], engine_needs(config)
+def state_bytes_per_sequence(shape: ModelShape, needs: EngineNeeds, size: int) -> int:
+    """Return the bytes of recurrent and convolution state of one sequence on one of an engine's `size`
+    GPUs."""
+    mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
     recurrent = needs.state_bytes * sum(mixer.recurrent_state for mixer in mixers)
     convolution = needs.element_bytes * sum(mixer.convolution_state for mixer in mixers)
-    return (recurrent + convolution) // config.rollout.rollout_num_gpus_per_engine
+    return (recurrent + convolution) // size
 
 
 def sync_bytes(census: Census, config: Config) -> tuple[int, int]:
@@ -369,28 +372,47 @@ def _trainer_element(config: Config) -> int:
     return 2 if config.model.bf16 else 4
 
 
-def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int) -> int:
+@dataclass(frozen=True)
+class _Layers:
+    """The layers of a pipeline stage, in all its chunks."""
+
+    kept: list[float]
+    """Elements per token that each keeps for its backward pass."""
+    widest: float
+    """Elements per token of the largest, with nothing recomputed."""
+    keys: float
+    """Keys and values per token in a layer of the model; 0 if no ranks share sequences."""
+    with_experts: int
+
+
+def _layers(shape: ModelShape, parallel: ParallelConfig, overrides: Overrides, part: StagePart) -> _Layers:
+    ranges = pipeline_layers(shape.num_layers, parallel, overrides.chunks)[part.pipeline]
+    own, tensor = [layer for layers in ranges for layer in layers], parallel.tensor_model_parallel_size
+    shares = parallel.context_parallel_size > 1
+    return _Layers(
+        kept=[kept_elements(shape, parallel, layer, overrides.recomputed_modules) for layer in own],
+        widest=max(kept_elements(shape, parallel, layer) for layer in own),
+        keys=max(kv_elements(shape, layer, tensor) for layer in range(shape.num_layers)) if shares else 0,
+        with_experts=sum(shape.has_experts(layer) for layer in own),
+    )
+
+
+def _activations(
+    shape: ModelShape, config: Config, overrides: Overrides, part: StagePart, layers: _Layers, tokens: int
+) -> int:
     """Return the peak bytes kept for the backward pass, plus the working memory of the present layer."""
     stages = config.parallel.pipeline_model_parallel_size
     element = _trainer_element(config)
-    in_flight = _in_flight(config, stages, part.pipeline)
-    layers = _layers(shape, config, part)
-    recomputed = recomputed_modules(config)
-
-    def layer_bytes_of(recomputed: Container[str]) -> list[float]:
-        return [
-            kept_elements(shape, config.parallel, layer, recomputed) * tokens * element for layer in layers
-        ]
-
-    layer_bytes = layer_bytes_of(recomputed)
-    working = 2.0 * max(layer_bytes_of(()))  # a layer's tensors and their gradients
+    in_flight = _in_flight(overrides, stages, part.pipeline)
+    layer_bytes = [elements * tokens * element for elements in layers.kept]
+    working = 2.0 * (layers.widest * tokens * element)  # a layer's tensors and their gradients
     working += _gathered(shape, config.parallel, tokens) * element
-    working += _passed_keys(shape, config.parallel, tokens) * element
+    # keys, values and their gradients: those in use by attention, and those arriving from another rank
+    working += 2 * 2 * tokens * layers.keys * element
     # Autograd gives a weight's gradient in its own dtype, before it is added to the fp32 buffer: that of the
     # largest weight, or of all experts of a layer, whose first matrices are two thirds of them.
     if config.model.lora_rank is None:
-        with_experts = sum(shape.has_experts(layer) for layer in layers)
-        working += max(part.largest, part.experts // max(1, with_experts) * 2 // 3) * element
+        working += max(part.largest, part.experts // max(1, layers.with_experts) * 2 // 3) * element
     if config.model.recompute_granularity != "full":
         return int(in_flight * sum(layer_bytes) + working)
     tensor = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
@@ -402,29 +424,24 @@ def _activations(shape: ModelShape, config: Config, part: StagePart, tokens: int
     return int(in_flight * chunks * kept + (chunk - 1) * max(layer_bytes) + working)
 
 
-def _in_flight(config: Config, stages: int, stage: int) -> float:
+def _in_flight(overrides: Overrides, stages: int, stage: int) -> float:
     """Return the most micro-batches that 1F1B keeps alive on a stage: those after their forward pass and
     before their backward pass. With interleaving, a micro-batch in one of the rank's chunks counts as a share
     of one."""
-    chunks = model_chunks(config)
+    chunks = overrides.chunks
     if chunks == 1:
         return stages - stage
-    ahead = 2 * (stages - stage - 1) + (chunks - 1) * micro_batch_multiple(config)
+    ahead = 2 * (stages - stage - 1) + (chunks - 1) * overrides.micro_batch_multiple
     return (ahead + 1) / chunks
 
 
-def _layers(shape: ModelShape, config: Config, part: StagePart) -> list[int]:
-    """Return the layers of a pipeline stage, in all its chunks."""
-    ranges = pipeline_layers(shape.num_layers, config.parallel, model_chunks(config))[part.pipeline]
-    return [layer for layers in ranges for layer in layers]
-
-
-def _without_gradient(shape: ModelShape, config: Config, part: StagePart, max_tokens: int) -> int:
+def _without_gradient(
+    shape: ModelShape, config: Config, part: StagePart, widest: float, max_tokens: int
+) -> int:
     """Return the bytes of one layer's tensors, and on the last stage of logits with the memory of the
     loss."""
     tokens = max(max_tokens, config.model.tokens_without_gradient)
     element = _trainer_element(config)
-    widest = max(kept_elements(shape, config.parallel, layer) for layer in _layers(shape, config, part))
     gathered = _gathered(shape, config.parallel, tokens)
     is_last = part.pipeline == config.parallel.pipeline_model_parallel_size - 1
     return int((widest * tokens + gathered) * element) + (
@@ -438,12 +455,3 @@ def _gathered(shape: ModelShape, parallel: ParallelConfig, tokens: int) -> int:
     if parallel.tensor_model_parallel_size == 1 or not parallel.sequence_parallel:
         return 0
     return 2 * tokens * shape.hidden_size
-
-
-def _passed_keys(shape: ModelShape, parallel: ParallelConfig, tokens: int) -> int:
-    """Return the elements of keys, values and their gradients sent around the ranks that share sequences:
-    those in use by attention, and those arriving meanwhile."""
-    if parallel.context_parallel_size == 1:
-        return 0
-    tensor = parallel.tensor_model_parallel_size
-    return 2 * 2 * tokens * max(kv_elements(shape, layer, tensor) for layer in range(shape.num_layers))

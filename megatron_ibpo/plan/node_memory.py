@@ -15,12 +15,13 @@ from megatron_ibpo.basics.text import listed
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.engines.registry import engine_needs
+from megatron_ibpo.engines.settings import EngineNeeds
 from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.lora import chosen_lora, lora_entries
 from megatron_ibpo.models.weight_map import Entry
 from megatron_ibpo.plan.memory import GIB, RankMemory, engine_memory, node_memory, rank_memory
 from megatron_ibpo.plan.parameter_count import Census, StagePart
-from megatron_ibpo.policy.overrides import model_chunks
+from megatron_ibpo.policy.overrides import Overrides, read_overrides
 
 TRAINER_PROGRAM_BYTES = int(0.4 * GIB)
 """Bytes of a trainer's process without its model: 406 MiB with a tiny one (tools/results/soak_next.json)."""
@@ -47,6 +48,7 @@ _ADVICE = {
 def check_main_memory(
     config: Config,
     shape: ModelShape,
+    overrides: Overrides,
     elements: Mapping[str, int],
     placement: Placement,
     memory: Mapping[int, int],
@@ -62,11 +64,11 @@ def check_main_memory(
         ValueError: for each node with too little memory: the needs, what it has, and what to change.
     """
     problems = []
-    census = census_by_names(shape, config, elements, len(placement.trainers))
-    for node, parts in _needed(config, shape, census, placement).items():
+    needs = engine_needs(config, on_gpu=placement.on_gpu)
+    census = census_by_names(shape, config, overrides.chunks, elements, len(placement.trainers))
+    for node, parts in _needed(config, shape, overrides, needs, census, placement).items():
         needed, there = sum(parts.values()), memory[node]
         if needed > there:
-            needs = engine_needs(config, on_gpu=placement.on_gpu)
             problems.append(_refusal(placement.nodes[node].address, there, parts, needs.kv_cache_flag))
     if problems:
         raise ValueError(listed(problems, "\n", most=_MOST_NODES))
@@ -86,7 +88,8 @@ def memory_on_cpus(config: Config, shape: ModelShape, census: Census) -> dict[st
     processes = 2 * ranks + (rollout.rollout_num_gpus or 0)  # as many as the run's own Ray counts
     machine = Node("here", "here", cpus=processes, gpus=0)
     placement = plan_placement([machine], num_trainers=ranks, engines=engines, on_gpu=False)
-    (parts,) = _needed(config, shape, census, placement).values()
+    overrides, needs = read_overrides(config), engine_needs(config, on_gpu=False)
+    (parts,) = _needed(config, shape, overrides, needs, census, placement).values()
     return parts
 
 
@@ -102,20 +105,26 @@ def _refusal(address: str, there: int, parts: Mapping[str, int], kv_cache_flag: 
 
 
 def _needed(
-    config: Config, shape: ModelShape, census: Census, placement: Placement
+    config: Config,
+    shape: ModelShape,
+    overrides: Overrides,
+    needs: EngineNeeds,
+    census: Census,
+    placement: Placement,
 ) -> dict[int, dict[str, int]]:
     """Return, for each node with any of the run's processes, the bytes by purpose."""
     ranks = _on_nodes([slot.node for slot in placement.trainers])
     engines = Counter(slot.node for slot in placement.engines)
     on_gpu = placement.on_gpu
-    stages = [rank_memory(shape, config, part, census, max_tokens=1) for part in census.stages]
-    engine = 0 if on_gpu else _engine_on_cpu(shape, config, census)
+    stages = [rank_memory(shape, config, overrides, part, census, max_tokens=1) for part in census.stages]
+    engine = engine_memory(shape, config, needs, census, gpu_bytes=0)
+    engine_bytes = config.rollout.rollout_num_gpus_per_engine * (engine.weights + engine.kv_cache)
     needed = {}
     for node in sorted({*ranks, *engines}):
         own = ranks.get(node, [])
         parts = node_memory(config, census, stages, own).named()
         if not on_gpu:
-            parts |= _on_cpus(config, census, stages, own) | {_ENGINES: engines[node] * engine}
+            parts |= _on_cpus(census, stages, own) | {_ENGINES: engines[node] * engine_bytes}
         # the program of an engine with GPUs has never been measured
         programs = len(own) * TRAINER_PROGRAM_BYTES
         programs += 0 if on_gpu else engines[node] * ENGINE_PROGRAM_BYTES
@@ -131,28 +140,23 @@ def _on_nodes(nodes: Sequence[int]) -> dict[int, list[int]]:
     return ranks
 
 
-def _on_cpus(
-    config: Config, census: Census, stages: Sequence[RankMemory], ranks: Sequence[int]
-) -> dict[str, int]:
+def _on_cpus(census: Census, stages: Sequence[RankMemory], ranks: Sequence[int]) -> dict[str, int]:
     """Return the state that trainers with GPUs would hold on these; nothing moves out."""
     own = [stages[census.place(rank).pipeline] for rank in ranks]
     return {"trainers' state while engines sample": 0, _TRAINERS: sum(rank.state for rank in own)}
-
-
-def _engine_on_cpu(shape: ModelShape, config: Config, census: Census) -> int:
-    """Return the bytes of weights and KV cache of one engine with all its workers."""
-    part = engine_memory(shape, config, census, gpu_bytes=0)
-    return config.rollout.rollout_num_gpus_per_engine * (part.weights + part.kv_cache)
 
 
 # ------------------------------------------------------------------------------------ counted by names
 
 
 def census_by_names(
-    shape: ModelShape, config: Config, elements: Mapping[str, int], world_size: int
+    shape: ModelShape, config: Config, chunks: int, elements: Mapping[str, int], world_size: int
 ) -> Census:
     """Return `take_census` without Megatron, from a checkpoint's headers, for the driver, which builds no
     model.
+
+    Args:
+        chunks: pieces of the model that each rank holds (`Overrides.chunks`).
 
     Tensors that tensor-parallel ranks have copies of (norms, routers) count as if they were cut, an error of
     some thousandths of a model. Tied embeddings count on both ends of a pipeline.
@@ -160,8 +164,8 @@ def census_by_names(
     parallel = config.parallel
     stage_of = {
         layer: stage
-        for stage, chunks in enumerate(pipeline_layers(shape.num_layers, parallel, model_chunks(config)))
-        for layers in chunks
+        for stage, pieces in enumerate(pipeline_layers(shape.num_layers, parallel, chunks))
+        for layers in pieces
         for layer in layers
     }
     last = parallel.pipeline_model_parallel_size - 1

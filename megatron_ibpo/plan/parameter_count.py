@@ -21,7 +21,7 @@ from megatron_ibpo.models import ModelShape, least_world, pipeline_layers
 from megatron_ibpo.models.backends import LOCAL
 from megatron_ibpo.models.cost import weight_count
 from megatron_ibpo.models.lora import adapter_elements
-from megatron_ibpo.policy.overrides import CHUNKS, model_chunks
+from megatron_ibpo.policy.overrides import CHUNKS, read_overrides
 
 
 @dataclass(frozen=True)
@@ -154,14 +154,14 @@ def estimate_census(shape: ModelShape, config: Config, world_size: int) -> Censu
     """Estimate the same counts from the shape alone, instantly, for comparing many layouts. Norms, biases and
     short convolutions are left out. All layers of a model are assumed to have the same size, apart from
     experts, and adapters to be whole on every rank."""
-    parallel, count = config.parallel, weight_count(shape)
+    parallel, count, chunks = config.parallel, weight_count(shape), read_overrides(config).chunks
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     expert = shape.hidden_size * shape.expert_hidden_size
     largest = max(count.table, 2 * shape.hidden_size * shape.ffn_hidden_size, 2 * expert)
     adapters = adapter_elements(config.model, shape)
     parts = []
-    for stage, ranges in enumerate(pipeline_layers(shape.num_layers, parallel, model_chunks(config))):
+    for stage, ranges in enumerate(pipeline_layers(shape.num_layers, parallel, chunks)):
         layers = sum(map(len, ranges))
         with_experts = sum(shape.has_experts(layer) for own in ranges for layer in own)
         ends = (stage == 0) + (stage == stages - 1)
@@ -185,7 +185,7 @@ def estimate_census(shape: ModelShape, config: Config, world_size: int) -> Censu
 def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_size: int) -> StagePart:
     model = config.model
     # no other setting changes a parameter, and other overrides may need libraries that are missing here
-    pieces = model_chunks(config)
+    pieces = read_overrides(config).chunks
     built = ModelConfig(
         mtp_num_layers=model.mtp_num_layers,
         lora_rank=model.lora_rank,

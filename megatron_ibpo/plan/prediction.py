@@ -15,7 +15,7 @@ from megatron_ibpo.plan.machine import Machine, Seen, find_machine, workload_of
 from megatron_ibpo.plan.roofline import checkpoint_seconds
 from megatron_ibpo.plan.step_time import StepTimes, step_times
 from megatron_ibpo.plan.workload import Basis, Engine, Layout, Task, log_normal, recorded
-from megatron_ibpo.policy.overrides import model_chunks, model_overrides
+from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.report.stages import SAMPLING, STEP, TRAINING, WEIGHTS, Forecast
 
 WRONG = 0.5
@@ -73,18 +73,15 @@ class Change:
     """Seconds per step with it."""
 
 
-def setting_of(config: Config, shape: ModelShape, world_size: int, machine: Machine | None = None) -> Setting:
+def setting_of(config: Config, shape: ModelShape, world_size: int, machine: Machine) -> Setting:
     """Return the setting of a configuration whose device and context are resolved (`plan.feasibility`).
 
     Args:
-        machine: machine to predict for; None: that of --dry-run-hardware.
+        machine: machine to predict for.
 
     Raises:
-        ValueError: there is no such hardware, or a mean length exceeds the longest.
+        ValueError: a mean length exceeds the longest.
     """
-    if machine is None:
-        assert config.run.dry_run_hardware is not None
-        machine = find_machine(config.run.dry_run_hardware)
     rollout, needs, known = config.rollout, engine_needs(config), machine.known
     engine = Engine(
         tensor=rollout.rollout_num_gpus_per_engine,
@@ -104,15 +101,15 @@ def setting_of(config: Config, shape: ModelShape, world_size: int, machine: Mach
 
 
 def _layout_of(config: Config, world_size: int) -> Layout:
-    parallel = config.parallel
+    parallel, overrides = config.parallel, read_overrides(config)
     return Layout(
         gpus=world_size,
         tensor=parallel.tensor_model_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
         context=parallel.context_parallel_size,
         expert=parallel.expert_model_parallel_size,
-        chunks=model_chunks(config),
-        precision="fp8" if model_overrides(config).get("fp8") else "bf16",
+        chunks=overrides.chunks,
+        precision="fp8" if overrides.model.get("fp8") else "bf16",
         recompute=config.model.recompute_granularity,
         offload_optimizer=config.optimizer.optimizer_cpu_offload,
         delta_net_cp=parallel.delta_net_cp,
@@ -257,12 +254,11 @@ def forecast(config: Config, shape: ModelShape, world_size: int, device: str) ->
     if named is None:
         why = f"{device} is not among the known GPUs; `ibpo calibrate` measures a machine"
         return Forecast(None, f"no time is predicted: {why}")
-    config = replace(config, run=replace(config.run, dry_run_hardware=named))
     try:
-        measured_with, own = find_machine(named).workload, workload_of(config, shape, world_size)
-        if measured_with not in (None, own):
-            raise ValueError(f"{named} was measured with {measured_with}, but this run is {own}")
-        seconds = compared(setting_of(config, shape, world_size).times())
+        machine, own = find_machine(named), workload_of(config, shape, world_size)
+        if machine.workload not in (None, own):
+            raise ValueError(f"{named} was measured with {machine.workload}, but this run is {own}")
+        seconds = compared(setting_of(config, shape, world_size, machine).times())
     except ValueError as error:
         return Forecast(None, f"no time is predicted: {error}")
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if name != STEP)

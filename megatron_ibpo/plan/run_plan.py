@@ -13,12 +13,12 @@ from megatron_ibpo.basics.text import counted, listed
 from megatron_ibpo.cluster.main_memory import main_memory
 from megatron_ibpo.config import Config, on_device
 from megatron_ibpo.credit import find_operator
-from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.engines.truncation import check_truncation
 from megatron_ibpo.models import ModelConfigError, padded_vocab_size
 from megatron_ibpo.models.backends import ALLOW, FAST, served_by
 from megatron_ibpo.models.cost import EXPERT_IMBALANCE
 from megatron_ibpo.plan.feasibility import (
+    Misfit,
     Plan,
     full_contexts,
     make_plan,
@@ -29,6 +29,7 @@ from megatron_ibpo.plan.feasibility import (
     tightest,
     usable_bytes,
 )
+from megatron_ibpo.plan.machine import find_machine
 from megatron_ibpo.plan.memory import GIB, RankMemory, kv_bytes, state_bytes_per_sequence, sync_bytes
 from megatron_ibpo.plan.node_memory import memory_on_cpus
 from megatron_ibpo.plan.parameter_count import Census
@@ -65,14 +66,14 @@ def plan_run(config: Config, console: Console | None = None) -> int:
     return REFUSED if plan.problems else FITS
 
 
-def _on_this_machine(plan: Plan, config: Config) -> str:
+def _on_this_machine(plan: Plan | Misfit, config: Config) -> str:
     """Return the main memory that the run would take here, on CPUs. Empty if this machine has fewer CPUs than
     the run has ranks, since such a plan is for another one.
 
     Args:
         config: configuration as the user gave it, without the plan's choices for GPUs.
     """
-    if plan.census is None or plan.world_size > (os.cpu_count() or 1):
+    if isinstance(plan, Misfit) or plan.world_size > (os.cpu_count() or 1):
         return ""
     context = plan.config.rollout.rollout_max_context_len
     recurrent = plan.shape.is_recurrent
@@ -91,7 +92,7 @@ def _on_this_machine(plan: Plan, config: Config) -> str:
     )
 
 
-def _print_plan(plan: Plan, console: Console, on_this_machine: str) -> None:
+def _print_plan(plan: Plan | Misfit, console: Console, on_this_machine: str) -> None:
     config = plan.config
 
     def say(text: str = "") -> None:
@@ -101,37 +102,35 @@ def _print_plan(plan: Plan, console: Console, on_this_machine: str) -> None:
     say(f"Plan of {config.model.hf_checkpoint} on {devices}; nothing is started.")
     say()
     say("Sizes")
-    parameters = None if plan.census is None else plan.census.total
     layers = served_by(plan.shape, FAST, bf16=bool(config.model.bf16))
-    engines = plan.num_engines or None
     corrections = find_operator(config.algorithm).ibpo_corrections
     sizes = run_sizes(
         config,
         plan.world_size,
         corrections=corrections,
-        parameters=parameters,
-        engines=engines,
+        parameters=plan.census.total if isinstance(plan, Plan) else None,
+        engines=len(plan.placement.engines) if isinstance(plan, Plan) else None,
         layers=layers,
     )
     console.print(sizes_table(sizes))
-    if plan.census is not None:
+    if isinstance(plan, Plan):
         say()
         say("Placement of processes")
-        console.print(_places_table(plan, plan.census))
+        console.print(_places_table(plan))
         say()
         say("Memory of one GPU, GiB")
-        console.print(_memory_table(plan, plan.census))
+        console.print(_memory_table(plan))
         say()
-        for line in _remarks(plan, plan.census):
+        for line in _remarks(plan):
             say(line)
         if on_this_machine:
             say()
             say(on_this_machine)
         if config.run.dry_run_hardware is not None:
             say()
-            _say_time(plan, say)
+            _say_time(plan, config.run.dry_run_hardware, say)
     say()
-    if not plan.problems:
+    if isinstance(plan, Plan) and not plan.problems:
         least = tightest(plan)
         say(in_short(plan))
         say(
@@ -144,11 +143,11 @@ def _print_plan(plan: Plan, console: Console, on_this_machine: str) -> None:
         say(f"  - {problem}")
 
 
-def _say_time(plan: Plan, say: Callable[[str], None]) -> None:
+def _say_time(plan: Plan, hardware: str, say: Callable[[str], None]) -> None:
     config = plan.config
-    say(f"Time on {config.run.dry_run_hardware}, predicted; its errors are in docs/planner.md")
+    say(f"Time on {hardware}, predicted; its errors are in docs/planner.md")
     try:
-        setting = setting_of(config, plan.shape, plan.world_size)
+        setting = setting_of(config, plan.shape, plan.world_size, find_machine(hardware))
         said = lines(setting, config.run.num_rollout, config.run.gpu_hour_price)
     except ValueError as error:
         said = [f"not predicted: {error}"]
@@ -158,9 +157,6 @@ def _say_time(plan: Plan, say: Callable[[str], None]) -> None:
 
 def in_short(plan: Plan) -> str:
     """Return a line on a plan's needs, as in the heads of the recipes."""
-    assert plan.stages is not None
-    assert plan.host is not None
-    assert plan.census is not None
     by_stage = [peaks(plan, stage) for stage in range(len(plan.stages))]
     most = ", ".join(
         f"{phase} {max(phases[phase] for phases in by_stage) / GIB:.1f}" for phase in by_stage[0]
@@ -173,8 +169,8 @@ def in_short(plan: Plan) -> str:
     )
 
 
-def _places_table(plan: Plan, census: Census) -> Table:
-    per_node = ranks_per_node(plan.config, plan.world_size)
+def _places_table(plan: Plan) -> Table:
+    census, per_node = plan.census, ranks_per_node(plan.config, plan.world_size)
     table = Table(show_edge=False, pad_edge=False)
     for name in ("node", "GPU", "rank", "TP", "PP", "EP", "DP", "expert DP", "layers", "parameters"):
         table.add_column(name, justify="right")
@@ -211,16 +207,14 @@ def _shown_ranks(census: Census, per_node: int) -> list[int]:
 
 
 def _engine_beside(plan: Plan, rank: int) -> str:
-    assert plan.placement is not None
     if not plan.placement.colocated:
         return "–"
     engine, number = divmod(rank, plan.config.rollout.rollout_num_gpus_per_engine)
     return f"{engine}, as rank {number}"
 
 
-def _memory_table(plan: Plan, census: Census) -> Table:
-    assert plan.stages is not None
-    assert plan.engine is not None
+def _memory_table(plan: Plan) -> Table:
+    census = plan.census
     _, buffers = sync_bytes(census, plan.config)
     columns = _distinct(plan.stages)
     table = Table(show_edge=False, pad_edge=False)
@@ -296,22 +290,22 @@ def _gib(value: int) -> str:
     return f"{gib:.2f}" if gib >= 0.1 or value == 0 else f"{gib:.5f}"
 
 
-def _remarks(plan: Plan, census: Census) -> list[str]:
-    config, rollout = plan.config, plan.config.rollout
-    sent, _ = sync_bytes(census, config)
+def _remarks(plan: Plan) -> list[str]:
+    config, rollout, census = plan.config, plan.config.rollout, plan.census
+    sent, engines = sync_bytes(census, config)[0], len(plan.placement.engines)
     context = config.parallel.context_parallel_size
     shared = f" x CP {context}" if context > 1 else ""
     expert_dp = f", expert DP {census.expert_data_parallel}" if plan.shape.is_moe else ""
     sharding = "sharded over these" if config.parallel.use_distributed_optimizer else "not sharded"
     where = ", on the trainers' GPUs; asleep while those train" if rollout.colocate else ""
-    if not rollout.colocate and plan.placement is not None:
+    if not rollout.colocate:
         rows = [f"{node}: {engines}" for node, _, engines in plan.placement.rows() if engines != "–"]
         where = f", on GPUs of their own ({listed(rows, '; ', most=_MOST_NODES)})"
     lines = [
         f"parameters: {census.total:,}{_trained(census)}; DP {census.data_parallel // context}{shared}"
         f"{expert_dp}; optimizer state {sharding}",
         *_padding(plan),
-        f"engines: {plan.num_engines} of {counted(rollout.rollout_num_gpus_per_engine, 'GPU')} each{where}",
+        f"engines: {engines} of {counted(rollout.rollout_num_gpus_per_engine, 'GPU')} each{where}",
         _kv_cache(plan),
         f"weight update: {_gib(sent)} GiB to each engine, in buckets of "
         f"{rollout.update_weight_buffer_size / 1024**2:.0f} MiB",
@@ -320,7 +314,7 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
         "* estimated, for Transformer Engine, flash attention and flash-linear-attention; the rest is "
         "counted on the real model",
     ]
-    if uncounted := not_counted(config):
+    if uncounted := list(not_counted(plan.overrides)):
         lines.append(f"not counted, from --model-override: {'; '.join(uncounted)}")
     if config.model.mtp_num_layers:
         lines.append("not counted: what a pass of the multi-token prediction layer keeps on the GPU")
@@ -338,8 +332,9 @@ def _remarks(plan: Plan, census: Census) -> list[str]:
 
 
 def _kv_cache(plan: Plan) -> str:
-    rollout, needs = plan.config.rollout, engine_needs(plan.config)
-    state = state_bytes_per_sequence(plan.shape, plan.config)
+    rollout, needs = plan.config.rollout, plan.needs
+    size = rollout.rollout_num_gpus_per_engine
+    state = state_bytes_per_sequence(plan.shape, needs, size)
     states = f", and {state / 1024**2:.2f} MiB of recurrent state per sequence" if state else ""
     responses = sequences(plan, rollout.rollout_max_response_len)
     windows = "".join(
@@ -348,7 +343,7 @@ def _kv_cache(plan: Plan) -> str:
         if window is not None
     )
     return (
-        f"KV cache: {kv_bytes(plan.shape, plan.config, 1):,} bytes per token and GPU{windows}{states}; "
+        f"KV cache: {kv_bytes(plan.shape, needs, size, 1):,} bytes per token and GPU{windows}{states}; "
         f"one engine holds {full_contexts(plan):.1f} contexts of {rollout.rollout_max_context_len:,} "
         f"tokens, or {responses:.0f} responses of {rollout.rollout_max_response_len:,}; it runs at most "
         f"{needs.most_running} sequences at once ({needs.most_running_flag})"
@@ -356,7 +351,6 @@ def _kv_cache(plan: Plan) -> str:
 
 
 def _main_memory(plan: Plan) -> str:
-    assert plan.host is not None
     named = "; ".join(f"{name} {_gib(size)}" for name, size in plan.host.named().items() if size)
     return f"main memory of a node: {_gib(plan.host.total)} GiB{f' ({named})' if named else ''}"
 

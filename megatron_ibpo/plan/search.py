@@ -7,8 +7,9 @@ from typing import Literal
 
 from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
-from megatron_ibpo.plan.feasibility import Plan, make_plan
-from megatron_ibpo.plan.hardware import Hardware, read_hardware
+from megatron_ibpo.plan.feasibility import Misfit, Plan, make_plan
+from megatron_ibpo.plan.hardware import read_hardware
+from megatron_ibpo.plan.machine import Machine, find_machine
 from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.prediction import Setting, setting_of
 from megatron_ibpo.plan.roofline import pass_time
@@ -59,14 +60,14 @@ def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Foun
     timed = [
         (setting.times().total, number, setting, candidate)
         for number, (setting, candidate) in enumerate(
-            _candidates(replace(config, run=run), shape, kind, gpus)
+            _candidates(replace(config, run=run), shape, find_machine(kind.name), gpus)
         )
     ]
     found: list[Found] = []
     problems: list[str] = []
     for seconds, _, setting, candidate in sorted(timed, key=lambda entry: entry[:2]):
-        plan = make_plan(candidate, setting.layout.gpus, estimate_census)
-        if plan.problems:
+        plan = make_plan(candidate, setting.layout.gpus, estimate_census, shape)
+        if isinstance(plan, Misfit) or plan.problems:
             problems = problems or plan.problems
             continue
         found.append(Found(candidate, seconds, setting, plan))
@@ -81,11 +82,11 @@ def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Foun
 
 
 def _candidates(
-    config: Config, shape: ModelShape, hardware: Hardware, gpus: int
+    config: Config, shape: ModelShape, machine: Machine, gpus: int
 ) -> Iterator[tuple[Setting, Config]]:
     """Yield engines of every kind with the trainer's fastest layouts, where both have room."""
     for own in (0, *(int(gpus * share) for share in SHARES if gpus * share >= 1)):
-        trainers = _trainers(config, shape, gpus - own)
+        trainers = _trainers(config, shape, machine, gpus - own)
         for trainer, size, staleness in product(trainers, ENGINES, STALENESS if own else (0,)):
             if size > (own or gpus) or (own or gpus) % size:
                 continue
@@ -97,7 +98,7 @@ def _candidates(
                 max_staleness=staleness,
             )
             candidate = replace(trainer, rollout=rollout)
-            setting = setting_of(candidate, shape, gpus - own)
+            setting = setting_of(candidate, shape, gpus - own, machine)
             try:
                 setting.times()
             except ValueError:  # an engine does not hold weights and a sequence
@@ -105,17 +106,17 @@ def _candidates(
             yield setting, candidate
 
 
-def _trainers(config: Config, shape: ModelShape, gpus: int) -> list[Config]:
+def _trainers(config: Config, shape: ModelShape, machine: Machine, gpus: int) -> list[Config]:
     """Return the fastest trainer layouts whose training fits by itself."""
     timed = []
     for number, candidate in enumerate(_layouts(config, shape, gpus)):
-        setting = setting_of(candidate, shape, gpus)
+        setting = setting_of(candidate, shape, gpus, machine)
         task = setting.task
         passes = pass_time(setting.basis, setting.layout, task.batch, steps=task.updates)
         timed.append((passes.total, number, candidate))
     fitting = []
     for _, _, candidate in sorted(timed, key=lambda entry: entry[:2]):
-        plan = make_plan(candidate, gpus, estimate_census)
+        plan = make_plan(candidate, gpus, estimate_census, shape)
         if not any(problem.startswith("training takes") for problem in plan.problems):
             fitting.append(candidate)
         if len(fitting) == _TRAINERS:

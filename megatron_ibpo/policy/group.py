@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from megatron_ibpo.basics.records import Floats, TrainSequence
 from megatron_ibpo.config import Config
-from megatron_ibpo.policy.overrides import micro_batch_multiple
+from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.policy.planning import (
     Cost,
     Passes,
@@ -70,7 +70,7 @@ class Policy:
         """Take one rollout's optimizer steps, of the policy and then of the critic; return the metrics."""
         plan = plan_update(sequences, self._config, self._num_shares, self._cost)
         metrics = self._run("update", plan)[0] | update_metrics(sequences, self._config)
-        if micro_batch_multiple(self._config) > 1:
+        if read_overrides(self._config).micro_batch_multiple > 1:
             metrics["micro_batches_empty"] = empty_micro_batches(plan.shares)
         if self._config.algorithm.trains_critic:
             plan = plan_value_update(sequences, self._config, self._num_shares, self._cost)

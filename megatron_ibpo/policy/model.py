@@ -17,7 +17,7 @@ from megatron_ibpo.models.layout import exchanges_heads
 from megatron_ibpo.models.lora import chosen_lora
 from megatron_ibpo.models.rope import config_attributes, gpt_arguments, takes_fused_rotation
 from megatron_ibpo.policy import cpu
-from megatron_ibpo.policy.overrides import MODEL, as_megatron, blaming, model_chunks, model_overrides
+from megatron_ibpo.policy.overrides import MODEL, as_megatron, blaming, model_overrides, read_overrides
 
 
 def build_model(
@@ -221,7 +221,7 @@ def _dtype(config: Config) -> torch.dtype:
 
 def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str, Any]:
     parallel, model = config.parallel, config.model
-    dtype = _dtype(config)
+    dtype, chunks = _dtype(config), read_overrides(config).chunks
     recompute = model.recompute_granularity if model.recompute_granularity != "none" else None
     fields: dict[str, Any] = {
         # dimensions
@@ -255,8 +255,8 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
         "variable_seq_lengths": True,  # between pipeline stages
         "moe_token_dispatcher_type": "alltoall",  # the only one that takes them
         # as in Megatron-LM: in batches, two interleaved stages would mix up what they send each other
-        "overlap_p2p_comm": model_chunks(config) > 1,
-        "batch_p2p_comm": model_chunks(config) == 1,
+        "overlap_p2p_comm": chunks > 1,
+        "batch_p2p_comm": chunks == 1,
         # precision
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

@@ -169,25 +169,51 @@ def blaming(flag: str, settings: Sequence[str]) -> Iterator[None]:
         raise ValueError(f"{flag} {given}: Megatron refuses it: {error or 'without a reason'}") from error
 
 
-def model_chunks(config: Config) -> int:
-    """Return the number of model pieces that each rank holds; several in an interleaved pipeline.
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """Bytes that the optimizer keeps per parameter of a rank's shard."""
+
+    device: float
+    """Bytes on the GPU: the master weight if the weight is bf16, and both moments."""
+    host: float
+    """Bytes in main memory (--optimizer-cpu-offload): the same, and the gradient."""
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What --model-override and --optimizer-override come to."""
+
+    model: Mapping[str, Any]
+    """Fields of TransformerConfig that are set. Values of torch's and Megatron's own types are text."""
+    chunks: int
+    """Model pieces that each rank holds; several in an interleaved pipeline."""
+    micro_batch_multiple: int
+    """A pass's micro-batches are a multiple of it. In an interleaved pipeline a rank takes that many through
+    one of its pieces of the model before it turns to the next."""
+    recomputed_modules: frozenset[str]
+    """Parts of a layer that selective recomputation covers; by default, as in Megatron, the attention
+    core."""
+    optimizer_bytes: OptimizerBytes
+
+
+def read_overrides(config: Config) -> Overrides:
+    """Return what the overrides come to.
 
     Raises:
-        ValueError: see `model_overrides`.
+        ValueError: see `model_overrides` and `optimizer_overrides`.
     """
-    return model_overrides(config).get(CHUNKS) or 1
-
-
-def micro_batch_multiple(config: Config) -> int:
-    """Return the number that a pass's micro-batches must be a multiple of. In an interleaved pipeline a rank
-    takes that many through one of its pieces of the model before it turns to the next.
-
-    Raises:
-        ValueError: see `model_overrides`.
-    """
-    if model_chunks(config) == 1:
-        return 1
-    return model_overrides(config).get(GROUP) or config.parallel.pipeline_model_parallel_size
+    model = model_overrides(config)
+    chunks = model.get(CHUNKS) or 1
+    group = model.get(GROUP) or config.parallel.pipeline_model_parallel_size
+    selective = config.model.recompute_granularity == "selective"
+    recomputed = model.get("recompute_modules") or ["core_attn"]
+    return Overrides(
+        model,
+        chunks,
+        micro_batch_multiple=1 if chunks == 1 else group,
+        recomputed_modules=frozenset(recomputed if selective else ()),
+        optimizer_bytes=_optimizer_bytes(config),
+    )
 
 
 def _check_pipeline(config: Config) -> None:
@@ -293,30 +319,7 @@ def _is_object(declared: ast.expr) -> bool:
     )
 
 
-def recomputed_modules(config: Config) -> frozenset[str]:
-    """Return the parts of a layer that selective recomputation covers; by default, as in Megatron, the
-    attention core."""
-    if config.model.recompute_granularity != "selective":
-        return frozenset()
-    return frozenset(model_overrides(config).get("recompute_modules") or ["core_attn"])
-
-
-@dataclass(frozen=True)
-class OptimizerBytes:
-    """Bytes that the optimizer keeps per parameter of a rank's shard."""
-
-    device: float
-    """Bytes on the GPU: the master weight if the weight is bf16, and both moments."""
-    host: float
-    """Bytes in main memory (--optimizer-cpu-offload): the same, and the gradient."""
-
-
-def optimizer_bytes(config: Config) -> OptimizerBytes:
-    """Return the bytes of optimizer state, with --optimizer-override applied.
-
-    Raises:
-        ValueError: see `optimizer_overrides`.
-    """
+def _optimizer_bytes(config: Config) -> OptimizerBytes:
     chosen, overrides = config.optimizer, optimizer_overrides(config)
     precise = not chosen.use_precision_aware_optimizer
 

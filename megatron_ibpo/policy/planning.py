@@ -14,7 +14,7 @@ import numpy as np
 from megatron_ibpo.basics.records import TrainSequence, repeated_prefixes
 from megatron_ibpo.config import Config, LossConfig, ParallelConfig
 from megatron_ibpo.models.layout import context_chunks
-from megatron_ibpo.policy.overrides import micro_batch_multiple
+from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.policy.sampling_masks import check_mask
 
 Share = TypeVar("Share")
@@ -388,7 +388,7 @@ def _cuts(sequences: Sequence[TrainSequence], config: Config, num_ranks: int, co
     chunks = context_chunks(ranks)
     lengths = [-(-s.num_tokens // chunks) * chunks for s in sequences]
     shares = deal(lengths, num_ranks, cost)
-    multiple = micro_batch_multiple(config)
+    multiple = read_overrides(config).micro_batch_multiple
 
     def cut(max_tokens: int) -> list[list[MicroBatch]]:
         return [

@@ -11,22 +11,20 @@ from megatron_ibpo.environments import Sessions
 from megatron_ibpo.environments.chat import PlainChat, TemplateChat, open_chat
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.journal import Journal, Recovered, read_journal
-from megatron_ibpo.report import prepare_run_dir
 from megatron_ibpo.report.run_dir import locked
-from megatron_ibpo.rewards import Pool, check_labels, check_servers, named_rm_types, open_pool
-from megatron_ibpo.run.checks import check_loss_of_run
-from megatron_ibpo.run.preflight import disk_bytes
+from megatron_ibpo.rewards import Pool, named_rm_types, open_pool
 from megatron_ibpo.run.resolve import Foundation, settle
 from megatron_ibpo.run.resume_point import JOURNAL
 from megatron_ibpo.run.run_data import RunData, open_run_data
-from megatron_ibpo.run.user_code import environments_of, try_user_code
-from megatron_ibpo.sampling.episodes import Episodes, environment_of
+from megatron_ibpo.run.user_code import environments_of, scored_by_verifiers
+from megatron_ibpo.sampling.episodes import Episodes
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run, read and checked. The run directory is locked."""
+    """The inputs of a run, read. The run directory is locked."""
 
+    foundation: Foundation
     config: Config
     """The configuration with everything filled in that does not depend on devices (`settle`)."""
     data: RunData
@@ -42,11 +40,13 @@ class Inputs:
     """Processes for episodes on this machine; None if no prompt names an environment."""
     chat: TemplateChat | PlainChat | None
     """The model's chat format, for episodes; None if no prompt names an environment."""
+    trains: bool
+    """False for an evaluation on its own."""
 
 
 def open_inputs(config: Config, foundation: Foundation, stack: ExitStack, *, trains: bool = True) -> Inputs:
-    """Read and check data, headers of the weights and verifiers, which takes seconds, and lock the run's
-    directory.
+    """Read data and headers of the weights, which takes seconds, start verifiers, and lock the run's
+    directory. `preflight.check_inputs` checks what was read.
 
     Args:
         stack: closes what is opened.
@@ -55,26 +55,16 @@ def open_inputs(config: Config, foundation: Foundation, stack: ExitStack, *, tra
     Raises:
         ValueError, OSError: an input cannot be used; says which, where, and what to do.
     """
-    if trains:
-        check_loss_of_run(config)
-    # these import torch, which takes a second
-    from megatron_ibpo.weights.formats.convert import check_checkpoint
-    from megatron_ibpo.weights.formats.hugging_face import trained_elements
+    from megatron_ibpo.weights.formats.hugging_face import trained_elements  # imports torch: a second
 
     hf_dir, shape = foundation.hf_dir, foundation.shape
     data = open_run_data(config, foundation, trains=trains)
     config = settle(config, foundation, data.prompts)
     stack.enter_context(locked(config.run.run_dir))
     elements = trained_elements(hf_dir, shape) if trains else {}
-    check_checkpoint(hf_dir, shape)
-    needed = disk_bytes(config, shape, sum(elements.values())) if trains else 0
-    prepare_run_dir(config, checkpoint_bytes=needed)
     first = data.first_prompts
-    verified = [prompt for prompt in first if environment_of(prompt) is None]
-    rm_types = named_rm_types(verified, config.data)
-    check_servers(config.data, rm_types)
+    rm_types = named_rm_types(scored_by_verifiers(first), config.data)
     pool = stack.enter_context(open_pool(config.data, rm_types))
-    check_labels(pool, verified, config.data)
     environments = chat = None
     allowed = config.environment.allowed_environments if first else ()
     targets = list(dict.fromkeys([*environments_of(first, config.environment), *allowed]))
@@ -86,11 +76,7 @@ def open_inputs(config: Config, foundation: Foundation, stack: ExitStack, *, tra
             settings=template_settings(config.data),
         )
         environments = stack.enter_context(EnvironmentPool(config.environment))
-        for target in targets:
-            environments.check(target)
-    logs = config.run.run_dir / "logs"
-    try_user_code(config, foundation.max_context, data, pool, environments, trains=trains, logs=logs)
-    return Inputs(config, data, elements, rm_types, pool, targets, environments, chat)
+    return Inputs(foundation, config, data, elements, rm_types, pool, targets, environments, chat, trains)
 
 
 def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, Recovered]:

@@ -27,16 +27,15 @@ from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import EngineLostError
 from megatron_ibpo.engines.registry import (
-    check_model,
     engine_settings,
     sampling_mask_obstacle,
     start_timeout,
 )
-from megatron_ibpo.engines.truncation import all_readers, check_truncation
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.models import ModelShape, least_world
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs
+from megatron_ibpo.run.preflight import check_inputs, check_placement
 from megatron_ibpo.run.processes import Launched, Processes, TrainersAlone
 from megatron_ibpo.run.resolve import ResolvedConfig, check_model_layout, read_foundation, resolve
 from megatron_ibpo.run.rollouts import Rollouts, open_rollouts
@@ -71,18 +70,13 @@ class OnCluster:
     def launch(self, resolved: ResolvedConfig, inputs: Inputs, stack: ExitStack) -> Launched[Processes]:
         """Start the processes of trainers, engines and verifiers."""
         config, placement = resolved.config, resolved.placement
-        check_truncation(config, all_readers(config), on_gpu=placement.on_gpu)
-        verifiers = stack.enter_context(Verifiers(inputs.pool, placement.nodes, config.data, inputs.rm_types))
-        environments = _environments(inputs, placement, stack)
+        verifiers, environments = _judges(inputs, placement, stack)
         group = stack.enter_context(reserved(placement))
         trainers = Trainers(group, placement)
         stack.callback(trainers.close)
         engines = None
         if placement.engines:
-            records = bool(config.rollout.truncation) and not sampling_mask_obstacle(
-                config, on_gpu=placement.on_gpu
-            )
-            engines = _launch_engines(resolved, trainers, group, stack, records_sampling_mask=records)
+            engines = _launch_engines(resolved, trainers, group, stack)
         trainers.locate()
 
         def build(checkpoint: Path | None) -> Processes:
@@ -124,17 +118,19 @@ def _build(config: Config, checkpoint: Path | None, trainers: Trainers, engines:
             # memory that trainers take meanwhile would look like the engines' own use of a shared GPU
             engines.wait_ready()
             engines.sleep()
-    trainers.wait(trainers.build(config, checkpoint))
+    trainers.build(config, checkpoint)
     if engines is not None:
         engines.meet_trainers()
 
 
-def _environments(inputs: Inputs, placement: Placement, stack: ExitStack) -> Environments | None:
-    """Start the places for episodes on all nodes, if a prompt names an environment."""
+def _judges(inputs: Inputs, placement: Placement, stack: ExitStack) -> tuple[Verifiers, Environments | None]:
+    """Start verifiers, and places for episodes if a prompt names an environment, on all nodes."""
+    config, nodes = inputs.config, placement.nodes
+    verifiers = stack.enter_context(Verifiers(inputs.pool, nodes, config.data, inputs.rm_types))
     if inputs.environments is None:
-        return None
-    places = Environments(inputs.environments, placement.nodes, inputs.config.environment, inputs.targets)
-    return stack.enter_context(places)
+        return verifiers, None
+    places = Environments(inputs.environments, nodes, config.environment, inputs.targets)
+    return verifiers, stack.enter_context(places)
 
 
 def _wait_ready(engines: Engines | None, verifiers: Verifiers, environments: Environments | None) -> None:
@@ -185,18 +181,19 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         foundation = read_foundation(config)
         wait_connected = stack.enter_context(_starting(_ray_of(config)))
         inputs = open_inputs(config, foundation, stack, trains=False)
+        check_inputs(inputs)
         wait_connected()
         placement = _engines_placed(config)
         resolved = resolve(inputs.config, foundation, placement)
+        check_placement(resolved, trains=False)
         config = resolved.config
         kept = None
         if policy is not None:
             kept = stack.enter_context(_kept_samples(resolved, inputs.data, policy))
-        verifiers = stack.enter_context(Verifiers(inputs.pool, placement.nodes, config.data, inputs.rm_types))
-        environments = _environments(inputs, placement, stack)
+        verifiers, environments = _judges(inputs, placement, stack)
         group = stack.enter_context(reserved(placement))
         no_trainers = Trainers(group, placement)
-        engines = _launch_engines(resolved, no_trainers, group, stack)
+        engines = _launch_engines(resolved, no_trainers, group, stack, trains=False)
         engines.start()
         verifiers.wait_ready()
         if environments is not None:
@@ -299,20 +296,20 @@ def _launch_engines(
     group: Any,
     stack: ExitStack,
     *,
-    records_sampling_mask: bool = False,
+    trains: bool = True,
 ) -> Engines:
     """Launch the engines' processes without waiting for them."""
     config, placement, hf_dir = resolved.config, resolved.placement, resolved.foundation.hf_dir
     rollout = config.rollout
-    check_model(rollout, resolved.shape, on_gpu=placement.on_gpu)
     transport = choose_transport(on_gpu=placement.on_gpu, colocate=rollout.colocate)
+    cuts = trains and bool(rollout.truncation)
     settings = engine_settings(
         rollout,
         hf_dir,
         transport,
         gpus=(),
         num_threads=environment_number("OMP_NUM_THREADS", 1, least=1),
-        records_sampling_mask=records_sampling_mask,
+        records_sampling_mask=cuts and not sampling_mask_obstacle(config, on_gpu=placement.on_gpu),
     )
     processes = EngineProcesses(
         trainers,

@@ -19,7 +19,7 @@ from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs, open_journal
-from megatron_ibpo.run.preflight import check_hardware, preflight
+from megatron_ibpo.run.preflight import check_inputs, check_model, check_placement, preflight
 from megatron_ibpo.run.processes import Backend, Processes
 from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation, resolve
 from megatron_ibpo.run.resume_point import ResumePoint, read_resume_point
@@ -45,15 +45,16 @@ def open_run(config: Config, node_wait: float = 0.0, started: float | None = Non
     with ExitStack() as stack:
         with stages("start"):
             foundation = read_foundation(config)
-            check_hardware(config.run)
             point = read_resume_point(config.run, foundation.shape.vocab_size)
-            backend.check(config, foundation.shape)
             # Ray starts while data and journal are read
             wait_connected = stack.enter_context(backend.connect(config))
+            check_model(config, foundation.shape, backend)
             inputs = open_inputs(config, foundation, stack)
+            check_inputs(inputs)
             journal = open_journal(inputs.config, point.step, stack)
             wait_connected()
             resolved = resolve(inputs.config, foundation, backend.place(inputs.config))
+            check_placement(resolved)
             launched = backend.launch(resolved, inputs, stack)
             forecast = preflight(resolved, inputs.elements, launched.memory)
             processes = launched.build(point.checkpoint)
@@ -98,23 +99,26 @@ def join(
     config, foundation, engines = resolved.config, resolved.foundation, processes.engines
     own_journal, recovered = journal
     about = processes.trainers.all("about")[0]
-    progress = point.progress()
+    step = point.step
+    progress = Progress(step, saved=step, whole=step, remembered=dict(point.remembered))
     deaths = partial(_deaths, processes, progress)
-    report = Report(config, completed_steps=point.step, started=started, deaths=deaths)
+    report = Report(config, completed_steps=step, started=started, deaths=deaths)
     reporter = stack.enter_context(report)
     _introduce(reporter, resolved, processes, about)
     if engines is not None:
         reporter.predicted(forecast(about.device))
     of_chat = () if inputs.chat is None else inputs.chat.notes
-    notes = (*point.notes(config.run.load), *about.notes, *inputs.data.notes, *of_chat, *recovered.notes)
+    notes = (*point.notes, *about.notes, *inputs.data.notes, *of_chat, *recovered.notes)
     for note in (*notes, *doubtful_settings(config, foundation.method.operator)):
         reporter.note(note)
     processes.wait_ready()
+    recomputes = config.model.recompute_granularity == "full"
+    cost = CostMeter(foundation.shape, resolved.accelerators, recomputes=recomputes, before=point.spent)
+    episodes = open_episodes(config, inputs, processes.environments)
     disk = DiskWait(config.run.disk_wait, reporter.note)
     memory = JournalMemory(own_journal, recovered, disk.write)
     verifier = Verifier(processes.verifiers, config.data, config.run.run_dir / "logs")
     stack.callback(verifier.close_servers)
-    episodes = open_episodes(config, inputs, processes.environments)
     rollouts = open_rollouts(resolved, inputs.data, engines, verifier, memory, point.state, episodes)
     return Run(
         config=config,
@@ -129,12 +133,7 @@ def join(
         reporter=reporter,
         disk=disk,
         stages=stages,
-        cost=CostMeter(
-            foundation.shape,
-            resolved.accelerators,
-            recomputes=config.model.recompute_granularity == "full",
-            before=point.spent,
-        ),
+        cost=cost,
         progress=progress,
     )
 

@@ -1,20 +1,60 @@
-"""Whether a run has room: disk, main memory and time, before anything large is loaded; and the dry run.
+"""What is refused before anything large is loaded, and the dry run.
 
-Alone in the opening of a run it knows `plan/`.
+A start passes these checks in the order of this file, each as soon as what it looks at is there. A check
+stands alone: it raises or returns nothing, and nothing after it depends on it. Alone in the opening of a run
+this file knows `plan/`.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.config.run import RunConfig
+from megatron_ibpo.engines.registry import check_model as check_engine_model
+from megatron_ibpo.engines.truncation import all_readers, check_truncation
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.lora import adapter_elements
+from megatron_ibpo.report.run_dir import prepare_run_dir
 from megatron_ibpo.report.stages import Forecast
-from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.rewards import check_labels, check_servers
+from megatron_ibpo.run.checks import check_loss_of_run, check_run
+from megatron_ibpo.run.inputs import Inputs
+from megatron_ibpo.run.processes import Backend
 from megatron_ibpo.run.resolve import ResolvedConfig
-from megatron_ibpo.run.user_code import check_user_code
+from megatron_ibpo.run.user_code import check_user_code, scored_by_verifiers, try_user_code
 from megatron_ibpo.weights.formats.retention import kept_bytes
+
+
+def check_model(config: Config, shape: ModelShape, backend: Backend) -> None:
+    """Refuse what cannot work whatever the data are: a layout, a device's name, a loss.
+
+    Raises:
+        ValueError: what is wrong, and what to change.
+    """
+    for check in (backend.check, check_hardware, _check_loss):
+        check(config, shape)
+
+
+def check_inputs(inputs: Inputs) -> None:
+    """Refuse inputs that cannot be used; make the run's directory once its disk has room.
+
+    Raises:
+        ValueError, OSError: says which, where, and what to do.
+    """
+    for check in (_check_weights, _make_directory, _check_verifiers, _check_environments, _try_user_code):
+        check(inputs)
+
+
+def check_placement(resolved: ResolvedConfig, *, trains: bool = True) -> None:
+    """Refuse an engine that cannot compute the model on these devices, or not as the loss needs it.
+
+    Args:
+        trains: False for an evaluation, which has no loss.
+
+    Raises:
+        ValueError: what is wrong, and what to change.
+    """
+    for check in (_check_engine, *([_check_truncation] if trains else [])):
+        check(resolved)
 
 
 def preflight(
@@ -37,22 +77,8 @@ def preflight(
 
     config, shape = resolved.config, resolved.shape
     if memory:
-        check_main_memory(config, shape, elements, resolved.placement, memory)
+        check_main_memory(config, shape, resolved.overrides, elements, resolved.placement, memory)
     return partial(forecast, config, shape, resolved.world_size)
-
-
-def check_hardware(run: RunConfig) -> None:
-    """Raise ValueError if --dry-run-hardware names no hardware."""
-    if run.dry_run_hardware is not None:
-        from megatron_ibpo.plan.machine import find_machine  # imports torch
-
-        find_machine(run.dry_run_hardware)
-
-
-def disk_bytes(config: Config, shape: ModelShape, parameters: int) -> int:
-    """Return the most bytes that a run keeps on disk at one time."""
-    trained = parameters if config.model.lora_rank is None else adapter_elements(config.model, shape)
-    return kept_bytes(config, parameters=parameters, trained=trained)
 
 
 def dry_run(config: Config) -> int:
@@ -65,3 +91,65 @@ def dry_run(config: Config) -> int:
     if note is not None:
         print(note)
     return status
+
+
+# ---------------------------------------------------------------------------------- what is checked
+
+
+def check_hardware(config: Config, shape: ModelShape) -> None:
+    """Raise ValueError if --dry-run-hardware names no hardware."""
+    if config.run.dry_run_hardware is not None:
+        from megatron_ibpo.plan.machine import find_machine  # imports torch
+
+        find_machine(config.run.dry_run_hardware)
+
+
+def _check_loss(config: Config, shape: ModelShape) -> None:
+    check_loss_of_run(config)
+
+
+def _check_weights(inputs: Inputs) -> None:
+    from megatron_ibpo.weights.formats.convert import check_checkpoint  # imports torch
+
+    check_checkpoint(inputs.foundation.hf_dir, inputs.foundation.shape)
+
+
+def _make_directory(inputs: Inputs) -> None:
+    parameters, needed = sum(inputs.elements.values()), 0
+    if inputs.trains:
+        needed = disk_bytes(inputs.config, inputs.foundation.shape, parameters)
+    prepare_run_dir(inputs.config, checkpoint_bytes=needed)
+
+
+def disk_bytes(config: Config, shape: ModelShape, parameters: int) -> int:
+    """Return the most bytes that a run keeps on disk at one time."""
+    trained = parameters if config.model.lora_rank is None else adapter_elements(config.model, shape)
+    return kept_bytes(config, parameters=parameters, trained=trained)
+
+
+def _check_verifiers(inputs: Inputs) -> None:
+    check_servers(inputs.config.data, inputs.rm_types)
+    check_labels(inputs.pool, scored_by_verifiers(inputs.data.first_prompts), inputs.config.data)
+
+
+def _check_environments(inputs: Inputs) -> None:
+    if inputs.environments is not None:
+        for target in inputs.targets:
+            inputs.environments.check(target)
+
+
+def _try_user_code(inputs: Inputs) -> None:
+    config, context = inputs.config, inputs.foundation.max_context
+    logs, trains = config.run.run_dir / "logs", inputs.trains
+    try_user_code(config, context, inputs.data, inputs.pool, inputs.environments, trains=trains, logs=logs)
+
+
+def _check_engine(resolved: ResolvedConfig) -> None:
+    if resolved.placement.engines:
+        rollout, on_gpu = resolved.config.rollout, resolved.placement.on_gpu
+        check_engine_model(rollout, resolved.shape, on_gpu=on_gpu)
+
+
+def _check_truncation(resolved: ResolvedConfig) -> None:
+    config = resolved.config
+    check_truncation(config, all_readers(config), on_gpu=resolved.placement.on_gpu)

@@ -10,7 +10,7 @@ from megatron_ibpo.data import PromptSource
 from megatron_ibpo.engines.registry import samples_in_trainer
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config, world_problems
 from megatron_ibpo.models.lora import check_lora
-from megatron_ibpo.policy.overrides import model_chunks
+from megatron_ibpo.policy.overrides import Overrides, read_overrides
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class ResolvedConfig:
     """All settings, with every default filled in."""
     foundation: Foundation
     placement: Placement
+    overrides: Overrides
 
     @property
     def shape(self) -> ModelShape:
@@ -83,7 +84,7 @@ def check_model_layout(shape: ModelShape, config: Config, world_size: int) -> No
             f"--use-rollout-routing-replay and --use-routing-replay: {shape.family} is dense and routes "
             "nothing; drop them"
         )
-    mtp, chunks = config.model.mtp_num_layers, model_chunks(config)
+    mtp, chunks = config.model.mtp_num_layers, read_overrides(config).chunks
     _refuse_layout(check_layout(shape, config.parallel, world_size, chunks, mtp))
     adapted = config.model.lora_rank is not None
     if adapted and (problems := check_lora(config.model, shape, config.parallel, chunks)):
@@ -137,7 +138,7 @@ def resolve(config: Config, foundation: Foundation, placement: Placement) -> Res
         _refuse_layout(world_problems(shape, config.parallel, world_size))
         config = replace(config, cluster=replace(config.cluster, num_trainers=world_size))
     config = on_device(config, on_gpu=placement.on_gpu, has_delta_nets=shape.is_recurrent)
-    return ResolvedConfig(config, foundation, placement)
+    return ResolvedConfig(config, foundation, placement, read_overrides(config))
 
 
 def _refuse_layout(problems: list[str]) -> None:

@@ -9,7 +9,6 @@ from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.report import load_groups, rollout_path
 from megatron_ibpo.report.run_dir import CONFIG_FILE, holds_work
 from megatron_ibpo.run.cost import Spent
-from megatron_ibpo.run.state import Progress
 from megatron_ibpo.weights.formats.run_state import RUN_STATE, find_checkpoint, load_run_state
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
@@ -27,24 +26,12 @@ class ResumePoint:
     """State of the run at that checkpoint; {"step": 0} for a new one."""
     spent: Spent
     """Budget used before resuming."""
+    step: int
+    """Number of completed steps."""
     remembered: Mapping[int, Mapping[str, Any]]
     """Step → state that the credit of the next step needs from it, as in `Progress`."""
-
-    @property
-    def step(self) -> int:
-        """Number of completed steps."""
-        return int(self.state["step"])
-
-    def notes(self, load: Path | None) -> tuple[str, ...]:
-        """Return a line for the user if --load names no checkpoint."""
-        if load is None or self.checkpoint is not None:
-            return ()
-        return (f"--load {load}: no checkpoint was saved there; the run starts at step 0",)
-
-    def progress(self) -> Progress:
-        """Return the counters of a run that starts here."""
-        step = self.step
-        return Progress(step, saved=step, whole=step, remembered=dict(self.remembered))
+    notes: tuple[str, ...]
+    """A line for the user if --load names no checkpoint."""
 
 
 def read_resume_point(run: RunConfig, vocab_size: int) -> ResumePoint:
@@ -56,8 +43,8 @@ def read_resume_point(run: RunConfig, vocab_size: int) -> ResumePoint:
     Raises:
         ValueError, CheckpointError: a file is missing, cannot be read, or does not fit the model.
     """
-    checkpoint = _chosen_checkpoint(run.load)
     _check_recording(run.load_debug_rollout_data, vocab_size)
+    checkpoint = _chosen_checkpoint(run.load)
     state: dict[str, Any] = {"step": 0} if checkpoint is None else load_run_state(checkpoint)
     try:
         spent = Spent.read(state.get("spent", {}))
@@ -66,12 +53,10 @@ def read_resume_point(run: RunConfig, vocab_size: int) -> ResumePoint:
     remembered = state.get("remembered", {})
     if not isinstance(remembered, dict):
         raise ValueError(f"--load {checkpoint}: {RUN_STATE}: remembered must be an object")
-    return ResumePoint(
-        checkpoint=checkpoint,
-        state=state,
-        spent=spent,
-        remembered={state["step"]: remembered} if remembered else {},
-    )
+    step, notes = int(state["step"]), tuple[str, ...]()
+    if run.load is not None and checkpoint is None:
+        notes = (f"--load {run.load}: no checkpoint was saved there; the run starts at step 0",)
+    return ResumePoint(checkpoint, state, spent, step, {step: remembered} if remembered else {}, notes)
 
 
 def _chosen_checkpoint(load: Path | None) -> Path | None:

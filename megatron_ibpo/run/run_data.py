@@ -30,7 +30,6 @@ from megatron_ibpo.rewards import (
     main_rm_type,
 )
 from megatron_ibpo.run.resolve import Foundation
-from megatron_ibpo.sampling.episodes import environment_of
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _held_out(config: Config, tokenizer: Tokenizer, foundation: Foundation) -> l
 
 def _in_environment(prompt: Prompt, environment: str) -> Prompt:
     """Return the prompt with its environment: the one it names itself, or this one."""
-    return replace(prompt, metadata=prompt.metadata | {ENVIRONMENT: environment_of(prompt) or environment})
+    return replace(prompt, metadata=prompt.metadata | {ENVIRONMENT: prompt.environment or environment})
 
 
 def _answer_start(config: Config, operator: Operator, tokenizer: Tokenizer) -> AnswerStart | None:

@@ -229,7 +229,7 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
         with stages("start"):
             foundation = read_foundation(config)
             hf_dir, shape = foundation.hf_dir, foundation.shape
-            check_hardware(config.run)
+            check_hardware(config, shape)
             point = read_resume_point(config.run, shape.vocab_size)
             backend.check(config, shape)
             wait_connected = stack.enter_context(backend.connect(config))

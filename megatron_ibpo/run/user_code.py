@@ -21,7 +21,6 @@ from megatron_ibpo.rewards import Pool, WorkerPool, check_labels, named_rm_types
 from megatron_ibpo.rewards.trial import try_rewards
 from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.run_data import RunData, open_run_data
-from megatron_ibpo.sampling.episodes import environment_of
 
 _MADE_UP = Prompt(0, token_ids([0]), 1, "1", "made up", "1")
 """Prompt of a run that has none, such as a replay."""
@@ -48,7 +47,7 @@ def try_user_code(
         ConfigError: one of them fails; names its line and the prompt.
     """
     prompts = data.first_prompts
-    details = try_rewards(pool, _verified(prompts), config.data, logs)
+    details = try_rewards(pool, scored_by_verifiers(prompts), config.data, logs)
     if environments is not None:
         for target, prompt in environments_of(prompts, config.environment).items():
             place = f"{prompt.task}, prompt {prompt.index}"
@@ -81,7 +80,7 @@ def check_user_code(config: Config) -> str | None:
     foundation = read_foundation(config)
     data = open_run_data(replace(config, run=replace(config.run, eval_num_prompts=0)), foundation)
     prompts = data.first_prompts
-    verified = _verified(prompts)
+    verified = scored_by_verifiers(prompts)
     with ExitStack() as stack:
         # no `open_pool`: a plan may be made where no sandbox for programs can be had
         targets = reward_functions(config.data, named_rm_types(verified, config.data))
@@ -107,9 +106,9 @@ def environments_of(prompts: Sequence[Prompt], settings: EnvironmentConfig) -> d
     return named
 
 
-def _verified(prompts: Sequence[Prompt]) -> list[Prompt]:
+def scored_by_verifiers(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return the prompts that a verifier scores."""
-    return [prompt for prompt in prompts if environment_of(prompt) is None]
+    return [prompt for prompt in prompts if prompt.environment is None]
 
 
 def _has_user_code(config: Config) -> bool:

@@ -25,7 +25,7 @@ from megatron_ibpo.basics.records import (
 )
 from megatron_ibpo.basics.sampling_mask import SamplingMask, concatenated, unrestricted
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.config import ENVIRONMENT, ConfigError, EnvironmentConfig, environment_in
+from megatron_ibpo.config import ConfigError, EnvironmentConfig, environment_in
 from megatron_ibpo.data.prompts import TooLongError, check_size
 from megatron_ibpo.environments import Chat, EpisodeFaultError, EpisodeScore, Message, Session, Sessions, Tool
 
@@ -36,12 +36,6 @@ PLAYS = 2
 
 AskTurn = Callable[[SampleRequest], Awaitable[Sample]]
 """Has an engine write one turn."""
-
-
-def environment_of(prompt: Prompt) -> str | None:
-    """Return the environment that a prompt names; None if its responses are of one turn."""
-    named = prompt.metadata.get(ENVIRONMENT)
-    return None if named is None else str(named)
 
 
 @dataclass(eq=False)
@@ -87,7 +81,7 @@ class Episodes:
             except EpisodeFaultError as fault:
                 self.counts[f"environment_faults/{fault.kind}"] += 1
                 self.counts["episodes_replayed" if play < PLAYS else "episodes_unscored"] += 1
-                script.sample.reward_error = f"{environment_of(prompt)}: {fault}"
+                script.sample.reward_error = f"{prompt.environment}: {fault}"
         return script.sample
 
     def take_metrics(self) -> dict[str, float]:
@@ -274,13 +268,13 @@ def as_opened(prompt: Prompt, responses: Sequence[Sample]) -> Prompt:
     Raises:
         ValueError: the opening does not end as the chat template begins the policy's turn.
     """
-    if environment_of(prompt) is None:
+    if prompt.environment is None:
         return prompt
     opened = next((r.prompt_token_ids for r in responses if len(r.token_ids)), prompt.token_ids)
     head = len(opened) - len(prompt.tail_ids)
     if not np.array_equal(opened[max(0, head) :], prompt.tail_ids):
         raise ValueError(
-            f"{environment_of(prompt)}: its opening must end with a user message, after which the chat "
+            f"{prompt.environment}: its opening must end with a user message, after which the chat "
             "template begins the policy's turn; corrections would have no place otherwise"
         )
     return replace(prompt, token_ids=opened, head_length=head)

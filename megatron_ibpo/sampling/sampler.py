@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.engines import AsyncEngine, EngineDiedError, EngineError, EngineLostError
-from megatron_ibpo.sampling.episodes import Episodes, environment_of, unplayed
+from megatron_ibpo.sampling.episodes import Episodes, unplayed
 from megatron_ibpo.sampling.meter import Meter
 from megatron_ibpo.sampling.requests import Score, together, with_beginning
 
@@ -251,7 +251,7 @@ class Sampler:
         else:
             engines = self.spread(requests)
         asked = None
-        if environment_of(prompt) is None:  # all at once, so that the requests of a group go out together
+        if prompt.environment is None:  # all at once, so that the requests of a group go out together
             asked = [self._ask(request, engine) for request, engine in zip(requests, engines, strict=True)]
 
         async def scored(index: int, request: SampleRequest) -> Sample:

@@ -23,7 +23,6 @@ from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.run.operator_skill import Asking, operator_skill, try_corrections
 from megatron_ibpo.run.resolve import Foundation, read_foundation
 from megatron_ibpo.sampling import Sampler, scorer
-from megatron_ibpo.sampling.episodes import environment_of
 
 
 def open_engine(config: Config, foundation: Foundation, stack: ExitStack) -> Engine:
@@ -66,7 +65,7 @@ def held_out_prompts(config: Config, tokenizer: Tokenizer, max_context: int, cou
         environment=config.environment,
     )
     prompts = source.batch(0, min(count, len(source) or count))
-    if any(environment_of(prompt) is not None for prompt in prompts):
+    if any(prompt.environment is not None for prompt in prompts):
         raise ValueError(f"{spec}: its rows name environments, and here responses are of one turn")
     return prompts
 

@@ -15,6 +15,7 @@ from megatron_ibpo.cluster.placement import Engines, Node, PlacementError, plan_
 from megatron_ibpo.config import Config, ParallelConfig, RolloutConfig, on_device
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.node_memory import check_main_memory
+from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.run import on_cluster
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.layout.export import metadata_of
@@ -128,7 +129,8 @@ def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
     config = on_device(configured(NEXT_80B), on_gpu=True, has_delta_nets=True)
     elements = elements_of(NEXT_80B)
     placement = placed(gpus(8, 8, 8, 8), 32, Engines(tensor_parallel_size=8, colocate=True))
-    arguments = (config, read_hf_config(NEXT_80B), elements, placement)
+    shape = read_hf_config(NEXT_80B)
+    arguments = (config, shape, read_overrides(config), elements, placement)
     enough = dict.fromkeys(range(4), 1000 * GIB)
     check_main_memory(*arguments, enough)
     config.run.save = False
@@ -141,19 +143,20 @@ def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
     assert "--no-optimizer-cpu-offload keeps the optimizer's state on the GPUs" in said
     assert said.count("10.0.0.") == 1, "the others have enough"
     config.optimizer.optimizer_cpu_offload = config.rollout.offload_train = False
-    check_main_memory(*arguments, dict.fromkeys(range(4), 4 * GIB))
+    on_gpus = (config, shape, read_overrides(config), elements, placement)
+    check_main_memory(*on_gpus, dict.fromkeys(range(4), 4 * GIB))
 
 
 def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves(models):
     """Four bytes a parameter of weights, of gradients and of each of Adam's means, and of an engine."""
 
-    def on_cpus(model, **config) -> tuple[Config, Any, Any, Any]:
+    def on_cpus(model, **config) -> tuple[Config, Any, Any, Any, Any]:
         shape = read_hf_config(model)
         resolved = on_device(Config(**config), on_gpu=False, has_delta_nets=shape.is_recurrent)
-        return resolved, shape, elements_of(model), placed(cpus(3), 2, own(1, 1))
+        return resolved, shape, read_overrides(resolved), elements_of(model), placed(cpus(3), 2, own(1, 1))
 
     arguments = on_cpus(ROOT / "examples/models/qwen3_0_6b")
-    parameters = sum(arguments[2].values())
+    parameters = sum(arguments[3].values())
     trainer = 16 * parameters + parameters * 12 // 2  # and half of a checkpoint
     engine = 4 * parameters + 512 * 1024**2
     with pytest.raises(ValueError, match="main memory") as refused:

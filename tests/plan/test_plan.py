@@ -19,6 +19,7 @@ from megatron_ibpo.plan.memory import communicators, kv_bytes, rank_memory, stat
 from megatron_ibpo.plan.node_memory import census_by_names
 from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.run_plan import FITS, REFUSED, in_short, plan_run
+from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.weights.layout.export import metadata_of
 from support import published_recipes
 from support.paths import ROOT
@@ -126,7 +127,7 @@ def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
         assert (about.layers, about.pipeline) == (real.layers, real.pipeline)
     # and so is a census by names of a checkpoint, by which a driver that builds no model checks main memory
     elements = {meta.name: meta.num_bytes // 2 for meta in metadata_of(plan.shape, torch.bfloat16)}
-    found = census_by_names(plan.shape, plan.config, elements, 32)
+    found = census_by_names(plan.shape, plan.config, 1, elements, 32)
     assert found.total == plan.census.total
     for own, counted in zip(found.stages, plan.census.stages, strict=True):
         assert (own.experts, own.layers) == (counted.experts, counted.layers)
@@ -226,7 +227,8 @@ def test_selective_recomputation_is_counted_in_the_training_of_a_step(plan_80b):
     def activations(granularity, *overrides):
         model = replace(plan_80b.config.model, recompute_granularity=granularity, model_override=overrides)
         config, part = replace(plan_80b.config, model=model), plan_80b.census.stages[0]
-        return rank_memory(plan_80b.shape, config, part, plan_80b.census, 32768).activations
+        how = (read_overrides(config), part, plan_80b.census, 32768)
+        return rank_memory(plan_80b.shape, config, *how).activations
 
     tokens, in_flight, layers, tensor = 32768, 4, 12, 2
     per_token = (10 * 2 * (3 * 2048 + 3 * 512) + 3 * 2 * 512) / tensor + 3 * 512 / tensor
@@ -245,8 +247,8 @@ def test_fp8_keeps_copies_of_weights_and_what_is_not_counted_is_named(planner):
     assert plain.copies == 0
     for phase in ("training", "updating", "resting"):
         assert getattr(stage, phase) - getattr(plain, phase) == stage.copies
-    assert not_counted(plan.config) == ["fp8 (inputs of matrix products in lower precision)"]
-    assert not_counted(before.config) == []
+    assert [*not_counted(plan.overrides)] == ["fp8 (inputs of matrix products in lower precision)"]
+    assert [*not_counted(before.overrides)] == []
 
 
 def test_memory_of_an_engine(planner, plan_80b):
@@ -259,13 +261,13 @@ def test_memory_of_an_engine(planner, plan_80b):
     experts_of_a_layer = 512 * 3 * 2048 * 512 * 2
     assert plan.engine.loading == experts_of_a_layer + experts_of_a_layer // 8, "whole, and the shard of it"
     # one head of 256 for keys and for values, of 12 layers
-    assert kv_bytes(shape, plan.config, 1) == 12 * 2 * 256 * 2
+    assert kv_bytes(shape, plan.needs, 8, 1) == 12 * 2 * 256 * 2
     # 4 of 32 value heads, states of 128 x 128; 3 tokens of 8,192 / 8 channels; 36 layers
     state = 36 * 2 * (4 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128) // 8)
-    assert state_bytes_per_sequence(shape, plan.config) == state
+    assert state_bytes_per_sequence(shape, plan.needs, 8) == state
     assert sequences(plan, 8192) == 32 * GIB / (8192 * 12288 + state)
     in_fp32 = planner(plan_of, NEXT_80B, 32, "--vllm-arg", "mamba_ssm_cache_dtype=float32")
-    assert state_bytes_per_sequence(shape, in_fp32.config) == state + 36 * 2 * 4 * 128 * 128
+    assert state_bytes_per_sequence(shape, in_fp32.needs, 8) == state + 36 * 2 * 4 * 128 * 128
     # room for the wider of mixer and MLP: on two GPUs half of a delta net (12,352 + 8,192 + 8,192 + 12,288 +
     # 8,192) or of an MLP; on eight the chosen experts' whole outputs, and shards of their and the shared
     # expert's inner width of 512

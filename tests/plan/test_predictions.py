@@ -25,7 +25,8 @@ MODELS = ROOT / "examples/models"
 def setting(*flags):
     model, recipe = MODELS / "qwen3_4b", ROOT / "examples/recipes/qwen3_4b_ibpo.yaml"
     asked = ["--config", str(recipe), "--hf-checkpoint", str(model), "--dry-run-hardware", "h100", *flags]
-    return setting_of(parse_config(asked), read_hf_config(model), 8)
+    config = parse_config(asked)
+    return setting_of(config, read_hf_config(model), 8, find_machine(config.run.dry_run_hardware))
 
 
 def test_a_run_is_predicted_with_its_interval_its_price_and_what_would_help():

@@ -119,5 +119,5 @@ def test_bytes_of_optimizer_state_follow_the_settings():
         (9, 4, True, True, True, "optimizer_offload_fraction=0.25"),
     ):
         config = overriding(optimizer=given.split(), bf16=bf16, precise=precise, offload=offload)
-        counted = overrides.optimizer_bytes(config)
+        counted = overrides.read_overrides(config).optimizer_bytes
         assert (counted.device, counted.host) == (device, host), config.optimizer

@@ -12,7 +12,7 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.memory import rank_memory
 from megatron_ibpo.plan.parameter_count import take_census
 from megatron_ibpo.policy import forward_backward, parallel
-from megatron_ibpo.policy.overrides import check_overrides, micro_batch_multiple, model_chunks
+from megatron_ibpo.policy.overrides import check_overrides, read_overrides
 from megatron_ibpo.policy.packing import packed
 from megatron_ibpo.policy.planning import MicroBatch, empty_micro_batches, plan_update
 from support import planned, trainers
@@ -292,7 +292,10 @@ def test_what_a_stage_holds_is_counted_with_its_pieces(checkpoints):
         shape, config = read_hf_config(checkpoints["deep"]), interleaved(2, chunks)
         census = take_census(shape, config, world_size=2)
         assert [part.layers for part in census.stages] == [4, 4]
-        return [rank_memory(shape, config, part, census, 1000).activations for part in census.stages]
+        overrides = read_overrides(config)
+        return [
+            rank_memory(shape, config, overrides, part, census, 1000).activations for part in census.stages
+        ]
 
     (first, last), pieces = activations(1), activations(2)
     assert first > last
@@ -303,9 +306,10 @@ def test_micro_batches_of_nothing_are_counted():
     config = interleaved(2, config=config_for(None, max_tokens=1))
     shares = plan_update([row for row in sequences(9) if row.advantage][:5], config, 1, planned.cost).shares
     assert (len(shares[0][0].cut.micro_batches), empty_micro_batches(shares)) == (6, 1)
-    assert (model_chunks(config), micro_batch_multiple(config)) == (2, 2)
+    read = read_overrides(config)
+    assert (read.chunks, read.micro_batch_multiple) == (2, 2)
     config.model.model_override += ("microbatch_group_size_per_vp_stage=3",)
-    assert micro_batch_multiple(config) == 3, "groups may be larger than the pipeline"
+    assert read_overrides(config).micro_batch_multiple == 3, "groups may be larger than the pipeline"
 
 
 def test_what_the_schedule_cannot_run_is_refused():

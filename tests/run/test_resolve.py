@@ -1,14 +1,15 @@
 """Settings are resolved in one place, and a run without room is refused before anything is loaded."""
 
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_ibpo.cluster.placement import Node, plan_placement
+from megatron_ibpo.cluster.placement import Engines, Node, plan_placement
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.run.open import open_run
-from megatron_ibpo.run.preflight import preflight
+from megatron_ibpo.run.preflight import check_placement, preflight
 from megatron_ibpo.run.resolve import read_foundation, resolve, settle
 from megatron_ibpo.run.settings import parse_config
 from support.live_loop import StandIns, config_of, in_place
@@ -66,6 +67,27 @@ def test_too_little_memory_is_refused():
     assert preflight(resolved, elements, {})("CPU").said.startswith("no time is predicted")
     with pytest.raises(ValueError, match=r"10\.0\.0\.1 has 1\.0 GiB of main memory"):
         preflight(resolved, elements, {0: 2**30})
+
+
+def test_an_engine_that_cannot_compute_the_model_is_refused_before_a_process_starts():
+    _, foundation, settled = settings()
+    node = Node("here", "10.0.0.1", cpus=2, gpus=0)
+    own = Engines(tensor_parallel_size=1, colocate=False, num_gpus=1)
+    placement = plan_placement([node], num_trainers=1, engines=own, on_gpu=False)
+    check_placement(resolve(settled, foundation, placement))
+    narrow = replace(foundation, shape=replace(foundation.shape, head_dim=16))
+    with pytest.raises(ValueError, match=r"head_dim 16 in config\.json"):
+        check_placement(resolve(settled, narrow, placement))
+    alone = plan_placement([node], num_trainers=1, engines=None, on_gpu=False)
+    check_placement(resolve(settled, narrow, alone))
+
+
+def test_overrides_are_read_once_and_are_data():
+    _, foundation, settled = settings("--model-override", "recompute_modules=[mlp]")
+    settled.model.recompute_granularity = "selective"
+    resolved = resolve(settled, foundation, machine(1, gpus=True))
+    assert resolved.overrides.recomputed_modules == {"mlp"}
+    assert (resolved.overrides.chunks, resolved.overrides.optimizer_bytes.device) == (1, 12)
 
 
 @pytest.mark.parametrize("free", [2**20, 2**26])

@@ -11,6 +11,7 @@ from megatron_ibpo.config import ConfigError, DataConfig
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.rewards import Verifier, open_pool
 from megatron_ibpo.run.inputs import open_inputs
+from megatron_ibpo.run.preflight import check_inputs
 from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.run.settings import parse_config
@@ -196,7 +197,7 @@ def test_a_dry_run_an_evaluation_and_a_training_refuse_it_by_the_same_code(direc
     for trains in (True, False):
         config = parse_config([*bad, "--eval-num-prompts", "1"])
         with ExitStack() as stack, pytest.raises(ConfigError, match="KeyError: 'answer'"):
-            open_inputs(config, read_foundation(config), stack, trains=trains)
+            check_inputs(open_inputs(config, read_foundation(config), stack, trains=trains))
     elsewhere = flags("--prompt-data", "nowhere.jsonl", "--dry-run")
     assert "not on this machine" in check_user_code(parse_config(elsewhere))
 

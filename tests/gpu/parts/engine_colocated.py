@@ -116,11 +116,11 @@ def predicted(job, config):
 
 
 def _predict(config, total):
-    from megatron_ibpo.plan.feasibility import make_plan, peaks
+    from megatron_ibpo.plan.feasibility import Plan, make_plan, peaks
 
     run = replace(config.run, dry_run_gpu_memory_gib=total / 2**30, dry_run_gpus_per_node=1)
     plan = make_plan(replace(config, run=run), 1)
-    return {"problems": plan.problems} | ({} if plan.stages is None else peaks(plan, 0))
+    return {"problems": plan.problems} | (peaks(plan, 0) if isinstance(plan, Plan) else {})
 
 
 def check_shared(found):
