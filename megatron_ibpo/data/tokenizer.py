@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
     unk_id: int | None
     """Id that stands for unknown text; None if everything can be encoded."""
     vocab_size: int
-    """Number of ids; the model's embedding may have more rows."""
+    """Largest id, and one; the model's embedding may have more rows."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text` in the middle of a prompt: no special tokens are added."""
@@ -98,14 +98,33 @@ def id_of(text: str, tokenizer: Tokenizer) -> int | None:
     return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_id else None
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, *, embedding_rows: int | None = None) -> Tokenizer:
     """Load from local files: a Hugging Face directory, a SentencePiece `.model` file, or a directory with a
     `tokenizer.model` and no `tokenizer.json`.
 
+    Args:
+        embedding_rows: vocab_size of the model that reads the ids; None: not checked.
+
     Raises:
-        DataError: no tokenizer there, unreadable files, or no end-of-sequence token.
+        DataError: no tokenizer there, unreadable files, no end-of-sequence token, or ids that the model does
+            not have.
     """
-    path = Path(path)
+    tokenizer = _load(Path(path))
+    if embedding_rows is not None and tokenizer.vocab_size > embedding_rows:
+        raise DataError(
+            f"tokenizer {path}: its ids go up to {tokenizer.vocab_size - 1}, and the model's vocab_size in "
+            f"config.json is {embedding_rows}: it has no embedding for the ids from {embedding_rows}; use "
+            "the model's own tokenizer, or resize the model's embedding"
+        )
+    return tokenizer
+
+
+def has_tokenizer(hf_dir: Path) -> bool:
+    """Return whether the directory holds files of a tokenizer."""
+    return any((hf_dir / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def _load(path: Path) -> Tokenizer:
     if not path.exists():
         raise DataError(f"tokenizer {path}: no such file or directory")
     if not path.is_dir():
@@ -247,7 +266,7 @@ class HuggingFaceTokenizer:
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id: int = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.unk_id: int | None = tokenizer.unk_token_id
-        self.vocab_size = len(tokenizer)
+        self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)
         bos_id = tokenizer.bos_token_id
         adds_bos = bos_id is not None and tokenizer("")["input_ids"][:1] == [bos_id]
         self._prefix: list[int] = [bos_id] if adds_bos else []

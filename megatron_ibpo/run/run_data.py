@@ -74,7 +74,7 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
         ValueError, OSError: a tokenizer or data that cannot be used; with the reason, the place, and what to
             do.
     """
-    tokenizer = load_tokenizer(foundation.hf_dir)
+    tokenizer = load_tokenizer(foundation.hf_dir, embedding_rows=foundation.shape.vocab_size)
     thinking, operator = None, foundation.method.operator
     if operator.ibpo_strip_thinking:
         thinking = ThinkingMarks(*thinking_marks(tokenizer))
