@@ -88,8 +88,10 @@ def chat_prompt(
         raise DataError(f"the last message must be the user's, not {messages[-1]['role']!r}")
     render = partial(tokenizer.render_chat, settings=settings)
     text = render(messages)
-    check_shown(messages, render)
-    tail = render([*messages[:-1], _marked(messages[-1])]).rpartition(_SENTINEL)[2]
+    last, marked = len(messages) - 1, check_shown(messages, render)
+    if last:
+        marked = render([*messages[:-1], _marked(messages[-1], last)])
+    tail = marked.rpartition(_mark(last))[2]
     if not text.endswith(tail):
         raise DataError(
             "the chat template treats the last user message by its content, so that candidate solutions "
@@ -99,13 +101,16 @@ def chat_prompt(
     return token_ids([*head, *tokenizer.encode(tail)]), len(head)
 
 
-def check_shown(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> None:
+def check_shown(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> str:
     """Refuse a chat template that leaves out the content of a message, or its end. Earlier turns of the
     assistant may be shown without their reasoning, and answers of tools in other forms, so these are not
     looked for.
 
     Args:
         render: returns messages as the template's text.
+
+    Returns:
+        the text with a mark at the end of every content that was looked for.
 
     Raises:
         DataError: says which message is missing.
@@ -114,18 +119,22 @@ def check_shown(messages: Sequence[Message], render: Callable[[Sequence[Message]
     looked_for.add(len(messages) - 1)
     text = render([_marked(own, n) if n in looked_for else own for n, own in enumerate(messages)])
     for number in sorted(looked_for):
-        if f"{_SENTINEL}{number}." not in text:
+        if _mark(number) not in text:
             role = messages[number]["role"]
             raise DataError(
                 f"the chat template leaves out the content of message {number} ({role}), or its end: it may "
                 "read content as a list of parts, know other roles, or cut long texts; use a checkpoint with "
                 "another template, or drop --apply-chat-template"
             )
+    return text
 
 
-def _marked(message: Message, number: int | None = None) -> Message:
-    mark = _SENTINEL if number is None else f"{_SENTINEL}{number}."
-    return {**message, "content": message["content"].rstrip() + mark}
+def _marked(message: Message, number: int) -> Message:
+    return {**message, "content": message["content"].rstrip() + _mark(number)}
+
+
+def _mark(number: int) -> str:
+    return f"{_SENTINEL}{number}."
 
 
 def check_size(characters: int, max_prompt_len: int | None) -> None:

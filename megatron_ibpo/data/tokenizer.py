@@ -392,7 +392,7 @@ def _spaceless(part: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     if part["type"] == "Sequence":
         name = "normalizers" if "normalizers" in part else "pretokenizers"
-        inner = [plain for one in part[name] if (plain := _spaceless(one)) is not None]
+        inner = [plain for step in part[name] if (plain := _spaceless(step)) is not None]
         return {**part, name: inner}
     changes = {"prepend_scheme": "never", "add_prefix_space": False}
     return part | {name: value for name, value in changes.items() if name in part}

@@ -11,7 +11,15 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.data import CorrectionTemplate, DataError, PromptSuffixes, open_source, prompts_of_rows
+from megatron_ibpo.data import (
+    CorrectionTemplate,
+    DataError,
+    PromptSuffixes,
+    open_source,
+    open_sources,
+    prompts_of_rows,
+)
+from megatron_ibpo.data.demonstrations import DemonstrationReader
 from megatron_ibpo.data.inspection import inspect_source
 from megatron_ibpo.data.layouts import plain_row
 from megatron_ibpo.data.prompts import chat_prompt, plain_prompt
@@ -58,6 +66,36 @@ def test_a_template_that_leaves_out_a_message_is_refused(template):
     source, messages = LEAVES_OUT[template]
     with pytest.raises(DataError, match="the chat template leaves out the content of message"):
         chat_prompt(messages, byte_level(source))
+
+
+def demonstrated(directory, tokenizer, *rows):
+    return open_sources(
+        [written(directory, *rows)], tokenizer, DataConfig(apply_chat_template=True, label_key="response"),
+        split="train", reader_type=DemonstrationReader,
+    ).at(0)  # fmt: skip
+
+
+SAID = [*ASKED, {"role": "assistant", "content": "Two."}]
+
+
+@pytest.mark.parametrize(
+    "template", ["the first part", "another field", "no system message", "other roles", "answers"]
+)
+def test_no_demonstration_is_learnt_without_its_question_or_answer(tmp_path, template):
+    answers = chat_of("{{ m.content if m.role != 'assistant' }}"), ASKED
+    source, messages = (LEAVES_OUT | {"answers": answers})[template]
+    chat = [*messages, SAID[-1]]
+    with pytest.raises(DataError, match="leaves out the content of message|does not continue"):
+        demonstrated(tmp_path, byte_level(source), {"messages": chat})
+
+
+def test_a_demonstration_with_a_picture_is_refused(tmp_path):
+    for changes in (
+        {"images": ["a.png"]},
+        {"messages": [{**SAID[0], "content": f"<image>{QUESTION}"}, SAID[1]]},
+    ):
+        with pytest.raises(DataError, match="read text alone"):
+            demonstrated(tmp_path, TOKENIZER, {"messages": SAID} | changes)
 
 
 def test_an_episode_is_not_opened_with_such_a_template():
@@ -307,6 +345,14 @@ def test_the_pieces_of_a_prompt_are_those_of_the_whole(kind, template):
     for messages in (ASKED, SHORT, LONG):
         whole = tokenizer.library.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert list(chat_prompt(messages, tokenizer)[0]) == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pieces_of_a_demonstration_are_those_of_the_whole(tmp_path, kind):
+    tokenizer = of_pieces(kind, SHOWS["content"])
+    (turn,) = demonstrated(tmp_path, tokenizer, {"messages": SAID}).turns
+    whole = tokenizer.library.apply_chat_template(SAID, return_dict=False)
+    assert [*turn.prompt, *turn.response[: turn.response.index(tokenizer.eos_id)]] == whole
 
 
 @pytest.mark.parametrize("kind", KINDS)
