@@ -24,6 +24,7 @@ from megatron_ibpo.config import Config, DataConfig, EnvironmentConfig, ModelCon
 from megatron_ibpo.data import load_tokenizer, open_pass_rates
 from megatron_ibpo.data.hub import local_model, local_source
 from megatron_ibpo.data.inspection import inspect_source, show_inspection
+from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.rewards import label_problems, named_rm_types, open_pool
 from megatron_ibpo.rewards.verifier import rm_type_of
 
@@ -55,7 +56,7 @@ def show_data(arguments: Arguments) -> None:
         raise ValueError("--prompt-data: required, what is to be shown")
     hf_dir = local_model(arguments.hf_checkpoint, weights=data.filter_pass_rate is not None)
     specs = tuple(map(local_source, specs))
-    tokenizer = load_tokenizer(hf_dir)
+    tokenizer = load_tokenizer(hf_dir, embedding_rows=embedding_rows(hf_dir))
     rates = open_pass_rates(Config(model=ModelConfig(hf_dir), data=data, rollout=arguments.rollout))
     context = arguments.rollout.rollout_max_context_len
     room = None if context is None else context - arguments.rollout.rollout_max_response_len
@@ -76,6 +77,15 @@ def show_data(arguments: Arguments) -> None:
             print(json.dumps(found.as_json(tokenizer), ensure_ascii=False))
         else:
             show_inspection(found, tokenizer, Console())
+
+
+def embedding_rows(hf_dir: Path) -> int | None:
+    """Return the size of the model's vocabulary; None without a model that can be trained, whose tokenizer
+    may be shown all the same."""
+    try:
+        return read_hf_config(hf_dir).vocab_size
+    except ModelConfigError:
+        return None
 
 
 def problems_of_labels(prompts: list[Prompt], data: DataConfig) -> list[str]:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from megatron_ibpo.basics.records import Prompt, TrainSequence, token_ids
-from megatron_ibpo.data.layouts import as_messages, checked
-from megatron_ibpo.data.prompts import TooLongError, check_prompt, check_size
+from megatron_ibpo.data.layouts import as_messages, check_text_only, checked
+from megatron_ibpo.data.prompts import TooLongError, check_prompt, check_shown, check_size
 from megatron_ibpo.data.row_prompts import Reader, template_settings
 from megatron_ibpo.data.tables import Row
 from megatron_ibpo.data.tokenizer import DataError, Message
@@ -67,6 +67,7 @@ class DemonstrationReader(Reader):
         return (*super().columns, CHAT_KEY, TOOLS_KEY)
 
     def of_row(self, row: Row) -> Demonstration:
+        check_text_only(row)
         messages = self._chat(row)
         first = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
         if first == 0:
@@ -133,6 +134,9 @@ class DemonstrationReader(Reader):
         """
         render = partial(self.tokenizer.render_chat, settings=template_settings(self.data), tools=tools)
         encode = self.tokenizer.encode
+        last = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
+        if messages[last]["content"]:  # it may only call tools
+            check_shown(messages[: last + 1], partial(render, generation_prompt=False))
         eos, found = self.tokenizer.eos_id, list[Turns]()
         told, rest = "", list[int]()
         for number in (n for n, message in enumerate(messages) if message["role"] == "assistant"):
@@ -146,7 +150,7 @@ class DemonstrationReader(Reader):
             if told and asked.startswith(told):
                 found[-1].add([*rest, *encode(asked[len(told) :])], is_trained=False)
             else:
-                found.append(Turns(encode(asked), [], []))
+                found.append(Turns(self.tokenizer.encode_rendered(asked), [], []))
             ids = encode(answered[len(asked) :])
             if eos in ids:  # what the template writes after it is no part of the turn
                 end = len(ids) - ids[::-1].index(eos)

@@ -23,7 +23,14 @@ from megatron_ibpo.data.files import LazyRow, as_lazy_row, chosen_files, each_ro
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
 from megatron_ibpo.data.left_out import DUPLICATE, Tally
 from megatron_ibpo.data.pass_rates import PassRates
-from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, normalised, own_rows
+from megatron_ibpo.data.row_prompts import (
+    OWN_SCHEME,
+    FirstPlaces,
+    Reader,
+    normalised,
+    own_rows,
+    unique_id,
+)
 from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer
 from megatron_ibpo.rewards import CHECKED_AT_START
@@ -191,8 +198,9 @@ def _read(reader: Reader, split: Literal["train", "eval"], found: Inspection) ->
         rows: Iterable[LazyRow] = (as_lazy_row(where, row) for where, row in own_rows(location, split))
     else:
         rows = each_row(chosen_files(Path(location), split, reader.source.split), reader.columns)
+    ids: FirstPlaces = {}
     for number, (where, read) in enumerate(rows):
         if number == 0:
             with suppress(DataError):
                 found.layout = reader.layout(read())
-        yield where, reader.prompt(number, where, read)
+        yield where, reader.prompt(number, where, unique_id(read, where, ids))

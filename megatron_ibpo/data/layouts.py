@@ -8,7 +8,8 @@ of others       see LAYOUTS; only with the default --input-key and --label-key, 
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,12 @@ from megatron_ibpo.rewards.final_answer import final_boxes
 
 COLUMNS = ("task", "metadata", "rm_type", "id", "reward_model", "data_source", "extra_info")
 """Columns that may be read besides question and label."""
+MEDIA = ("images", "image", "videos", "video", "audios", "audio", "multi_modal_data")
+"""Columns with a part of the question that is no text; only an empty value is accepted."""
+PLACEHOLDER = re.compile(
+    r"\A\s*<(?:image|video|audio)>|<(?:image|video|audio)>\s*\Z|<\|(?:image|video|vision|audio)_\w+\|>"
+)
+"""Text that stands for a picture, a film or a sound: at an end of a question, or as models' own tokens."""
 PLAIN_KEYS = ("prompt", "label")
 """The default --input-key and --label-key."""
 
@@ -112,27 +119,30 @@ def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
     Raises:
         DataError: a field is missing, empty or of another type; says which.
     """
+    check_text_only(row)
+    label_field, task_field, metadata_field = label_key, "task", "metadata"
     if (truth := _ground_truth(row, label_key)) is not None:
         if truth["ground_truth"] is None:
             raise DataError("field 'reward_model' has no ground_truth")
-        row = {
-            **row,
-            label_key: truth["ground_truth"],
-            "task": row.get("task") or row.get("data_source"),
-            "metadata": row.get("metadata") or row.get("extra_info"),
-        }
+        row = {**row, label_key: truth["ground_truth"]}
+        label_field = "reward_model.ground_truth"
+        task_field = "task" if row.get("task") else "data_source"
+        metadata_field = "metadata" if row.get("metadata") else "extra_info"
     elif (layout := known_layout(row, input_key, label_key)) is not None:
-        input_key, label_key = layout.question, layout.answer
+        input_key = layout.question
+        label_field = label_key = layout.answer
         row = {**row, label_key: layout.label(row[label_key])}
+    elif label_key not in row and row.get("reward_model") is not None:
+        raise DataError("field 'reward_model' must be an object with ground_truth, which is the label")
     _check_keys(row, {input_key: "--input-key", label_key: "--label-key"})
     question = checked(row[input_key], input_key, "text or a list of messages")
     label = _without_arrays(row[label_key])
     is_structure = isinstance(label, list | dict)
     if not is_structure:
-        checked(label, label_key, "text or a number")
+        checked(label, label_field, "text or a number")
     elif not label:
-        raise DataError(f"field {label_key!r} is empty")
-    metadata = _plain_value(_optional(row, "metadata", "an object") or {})
+        raise DataError(f"field {label_field!r} is empty")
+    metadata = _plain_value(_optional(row, metadata_field, "an object") or {})
     for name in ("rm_type", "id"):
         kind = "text" if name == "rm_type" else "text or a number"
         if (value := _optional(row, name, kind)) is not None:
@@ -142,10 +152,39 @@ def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
         as_messages(question, input_key),
         isinstance(question, list),
         json.dumps(_plain_value(label), ensure_ascii=False) if is_structure else str(label),
-        _optional(row, "task", "text"),
+        _optional(row, task_field, "text"),
         metadata,
         has_list_of_numbers=_num_numbers(label) > 1,
     )
+
+
+def check_text_only(row: Row) -> None:
+    """Raise DataError for a row with pictures, films or sounds: the policy would be trained to guess."""
+    for name in MEDIA:
+        if not _is_empty(row.get(name)):
+            raise DataError(
+                f"field {name!r} holds a part of the question that is no text, and policies read text alone; "
+                "--skip-bad-rows leaves such rows out"
+            )
+
+
+def check_placeholders(messages: Iterable[Message], input_key: str) -> None:
+    """Raise DataError for text that stands for a picture, a film or a sound."""
+    for message in messages:
+        if message["role"] == "user" and (found := PLACEHOLDER.search(message["content"])) is not None:
+            raise DataError(
+                f"field {input_key!r} has {found[0].strip()} in place of a part of the question, and "
+                "policies read text alone; --skip-bad-rows leaves such rows out"
+            )
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a column holds nothing: null, or a list or object of nothing."""
+    if isinstance(value, Mapping):
+        return all(map(_is_empty, value.values()))
+    if isinstance(value, list | tuple | np.ndarray):
+        return all(map(_is_empty, value))
+    return value is None or value == "" or value == b""
 
 
 def is_rl_layout(row: Row, label_key: str) -> bool:
@@ -185,7 +224,7 @@ def layout_said(row: Row, input_key: str, label_key: str) -> str | None:
 def fields_read(input_key: str, label_key: str) -> set[str]:
     """Return the fields of a row that may be read."""
     known = _OF_LAYOUTS if (input_key, label_key) == PLAIN_KEYS else set()
-    return {input_key, label_key, *COLUMNS, *known}
+    return {input_key, label_key, *COLUMNS, *MEDIA, *known}
 
 
 def has_value(row: Row, field: str, value: str) -> bool:

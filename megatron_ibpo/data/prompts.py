@@ -4,6 +4,7 @@ order."""
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_ibpo.basics.records import Prompt, TokenIds, token_ids
@@ -11,6 +12,8 @@ from megatron_ibpo.data.left_out import Tally
 from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer, has_unknown
 
 _SENTINEL = "SENTINELc9f0f895fb98ab91"
+_ALWAYS_SHOWN = ("system", "developer", "user")
+"""Roles whose messages a chat template has to show."""
 _CHARACTERS_OF_A_TOKEN = 128
 """Length of the longest tokens in characters; they are runs of spaces."""
 
@@ -78,21 +81,60 @@ def chat_prompt(
         settings: further arguments of the template, such as {"enable_thinking": False}.
 
     Raises:
-        DataError: the last message is not the user's, there is no chat template, or the template does not
-            show the user's content last.
+        DataError: the last message is not the user's, there is no chat template, or the template leaves out
+            a message or does not show the user's content last.
     """
     if messages[-1]["role"] != "user":
         raise DataError(f"the last message must be the user's, not {messages[-1]['role']!r}")
-    text = tokenizer.render_chat(messages, settings)
-    marked = {**messages[-1], "content": messages[-1]["content"].rstrip() + _SENTINEL}
-    tail = tokenizer.render_chat([*messages[:-1], marked], settings).rpartition(_SENTINEL)[2]
+    render = partial(tokenizer.render_chat, settings=settings)
+    text = render(messages)
+    last, marked = len(messages) - 1, check_shown(messages, render)
+    if last:
+        marked = render([*messages[:-1], _marked(messages[-1], last)])
+    tail = marked.rpartition(_mark(last))[2]
     if not text.endswith(tail):
         raise DataError(
             "the chat template treats the last user message by its content, so that candidate solutions "
             "cannot be inserted after it"
         )
-    head = tokenizer.encode(text[: len(text) - len(tail)])
+    head = tokenizer.encode_rendered(text[: len(text) - len(tail)])
     return token_ids([*head, *tokenizer.encode(tail)]), len(head)
+
+
+def check_shown(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> str:
+    """Refuse a chat template that leaves out the content of a message, or its end. Earlier turns of the
+    assistant may be shown without their reasoning, and answers of tools in other forms, so these are not
+    looked for.
+
+    Args:
+        render: returns messages as the template's text.
+
+    Returns:
+        the text with a mark at the end of every content that was looked for.
+
+    Raises:
+        DataError: says which message is missing.
+    """
+    looked_for = {n for n, message in enumerate(messages) if message["role"] in _ALWAYS_SHOWN}
+    looked_for.add(len(messages) - 1)
+    text = render([_marked(own, n) if n in looked_for else own for n, own in enumerate(messages)])
+    for number in sorted(looked_for):
+        if _mark(number) not in text:
+            role = messages[number]["role"]
+            raise DataError(
+                f"the chat template leaves out the content of message {number} ({role}), or its end: it may "
+                "read content as a list of parts, know other roles, or cut long texts; use a checkpoint with "
+                "another template, or drop --apply-chat-template"
+            )
+    return text
+
+
+def _marked(message: Message, number: int) -> Message:
+    return {**message, "content": message["content"].rstrip() + _mark(number)}
+
+
+def _mark(number: int) -> str:
+    return f"{_SENTINEL}{number}."
 
 
 def check_size(characters: int, max_prompt_len: int | None) -> None:

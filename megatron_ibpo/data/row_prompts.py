@@ -23,7 +23,14 @@ from megatron_ibpo.config import (
     rm_type_in,
     searched,
 )
-from megatron_ibpo.data.layouts import PlainRow, fields_read, has_value, layout_said, plain_row
+from megatron_ibpo.data.layouts import (
+    PlainRow,
+    check_placeholders,
+    fields_read,
+    has_value,
+    layout_said,
+    plain_row,
+)
 from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, HELD_OUT, NOT_CHOSEN, TOO_LONG, Division, Tally
 from megatron_ibpo.data.order import shuffled as in_random_order
 from megatron_ibpo.data.pass_rates import PassRates
@@ -48,6 +55,8 @@ MOST_LINES = 2**18
 MOST_BRACKETS = 2**23
 """Limit on its opening brackets: each may become a list of 64 bytes, and a million take a second."""
 
+FirstPlaces = dict[str, Callable[[], str]]
+"""Id → function that returns the place of the first row with it."""
 Rows = Iterable[tuple[str, "Row | DataError"]]
 """Rows, each with its place for messages; an error stands in for a row that cannot be read."""
 
@@ -173,8 +182,13 @@ class Reader:
             raise DataError(str(error)) from None
 
     def asked(self, messages: Iterable[Message]) -> list[Message]:
-        """Return the messages with the source's suffix, and with the system prompt if they have none."""
+        """Return the messages with the source's suffix, and with the system prompt if they have none.
+
+        Raises:
+            DataError: a part of the question is no text.
+        """
         made = list(messages)
+        check_placeholders(made, self.input_key)
         if self.source.suffix:
             made[-1] = {**made[-1], "content": made[-1]["content"] + self.source.suffix}
         return with_system_prompt(made, self.data)
@@ -230,18 +244,18 @@ def read_prompts(rows: Rows, reader: Reader, *, shuffled: bool) -> PromptSource:
     """
     source, data = reader.source, reader.data
     prompts: list[Prompt] = []
-    ids: dict[str, str] = {}
+    ids: FirstPlaces = {}
     questions: set[str] = set()
     layouts: set[str | None] = set()
     number = 0
     for number, (where, found) in enumerate(rows, start=1):
         layouts.add(reader.layout(found) if isinstance(found, dict) else None)
-        read = _reading(found, where, ids)
-        prompt = reader.prompt(number, partial(str, where), read)
+        place = partial(str, where)
+        prompt = reader.prompt(number, place, unique_id(partial(_row, found), place, ids))
         if prompt is None:
             continue
         if data.deduplicate and (question := normalised(prompt.text)) in questions:
-            reader.tally.add(DUPLICATE, number, partial(str, where))
+            reader.tally.add(DUPLICATE, number, place)
             continue
         if data.deduplicate:
             questions.add(question)
@@ -272,20 +286,28 @@ def normalised(question: str) -> str:
     return " ".join(question.split())
 
 
-def _reading(found: Row | DataError, where: str, ids: dict[str, str]) -> Callable[[], Row]:
-    """Return a function that gives the row or raises its fault: it could not be read, or shares its id with
-    another."""
+def _row(found: Row | DataError) -> Row:
+    if isinstance(found, DataError):
+        raise found
+    return found
 
-    def read() -> Row:
-        if isinstance(found, DataError):
-            raise found
-        if (own := found.get("id")) is not None:
+
+def unique_id(read: Callable[[], Row], where: Callable[[], str], ids: FirstPlaces) -> Callable[[], Row]:
+    """Return a function that reads the row and raises DataError if an earlier one has its id.
+
+    Args:
+        ids: shared by the rows of a source.
+    """
+
+    def checked() -> Row:
+        row = read()
+        if (own := row.get("id")) is not None:
             first = ids.setdefault(json.dumps(own, default=str), where)
-            if first != where:
-                raise DataError(f"id {own!r} is also that of {first}")
-        return found
+            if first is not where:
+                raise DataError(f"id {own!r} is also that of {first()}")
+        return row
 
-    return read
+    return checked
 
 
 @dataclass

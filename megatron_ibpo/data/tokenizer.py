@@ -4,8 +4,11 @@ All other modules see token ids. Pieces of a prompt are encoded one by one and j
 add nothing of its own: no special tokens, no leading space.
 """
 
+import json
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +30,10 @@ MOST_IDS = 2**24
 """Limit on ids: a tokenizer's tables are as long as its largest id. Published vocabularies have a fiftieth of
 this."""
 
+TEMPLATE_DAY = datetime(2024, 7, 26)
+"""Today, for chat templates: prompts depend on no clock. Llama 3's template takes this day where it knows of
+none."""
+
 Message = dict[str, str]
 """One chat turn: {"role": ..., "content": ...}."""
 
@@ -43,7 +50,7 @@ class Tokenizer(Protocol):
     unk_id: int | None
     """Id that stands for unknown text; None if everything can be encoded."""
     vocab_size: int
-    """Number of ids; the model's embedding may have more rows."""
+    """Largest id, and one; the model's embedding may have more rows."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text` in the middle of a prompt: no special tokens are added."""
@@ -52,6 +59,11 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of `text` at the start of a prompt: with the beginning-of-sequence id if the
         tokenizer adds one."""
+        ...
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the ids of `text` at the start of a prompt that the chat template wrote, which writes the
+        beginning-of-sequence token itself."""
         ...
 
     def decode(self, ids: npt.ArrayLike) -> str:
@@ -98,14 +110,33 @@ def id_of(text: str, tokenizer: Tokenizer) -> int | None:
     return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_id else None
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, *, embedding_rows: int | None = None) -> Tokenizer:
     """Load from local files: a Hugging Face directory, a SentencePiece `.model` file, or a directory with a
     `tokenizer.model` and no `tokenizer.json`.
 
+    Args:
+        embedding_rows: vocab_size of the model that reads the ids; None: not checked.
+
     Raises:
-        DataError: no tokenizer there, unreadable files, or no end-of-sequence token.
+        DataError: no tokenizer there, unreadable files, no end-of-sequence token, or ids that the model does
+            not have.
     """
-    path = Path(path)
+    tokenizer = _load(Path(path))
+    if embedding_rows is not None and tokenizer.vocab_size > embedding_rows:
+        raise DataError(
+            f"tokenizer {path}: its ids go up to {tokenizer.vocab_size - 1}, and the model's vocab_size in "
+            f"config.json is {embedding_rows}: it has no embedding for the ids from {embedding_rows}; use "
+            "the model's own tokenizer, or resize the model's embedding"
+        )
+    return tokenizer
+
+
+def has_tokenizer(hf_dir: Path) -> bool:
+    """Return whether the directory holds files of a tokenizer."""
+    return any((hf_dir / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def _load(path: Path) -> Tokenizer:
     if not path.exists():
         raise DataError(f"tokenizer {path}: no such file or directory")
     if not path.is_dir():
@@ -247,23 +278,45 @@ class HuggingFaceTokenizer:
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id: int = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.unk_id: int | None = tokenizer.unk_token_id
-        self.vocab_size = len(tokenizer)
+        self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)
         bos_id = tokenizer.bos_token_id
         adds_bos = bos_id is not None and tokenizer("")["input_ids"][:1] == [bos_id]
         self._prefix: list[int] = [bos_id] if adds_bos else []
+        self._spaceless = without_space_before(tokenizer)
         self._template = TemplateProcess(self._rendered)
 
     def encode(self, text: str) -> list[int]:
+        return self._encoded(text, self._in_the_middle)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self._prefix + self.encode_rendered(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self._encoded(text, self._at_the_start)
+
+    def _encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         try:
-            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            return encode(text)
         except Exception as error:  # a vocabulary without an unknown token raises for missing text
             raise DataError(
                 f"{self._name}: cannot encode {_start_of(text)!r}: {error}; the vocabulary has "
                 f"{self.vocab_size} tokens: is it this model's tokenizer?"
             ) from error
 
-    def encode_prompt(self, text: str) -> list[int]:
-        return self._prefix + self.encode(text)
+    def _at_the_start(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _in_the_middle(self, text: str) -> list[int]:
+        """Return the ids without the space that the tokenizer puts before a text. Behind an added token, such
+        as a special one, the space is the tokenizer's, wherever the text begins."""
+        if self._spaceless is None:
+            return self._at_the_start(text)
+        added, backend = self._tokenizer.added_tokens_decoder, self._tokenizer.backend_tokenizer
+        whole = backend.encode(text, add_special_tokens=False)
+        starts = (start for token, (start, _) in zip(whole.ids, whole.offsets, strict=True) if token in added)
+        cut = next(starts, len(text))
+        ids: list[int] = self._spaceless.encode(text[:cut], add_special_tokens=False).ids
+        return ids + self._at_the_start(text[cut:]) if text[cut:] else ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
         return self._tokenizer.decode(
@@ -299,9 +352,50 @@ class HuggingFaceTokenizer:
         generation_prompt: bool,
         settings: Mapping[str, Any],
     ) -> str:
+        random.seed(0)  # a template may draw
         return self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **settings
+            messages,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **{"strftime_now": TEMPLATE_DAY.strftime, **settings},
         )
+
+
+def date_notes(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the line to print if the chat template writes a date."""
+    template = getattr(getattr(tokenizer, "library", None), "chat_template", None)
+    if "strftime_now" not in str(template):
+        return ()
+    return (
+        f"the chat template writes today's date; prompts have {TEMPLATE_DAY:%d %b %Y} on every day, so that "
+        "a run that resumes has the same",
+    )
+
+
+def without_space_before(tokenizer: Any) -> Any:
+    """Return a copy of a fast tokenizer that puts no space before a text; None if it never does."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    parts = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer")}
+    stored = {name: part and json.loads(part.__getstate__()) for name, part in parts.items()}
+    plain = {name: _spaceless(part) for name, part in stored.items()}
+    if plain == stored:
+        return None
+    return type(backend).from_str(json.dumps(json.loads(backend.to_str()) | plain))
+
+
+def _spaceless(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a normalizer or pre-tokenizer, as tokenizer.json has it, without its space before a text."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    if part["type"] == "Sequence":
+        name = "normalizers" if "normalizers" in part else "pretokenizers"
+        inner = [plain for step in part[name] if (plain := _spaceless(step)) is not None]
+        return {**part, name: inner}
+    changes = {"prepend_scheme": "never", "add_prefix_space": False}
+    return part | {name: value for name, value in changes.items() if name in part}
 
 
 def _start_of(text: str) -> str:
@@ -340,7 +434,10 @@ class SentencePieceTokenizer:
         return list(self._middle.encode(text))
 
     def encode_prompt(self, text: str) -> list[int]:
-        return self._prefix + list(self._start.encode(text))
+        return self._prefix + self.encode_rendered(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return list(self._start.encode(text))
 
     def decode(self, ids: npt.ArrayLike) -> str:
         return self._start.decode(_plain(ids))

@@ -11,6 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.data.prompts import check_shown
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer, id_of, read_eos_token_ids
 from megatron_ibpo.environments.families import family_readers
 from megatron_ibpo.environments.hermes import ReadCall, as_text, policy_message, read_text, tools_text
@@ -118,6 +119,7 @@ class TemplateChat:
         self._tokenizer, self._ends, self._settings = tokenizer, ends, settings or {}
         self._same_ends = _same_ends(tokenizer)
         self._marks_call = self._shows_tools = False
+        check_shown([_USER], self._render)
         self._following([_USER])
         prompt = self._render([_USER])
         self._opened = open_at_end(prompt)  # the mark of thinking in which every turn begins
@@ -134,8 +136,8 @@ class TemplateChat:
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         if self._shows_tools:
-            return self._tokenizer.encode(self._render(messages, tools))
-        return self._tokenizer.encode(self._render(as_text(messages, tools)))
+            return self._tokenizer.encode_rendered(self._render(messages, tools))
+        return self._tokenizer.encode_rendered(self._render(as_text(messages, tools)))
 
     def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
         said = _without_end(ids, self._ends)
@@ -202,7 +204,7 @@ class TemplateChat:
             return None
         turn = self._tokenizer.encode(_beyond(text, prompt))
         first_end = next((place for place, token in enumerate(turn) if token in self._ends), len(turn))
-        known = family_readers(self._tokenizer, self._tokenizer.encode(prompt))
+        known = family_readers(self._tokenizer, self._tokenizer.encode_rendered(prompt))
         readers: dict[str, Reader] = {reader.family: reader for reader in known}
         decode = self._tokenizer.decode_all  # a special token in an argument belongs to it
         for family, read_call in (("Hermes", None), ("Qwen3.5", QWEN3_5), ("GLM-4.5", GLM4_5)):

@@ -298,6 +298,16 @@ EXPERT_BIAS = "mlp.router.expert_bias"
 chooses."""
 
 
+HEAD = "lm_head.weight"
+"""A checkpoint's name for the output layer's weight."""
+
+
+def embedding_piece(shape: ModelShape, vocab_rows: int | None = None) -> Piece:
+    """Return the embedding as a checkpoint holds it; `vocab_rows` as in `weight_map`."""
+    name, size = f"{shape.hf_prefix}embed_tokens.weight", (shape.vocab_size, shape.hidden_size)
+    return Piece(name, size, replace(ROWS, padded=vocab_rows))
+
+
 def weight_map(shape: ModelShape, mtp_layers: int = 0, vocab_rows: int | None = None) -> dict[str, Entry]:
     """Return every Megatron parameter of the whole model, by global name, in checkpoint order.
 
@@ -307,10 +317,9 @@ def weight_map(shape: ModelShape, mtp_layers: int = 0, vocab_rows: int | None = 
             the vocabulary's alone, which ranks can only divide if it is a multiple.
     """
     family = family_module(shape.family)
-    hidden, vocab = shape.hidden_size, shape.vocab_size
-    rows = replace(ROWS, padded=vocab_rows)
-    embedding = Piece(f"{shape.hf_prefix}embed_tokens.weight", (vocab, hidden), rows)
-    head = embedding if shape.tie_word_embeddings else Piece("lm_head.weight", (vocab, hidden), rows)
+    hidden = shape.hidden_size
+    embedding = embedding_piece(shape, vocab_rows)
+    head = embedding if shape.tie_word_embeddings else replace(embedding, name=HEAD)
     entries = [Entry("embedding.word_embeddings.weight", (embedding,))]
     for layer in range(shape.num_layers):
         prefixes = f"decoder.layers.{layer}.", f"{shape.hf_prefix}layers.{layer}."
@@ -365,5 +374,5 @@ def is_ignored(shape: ModelShape, name: str) -> bool:
     return (
         is_carried(shape, name)
         or name.endswith("rotary_emb.inv_freq")
-        or (shape.tie_word_embeddings and name == "lm_head.weight")
+        or (shape.tie_word_embeddings and name == HEAD)
     )

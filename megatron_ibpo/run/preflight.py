@@ -7,11 +7,13 @@ this file knows `plan/`.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 from megatron_ibpo.config import Config
+from megatron_ibpo.data.tokenizer import has_tokenizer, load_tokenizer
 from megatron_ibpo.engines.registry import check_model as check_engine_model
 from megatron_ibpo.engines.truncation import all_readers, check_truncation
-from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.lora import adapter_elements
 from megatron_ibpo.report.run_dir import prepare_run_dir
 from megatron_ibpo.report.stages import Forecast
@@ -22,6 +24,7 @@ from megatron_ibpo.run.processes import Backend
 from megatron_ibpo.run.resolve import ResolvedConfig
 from megatron_ibpo.run.user_code import check_user_code, scored_by_verifiers, try_user_code
 from megatron_ibpo.weights.formats.retention import kept_bytes
+from megatron_ibpo.weights.formats.weight_files import has_weights
 
 
 def check_model(config: Config, shape: ModelShape, backend: Backend) -> None:
@@ -81,11 +84,28 @@ def preflight(
     return partial(forecast, config, shape, resolved.world_size)
 
 
+def check_present_files(hf_dir: Path) -> None:
+    """Refuse weights or a tokenizer that a run could not start with. A plan needs neither: only files that
+    are there are checked.
+
+    Raises:
+        ValueError: as at the start of a run.
+    """
+    from megatron_ibpo.weights.formats.convert import check_checkpoint  # imports torch
+
+    shape = read_hf_config(hf_dir)
+    if has_weights(hf_dir):
+        check_checkpoint(hf_dir, shape)
+    if has_tokenizer(hf_dir):
+        load_tokenizer(hf_dir, embedding_rows=shape.vocab_size)
+
+
 def dry_run(config: Config) -> int:
     """Check a run as its start would, and print its plan. Return the exit status."""
     from megatron_ibpo.plan.run_plan import plan_run  # imports torch
 
     check_run(config)
+    check_present_files(config.model.hf_dir)
     note = check_user_code(config)
     status = plan_run(config)
     if note is not None:

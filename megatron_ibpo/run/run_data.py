@@ -20,6 +20,7 @@ from megatron_ibpo.data import (
     thinking_marks,
     token_texts,
 )
+from megatron_ibpo.data.tokenizer import date_notes
 from megatron_ibpo.evaluate import EvalSet, open_eval_sets
 from megatron_ibpo.rewards import (
     CHECKED_AT_START,
@@ -44,6 +45,8 @@ class RunData:
     """Prompts of training; None if recorded rollouts are replayed, or for an evaluation on its own."""
     eval_sets: list[EvalSet]
     """Sets of held-out prompts; empty if recorded rollouts are replayed, or evaluation is off."""
+    template_notes: tuple[str, ...] = ()
+    """Lines to show about the chat template."""
 
     @property
     def first_prompts(self) -> list[Prompt]:
@@ -60,7 +63,8 @@ class RunData:
         """Lines to show about the sources of prompts: recognised layouts, rows left out."""
         of_training = () if self.prompts is None else self.prompts.notes
         of_evaluation = tuple(note for own in self.eval_sets for note in own.notes)
-        return tuple(dict.fromkeys(of_training + of_evaluation))  # both may read one file
+        # both may read one file
+        return tuple(dict.fromkeys(self.template_notes + of_training + of_evaluation))
 
 
 def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True) -> RunData:
@@ -73,7 +77,7 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
         ValueError, OSError: a tokenizer or data that cannot be used; with the reason, the place, and what to
             do.
     """
-    tokenizer = load_tokenizer(foundation.hf_dir)
+    tokenizer = load_tokenizer(foundation.hf_dir, embedding_rows=foundation.shape.vocab_size)
     thinking, operator = None, foundation.method.operator
     if operator.ibpo_strip_thinking:
         thinking = ThinkingMarks(*thinking_marks(tokenizer))
@@ -94,6 +98,7 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
         if trains and not replays
         else None,
         [] if replays else _held_out(config, tokenizer, foundation),
+        date_notes(tokenizer) if config.data.apply_chat_template else (),
     )
 
 

@@ -237,7 +237,7 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
             from megatron_ibpo.weights.formats.convert import check_checkpoint
             from megatron_ibpo.weights.formats.hugging_face import trained_elements
 
-            tokenizer = load_tokenizer(hf_dir)
+            tokenizer = load_tokenizer(hf_dir, embedding_rows=shape.vocab_size)
             rows = _open_rows(config, tokenizer, config.data.prompt_data, foundation.max_context, "train")
             config = settle(config, foundation, rows)
             held_out, notes = _held_out(config, tokenizer, foundation.max_context)

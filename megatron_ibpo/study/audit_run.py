@@ -29,6 +29,7 @@ from megatron_ibpo.data import (
     token_texts,
 )
 from megatron_ibpo.engines import ThreadedEngine
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import Response, open_verifier
 from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.settings import parse_config
@@ -68,7 +69,7 @@ def audit_responses(
     config, hf_dir = _settings(run_dir, policy)
     config.run.run_dir = scratch
     with ExitStack() as stack:
-        tokenizer = load_tokenizer(hf_dir)
+        tokenizer = load_tokenizer(hf_dir, embedding_rows=read_hf_config(hf_dir).vocab_size)
         asker = _Asker(config, hf_dir, tokenizer, stack)
         groups, phi = asker.groups(prompts, seed)
         wrong = [

@@ -92,7 +92,7 @@ def skill_of_checkpoint(
     foundation = read_foundation(config)
     operator, context = foundation.method.operator, foundation.max_context
     with ExitStack() as stack:
-        tokenizer = load_tokenizer(hf_dir)
+        tokenizer = load_tokenizer(hf_dir, embedding_rows=foundation.shape.vocab_size)
         asked = held_out_prompts(config, tokenizer, context, prompts)
         verifier = stack.enter_context(open_verifier(config.data))
         engine = ThreadedEngine(open_engine(config, foundation, stack))

@@ -89,7 +89,6 @@ def hf_to_megatron(
     if ignored := checkpoint.check(shape, entries):
         logger.warning("%s: not converted: %s", hf_dir, listed(ignored))
     dtypes = _stored_dtypes(checkpoint, entries)
-    world.on_rank_0(lambda: _check_tied_head(checkpoint, shape))
     shares = _shares(entries, holdings)
     jobs = [
         Job(f"__{rank}_{number}.distcp", half, sum(s.numel * dtypes[s.entry.name].itemsize for s in half))
@@ -287,7 +286,7 @@ def check_checkpoint(hf_dir: Path, shape: ModelShape) -> None:
     them.
 
     Raises:
-        CheckpointError: a tensor is missing, superfluous, or of another shape or dtype.
+        CheckpointError: see `Checkpoint.check`.
     """
     checkpoint = Checkpoint(hf_dir)
     checkpoint.check(shape, model_entries(shape, checkpoint))
@@ -309,19 +308,6 @@ def _stored_dtypes(checkpoint: Checkpoint, entries: list[Entry]) -> dict[str, to
                 )
         dtypes[entry.name] = by_key[key][0]
     return dtypes
-
-
-def _check_tied_head(checkpoint: Checkpoint, shape: ModelShape) -> None:
-    """Check that a tied head equals the embeddings; some checkpoints hold it as well."""
-    if not shape.tie_word_embeddings or "lm_head.weight" not in checkpoint.file_of:
-        return
-    untied = weight_map(shape)["embedding.word_embeddings.weight"].pieces[0]
-    head = type(untied)("lm_head.weight", untied.shape, untied.cut)
-    if not _same_bits(checkpoint.read(untied), checkpoint.read(head)):
-        raise CheckpointError(
-            f"{checkpoint.directory}: config.json says tie_word_embeddings=true, but lm_head.weight is not "
-            f"{untied.name}"
-        )
 
 
 def _is_conversion(stored_dir: Path) -> bool:

@@ -7,6 +7,7 @@ import math
 import pickle
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import JSON_BYTES, check_user_file, read_user_file
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.models.weight_map import Entry, Piece, is_carried, is_ignored
+from megatron_ibpo.models.weight_map import (
+    HEAD,
+    Entry,
+    Piece,
+    embedding_piece,
+    is_carried,
+    is_ignored,
+)
 from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.integrity import MANIFEST, is_inside
 from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
@@ -41,6 +49,12 @@ WEIGHTS = (
     MANIFEST,
 )  # fmt: skip
 """Ends of file names that are not copied along with a checkpoint's configuration and tokenizer."""
+
+
+_PARTS_OF = {SINGLE: "model-*-of-*.safetensors", PICKLED_SINGLE: "pytorch_model-*-of-*.bin"}
+"""Single file → pattern of the files of a checkpoint in several."""
+_ROWS = 4096
+"""Rows of a head that are compared at a time."""
 
 
 class Checkpoint:
@@ -66,6 +80,7 @@ class Checkpoint:
                     "take a safetensors version of the model, or --allow-pickle to read them weights-only"
                 )
             self._stored_in = self._read_index(index) if present == index else self._read_single(single)
+            self._refuse_others(present, single)
             self.packed = [
                 name.removesuffix(BLOCKS)
                 for name in self._stored_in
@@ -105,6 +120,17 @@ class Checkpoint:
 
     def _read_single(self, single: str) -> dict[str, str]:
         return dict.fromkeys(self._files.get(single).keys(), single)
+
+    def _refuse_others(self, present: str, single: str) -> None:
+        """Refuse a directory that programs read differently: beside an index that does not name it,
+        transformers reads the single file; beside a single file without an index, vLLM reads all parts."""
+        beside = [self.directory / single] if present != single else self.directory.glob(_PARTS_OF[single])
+        stale = sorted({path.name for path in beside if path.is_file()} - {*self._stored_in.values()})
+        if stale:
+            raise CheckpointError(
+                f"{self.directory}: {listed(stale)} beside {present}, which does not name "
+                f"{'it' if len(stale) == 1 else 'them'}: two sets of weights; remove the older one"
+            )
 
     def _open(self, file: str) -> Any:
         path = self.directory / file
@@ -164,20 +190,21 @@ class Checkpoint:
             )
 
     def check(self, shape: ModelShape, entries: Iterable[Entry]) -> list[str]:
-        """Compare names, shapes and dtypes with the model's; reads only headers.
+        """Compare names, shapes and dtypes with the model's; reads only headers, except for a head that must
+        equal the embedding.
 
         Returns:
             names of tensors that `is_ignored` leaves out.
 
         Raises:
-            CheckpointError: a tensor is missing, superfluous, or has another shape or dtype than
+            CheckpointError: a tensor is missing, superfluous, or has another shape, dtype or values than
                 config.json and the formats here allow; names them.
         """
         pieces = {piece.name: piece for entry in entries for piece in entry.pieces}
         missing = sorted(name for name, piece in pieces.items() if self._source(piece) is None)
         if missing:
-            tied = "; config.json says tie_word_embeddings=false" if missing == ["lm_head.weight"] else ""
-            raise CheckpointError(f"{self.directory}: missing {listed(missing)}{tied}")
+            untied = self._why_untied() if missing == [HEAD] else ""
+            raise CheckpointError(f"{self.directory}: missing {listed(missing)}{untied}")
         used = {self._source(piece) for piece in pieces.values()}
         unknown = sorted(name for name in self.file_of if name not in used)
         ignored = [name for name in unknown if is_ignored(shape, name)]
@@ -188,7 +215,33 @@ class Checkpoint:
             )
         for piece in pieces.values():
             self._check_tensor(piece)
+        if shape.tie_word_embeddings and HEAD in self.file_of:
+            self._check_tied_head(shape)
         return ignored
+
+    def _why_untied(self) -> str:
+        """Return the reason for which the head must be there, for a message."""
+        config = read_json(read_user_file(self.directory / "config.json", JSON_BYTES))
+        inner = config.get("text_config")
+        if any("tie_word_embeddings" in raw for raw in (config, inner) if isinstance(raw, dict)):
+            return "; config.json says tie_word_embeddings=false"
+        return (
+            "; config.json has no tie_word_embeddings, which means false: add it as true if the head is the "
+            "embedding"
+        )
+
+    def _check_tied_head(self, shape: ModelShape) -> None:
+        """Check that a stored head equals the embedding that takes its place."""
+        embedding = embedding_piece(shape)
+        head = replace(embedding, name=HEAD)
+        self._check_tensor(head)
+        for start in range(0, shape.vocab_size, _ROWS):
+            rows = [(start, min(_ROWS, shape.vocab_size - start))]
+            if not torch.equal(self._read(embedding, rows).float(), self._read(head, rows).float()):
+                raise CheckpointError(
+                    f"{self.directory}: config.json says tie_word_embeddings=true, but {HEAD} is not "
+                    f"{embedding.name}: a model with a head of its own says false"
+                )
 
     def _check_tensor(self, piece: Piece) -> None:
         name, found = self._found(piece)
