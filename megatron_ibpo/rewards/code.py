@@ -418,8 +418,8 @@ def _is_real(value: Any) -> bool:
 
 
 def offered_imports(program: str) -> str:
-    """Return the imports that a program uses and lacks, as LiveCodeBench adds them, and LiveCodeBench's
-    recursion limit, and the limit on digits. Only names in use are imported: importing all takes longer than most programs."""
+    """Return the imports that a program uses and lacks, as LiveCodeBench adds them, and the limits on
+    recursion and digits. Only names in use are imported: importing all takes longer than most programs."""
     lines = [
         "import sys",
         "sys.setrecursionlimit(50000)",

@@ -68,7 +68,7 @@ _MODULUS = re.compile(
     r"\(?\\?(?:[pb]?mod|(?:text|mathrm|operatorname)\{mod\})(?:\{([A-Za-z0-9]{1,50})\}|([A-Za-z0-9]{1,50}))\)?"
 )
 _LAYOUT = re.compile(
-    r"\\(?:left|right|displaystyle|q?quad)(?![A-Za-z])|\\[,;:! ]|\$|~|(?<!\d)\s++|\s++(?!\d)"
+    r"(\\\\)|\\(?:left|right|displaystyle|q?quad)(?![A-Za-z])|\\[,;:! ]|\$|~|(?<!\d)\s++|\s++(?!\d)"
 )
 _LONGEST = 5_000
 """Characters of a text that is spelled anew; a longer one is no formula that anything here reads."""
@@ -107,7 +107,7 @@ def latex(text: str) -> str:
 def text_form(text: str) -> str:
     """Return the spelling in which formulas that cannot be read are compared: without spaces, and without
     braces around single characters."""
-    text = _MODULUS.sub(lambda found: f"(mod {found[1] or found[2]})", _LAYOUT.sub("", latex(text)))
+    text = _MODULUS.sub(lambda found: f"(mod {found[1] or found[2]})", _LAYOUT.sub(r"\1", latex(text)))
     return re.sub(r"\{([A-Za-z0-9])\}", r"\1", text).rstrip(".")
 
 
