@@ -112,6 +112,10 @@ class DataConfig:
     --reward-timeout. 6 as in LiveCodeBench."""
     code_memory_mb: Annotated[int, within(64, 2**24)] = 1024
     """MiB of address space per program of a code problem. 1024: the limit of most judges."""
+    code_float_tolerance: Annotated[float, within(0, 0.1)] = 0.0
+    """Difference, absolute or relative, up to which a real number that a program gives equals the expected
+    one. A label's own `float_tolerance` comes first. 0: exactly, as in LiveCodeBench; contests often say
+    1e-6."""
     code_executor: str | None = None
     """Server that runs the programs of code problems, http://HOST:PORT, by SandboxFusion's protocol. None:
     programs run in sandboxes on the nodes of the run."""

@@ -25,11 +25,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_ibpo.basics.reward_value import ResponseError
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.rewards.executors import Executor, open_executor
+from megatron_ibpo.rewards.executors import Executor, long_integer, open_executor
 from megatron_ibpo.rewards.rebinding import with_rebinding
 from megatron_ibpo.rewards.sandbox import Limits, SandboxError
 from megatron_ibpo.rewards.sandbox.inside import needed_names
@@ -46,6 +47,8 @@ _LANGUAGE = re.compile(r"[\w+-]*")
 LONGEST_PROGRAM = 200_000
 """Longest program, in characters; a longer one does not count as an answer. Contests accept
 64 kB, and the checks that read a program before it runs take 400 bytes of memory per character."""
+_MOST_DIGITS = 1_000_000
+"""Digits of integers that a program may print; Python's own limit is 4,300."""
 _PYTHON = {"", "python", "python3", "py"}
 _OFFERED = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
@@ -66,6 +69,8 @@ class CodeExecution:
     memory_mb: int = 1024
     total_seconds: float = 60.0
     """Time limit of all tests of a response."""
+    float_tolerance: float = 0.0
+    """Difference up to which a real number equals the expected one, where the label names none."""
 
     @classmethod
     def of(cls, data: DataConfig) -> CodeExecution:
@@ -75,6 +80,7 @@ class CodeExecution:
             data.code_timeout,
             data.code_memory_mb,
             data.reward_timeout * _SHARE_OF_TIMEOUT,
+            data.code_float_tolerance,
         )
 
     def as_metadata(self) -> dict[str, Any]:
@@ -96,6 +102,8 @@ class Problem:
     function: str | None = None
     test: str | None = None
     entry_point: str | None = None
+    float_tolerance: float | None = None
+    """The label's own tolerance; None: that of the settings."""
 
 
 def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> dict[str, float]:
@@ -144,18 +152,39 @@ def check_execution(prompt: str, response: str, label: str, metadata: dict[str, 
 
 
 def extract_answer(response: str) -> str | None:
-    """Return the response's program: its last fenced block that is marked as Python or not marked at all.
+    """Return the response's program: its last fenced block that is marked as Python, or if none is, the last
+    that is not marked at all. A block of sample output is no program if there is another block.
 
     The search starts after any thinking. Without a fence, the whole response is the program if it is Python.
     A block that is not closed does not count as an answer.
     """
     answer = after_thinking(response)
-    has_fence, program = False, None
+    has_fence, marked, unmarked = False, list[str](), list[str]()
     for language, block in _blocks(answer):
         has_fence = True
         if block is not None and language.lower() in _PYTHON:
-            program = block
-    return answer if not has_fence and _is_python(answer) else program
+            (marked if language else unmarked).append(block)
+    if not has_fence:
+        return answer if _is_python(answer) else None
+    blocks = marked or unmarked
+    programs = (block for block in reversed(blocks) if not _is_output(block, is_marked=bool(marked)))
+    return next(programs, blocks[-1] if blocks else None)
+
+
+def _is_output(block: str, *, is_marked: bool) -> bool:
+    """Return whether a block can only be what a program prints: values alone or, of one that is not marked
+    as Python, no Python."""
+    if len(block) > LONGEST_PROGRAM:
+        return False
+    try:
+        statements = ast.parse(block).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return not is_marked
+    return all(isinstance(each, ast.Expr) and not _calls(each) for each in statements)
+
+
+def _calls(statement: ast.Expr) -> bool:
+    return any(isinstance(node, ast.Call | ast.Await) for node in ast.walk(statement))
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str | None]]:
@@ -211,7 +240,7 @@ def read_problem(label: str) -> Problem:
         ValueError: what is wrong with the label.
     """
     try:
-        content = json.loads(label)
+        content = json.loads(label, parse_int=long_integer)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the label of a code problem must be JSON: {error}") from None
     if isinstance(content, dict) and "test" in content:
@@ -250,11 +279,15 @@ def _pairs(content: dict[str, Any]) -> Problem:
         or not inputs
     ):
         raise ValueError("`inputs` and `outputs` must be lists of the same length, of one test or more")
+    tolerance = content.get("float_tolerance")
+    if tolerance is not None and not (_is_real(tolerance) and 0 <= tolerance < 1):
+        raise ValueError(f"`float_tolerance` must be a number from 0 to below 1, got {tolerance!r}"[:300])
     if function is None:
-        return Problem(tuple(map(_text, inputs)), tuple(map(_text, outputs)))
+        return Problem(tuple(map(_text, inputs)), tuple(map(_text, outputs)), float_tolerance=tolerance)
     if not isinstance(function, str) or not function.isidentifier():
         raise ValueError(f"`fn_name` must be the name of a function, got {function!r}")
-    return Problem(tuple(map(_arguments, inputs)), tuple(map(_expected, outputs)), function)
+    inputs, outputs = tuple(map(_arguments, inputs)), tuple(map(_expected, outputs))
+    return Problem(inputs, outputs, function, float_tolerance=tolerance)
 
 
 def _text(value: Any) -> str:
@@ -284,7 +317,7 @@ def _expected(value: Any) -> list[Any]:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=long_integer)
     except (ValueError, RecursionError):
         raise ValueError(f"an argument or result is no JSON: {text!r}"[:300]) from None
 
@@ -302,45 +335,96 @@ def _verdicts(executor: Executor, program: str, problem: Problem, settings: Code
         yield done.reached or _verdict(done.status == 0)
         return
     first = offered_imports(program)
+    tolerance = settings.float_tolerance if problem.float_tolerance is None else problem.float_tolerance
     if problem.function is not None:
         left = deadline - time.monotonic()
         calls = executor.call(program, first, problem.function, problem.inputs, limits(), left)
         for call, right in zip(calls, problem.outputs, strict=False):
-            yield call.reached or _verdict(call.returned and call.result in right)
+            yield call.reached or _verdict(
+                call.returned and any(same_result(call.result, expected, tolerance) for expected in right)
+            )
         return
     for stdin, expected in zip(problem.inputs, problem.outputs, strict=True):
         done = executor.run(program, first, stdin, limits())
         said = done.stdout.decode(errors="replace")
-        yield done.reached or _verdict(done.status == 0 and same_output(said, expected))
+        yield done.reached or _verdict(done.status == 0 and same_output(said, expected, tolerance))
 
 
 def _verdict(is_right: bool) -> str:
     return "passed" if is_right else "failed"
 
 
-def same_output(said: str, expected: str) -> bool:
+def same_output(said: str, expected: str, tolerance: float = 0.0) -> bool:
     """Compare two outputs line by line, without surrounding space; lines that differ as text may be exactly
     equal as numbers.
+
+    Args:
+        tolerance: difference, absolute or relative to the expected number, up to which a number may differ
+            that is expected to be real, so has a point or an exponent.
 
     Source: LiveCodeBench, grade_stdio.
     """
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (said, expected))
-    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+    return len(ours) == len(theirs) and all(map(partial(_same_line, tolerance=tolerance), ours, theirs))
 
 
-def _same_line(said: str, expected: str) -> bool:
+def _same_line(said: str, expected: str, tolerance: float) -> bool:
     if said == expected:
         return True
+    ours, theirs = said.split(), expected.split()
+    return len(ours) == len(theirs) and all(map(partial(_same_word, tolerance=tolerance), ours, theirs))
+
+
+def _same_word(said: str, expected: str, tolerance: float) -> bool:
+    if tolerance and said == expected:
+        return True
     try:
-        return [Decimal(word) for word in said.split()] == [Decimal(word) for word in expected.split()]
+        ours, theirs = Decimal(said), Decimal(expected)
+        if ours == theirs:
+            return True
     except InvalidOperation:
+        return False
+    return any(mark in expected for mark in ".eE") and _is_close(ours, theirs, tolerance)
+
+
+def same_result(result: Any, expected: Any, tolerance: float) -> bool:
+    """Compare the result of a function, as JSON values; real numbers that are expected may differ by the
+    tolerance, as in `same_output`."""
+    if isinstance(expected, list) and isinstance(result, list) and tolerance:
+        return len(result) == len(expected) and all(
+            same_result(one, other, tolerance) for one, other in zip(result, expected, strict=True)
+        )
+    if isinstance(expected, dict) and isinstance(result, dict) and tolerance:
+        return result.keys() == expected.keys() and all(
+            same_result(result[key], expected[key], tolerance) for key in expected
+        )
+    if isinstance(expected, float) and _is_real(result):
+        return bool(result == expected) or _is_close(result, expected, tolerance)
+    return bool(result == expected)
+
+
+def _is_close(number: float | Decimal, expected: float | Decimal, tolerance: float) -> bool:
+    if not tolerance:
+        return False
+    try:
+        difference = abs(float(number) - float(expected))
+        return difference <= tolerance * max(1.0, abs(float(expected)))
+    except OverflowError:  # of a large integer
         return False
 
 
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def offered_imports(program: str) -> str:
-    """Return the imports that a program uses and lacks, as LiveCodeBench adds them, and LiveCodeBench's
-    recursion limit. Only names in use are imported: importing all takes longer than most programs."""
-    lines = ["import sys", "sys.setrecursionlimit(50000)"]
+    """Return the imports that a program uses and lacks, as LiveCodeBench adds them, and the limits on
+    recursion and digits. Only names in use are imported: importing all takes longer than most programs."""
+    lines = [
+        "import sys",
+        "sys.setrecursionlimit(50000)",
+        f"sys.set_int_max_str_digits({_MOST_DIGITS})",
+    ]
     try:
         missing = needed_names(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

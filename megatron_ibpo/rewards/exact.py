@@ -22,6 +22,7 @@ _DECIMAL_COMMA = re.compile(r"([-+]?)(\d+),(\d{2}|\d{4,})|([-+]?)(0),(\d{3})")
 _FRACTION = re.compile(r"([-+]?)\\frac(?:\{(-?\d+)\}\{(-?\d+)\}|(\d)(\d))|([-+]?\d+)/(-?\d+)")
 _MEMBERS = re.compile(r"([(\[])([^()\[\],]*+,[^()\[\]]*+)([)\]])")
 _WORD = re.compile(r"[A-Za-z][A-Za-z'\- ]*")
+_ARTICLE = re.compile(r"^(?:the|an?) (?=[a-z]{3})", re.IGNORECASE)
 _LONGEST_KEPT = 1000
 """Longest answer, in characters, whose normal form is cached; thousands of long ones would fill the
 memory."""
@@ -31,6 +32,9 @@ _LONGEST_INTEGER = 300
 """Limit on the digits of a fraction's parts; longer ones are left undecided."""
 _PLACES = 6
 """Decimals to which math-verify compares: two numbers with no more decimals are equal or they are not."""
+_TINY = "0000"
+"""First decimals of a number of which six decimals leave little: up to six significant digits are compared
+exactly."""
 _UNITS = re.compile(
     r"""[cmk]?m | (?:centi|kilo)?met(?:er|re)s? | in(?:ch(?:es)?)? | f(?:oo|ee)?t | y(?:ar)?ds? | mi(?:les?)?
       | [km]?g | (?:kilo)?grams? | lbs? | pounds? | oz | ounces? | s | sec(?:ond)?s? | min(?:ute)?s?
@@ -50,7 +54,7 @@ class _Number:
     """(sign, digits before the point, digits after it), without redundant zeros; a Fraction for a
     fraction."""
     is_short: bool
-    """True for at most `_PLACES` decimals, or a fraction of integers."""
+    """True for at most `_PLACES` decimals, as many digits of a tiny number, or a fraction of integers."""
     has_point: bool
 
 
@@ -61,12 +65,7 @@ def normal(text: str) -> str:
 
 
 def _normal(text: str) -> str:
-    text = _unbraced(text.strip())
-    for _ in range(_MOST_WRAPPINGS):
-        wrapped = _WRAPPED.fullmatch(text) or _DELIMITED.fullmatch(text)
-        if wrapped is None:
-            break
-        text = next(group for group in wrapped.groups() if group is not None).strip()
+    text = unwrapped(text)
     text = text.replace("\\varnothing", "\\emptyset").replace("∅", "\\emptyset")
     text = _FRAC.sub(r"\\frac", _LAYOUT.sub("", text.replace("−", "-").replace("\\%", "%"))).strip()
     text = text.rstrip(".").strip() if not text.endswith("..") else text
@@ -84,6 +83,22 @@ def _normal(text: str) -> str:
 
 
 _short_normal = functools.lru_cache(maxsize=8192)(_normal)
+
+
+def unwrapped(text: str) -> str:
+    r"""Return the text without what stands around all of it: braces, `\( \)`, `\text{}`."""
+    text = _unbraced(text.strip())
+    for _ in range(_MOST_WRAPPINGS):
+        wrapped = _WRAPPED.fullmatch(text) or _DELIMITED.fullmatch(text)
+        if wrapped is None:
+            break
+        text = next(group for group in wrapped.groups() if group is not None).strip()
+    return text
+
+
+def without_fonts(text: str) -> str:
+    r"""Return the text with the content of `\text{}`, `\textbf{}` and the like in their place."""
+    return _WRAPPED.sub(r"\1", text)
 
 
 def _unbraced(text: str) -> str:
@@ -154,8 +169,9 @@ def decimal_comma(text: str) -> str | None:
 
 
 def _folded(words: str) -> str:
-    """Return the words in lower case; "no solutions" is "no solution"."""
-    return re.sub(r"^(no .*solution)s$", r"\1", words.casefold())
+    """Return the words in lower case, without an article; "no solutions" is "no solution"."""
+    words = re.sub(r"^(no .*solution)s$", r"\1", words.casefold())
+    return _ARTICLE.sub("", words)
 
 
 def _is_prose(word: str) -> bool:
@@ -190,7 +206,8 @@ def _number(text: str) -> _Number | None:
         whole, places = whole[:power], whole[power:] + places
     whole, places = whole.lstrip("0"), places.rstrip("0")
     sign = "-" if sign == "-" and (whole or places) else ""
-    return _Number((sign, whole, places), len(places) <= _PLACES, bool(places))
+    is_tiny = not whole and places.startswith(_TINY) and len(places.lstrip("0")) <= _PLACES
+    return _Number((sign, whole, places), len(places) <= _PLACES or is_tiny, bool(places))
 
 
 def _fraction(found: re.Match[str]) -> _Number | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import socket
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +34,9 @@ _FIRST_WAIT = 1.0
 _SERVER_SLACK = 30.0
 """Seconds that a server may take beyond the program's own time, for queueing and starting."""
 _LARGEST_ANSWER = 64 << 20
+_LONG = "\ue000"
+_LONG_INTEGER = re.compile(r'"\\ue000(-?\d+)"')
+"""A long integer in JSON, where `json.dumps` can write text alone."""
 _FAULTS_OF_SERVER = (
     OSError,
     ValueError,
@@ -257,13 +263,20 @@ def _execution(answer: Any) -> Execution:
 
 
 def _requests(arguments: Sequence[list[Any]]) -> bytes:
-    return b"".join(json.dumps(each).encode() + b"\n" for each in arguments)
+    lines = (json.dumps(each, default=lambda digits: f"{_LONG}{digits}") for each in arguments)
+    return b"".join(_LONG_INTEGER.sub(r"\1", line).encode() + b"\n" for line in lines)
+
+
+def long_integer(digits: str) -> int | Decimal:
+    """Return an integer of JSON. One of more than 4,300 digits is a Decimal: Python refuses to read it as an
+    int, which would take time quadratic in its length. The two are equal if their values are."""
+    return int(digits) if len(digits) <= sys.int_info.default_max_str_digits else Decimal(digits)
 
 
 def _answer(line: bytes) -> Call:
     """Return what a program reports as the result of its call; it may report anything."""
     try:
-        returned, result = json.loads(line)
+        returned, result = json.loads(line, parse_int=long_integer)
     except (ValueError, TypeError, RecursionError):
         return Call(returned=False)
     return Call(returned is True, result)

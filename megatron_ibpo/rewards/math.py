@@ -1,4 +1,5 @@
-r"""Verifier of mathematical answers: as text where that decides, otherwise by the library math-verify.
+r"""Verifier of mathematical answers: as text where that decides, otherwise by the library math-verify. What
+the library cannot read as a whole is compared as text, because it would judge by a number in it.
 
 The answer is the content of the last `\boxed{}`, or of several if only commas and "and" stand between them;
 else what follows "the answer is" or "####"; else the last formula or number. Units are not compared, as in
@@ -20,10 +21,11 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from sympy import Expr
 
 from megatron_ibpo.basics.reward_value import RESPONSE_ERROR, LabelError, ResponseError
-from megatron_ibpo.rewards.exact import compare, decimal_comma, normal
+from megatron_ibpo.rewards.exact import compare, decimal_comma, normal, unwrapped, without_fonts
 from megatron_ibpo.rewards.final_answer import final_boxes, final_part, stated_answer
 from megatron_ibpo.rewards.labels import accepted_answers
 from megatron_ibpo.rewards.limits import cpu_limit, in_batches
+from megatron_ibpo.rewards.spelling import latex, text_form
 
 # math-verify asks for a time-out of the caller's own when its alarm signal is off; `cpu_limit` is that
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -39,9 +41,25 @@ _END = 5_000
 to math-verify."""
 _LONGEST = 200_000
 """Longest label in characters; a longer answer does not count as one."""
-_EXTRACTION = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+_IN_BOX = [LatexExtractionConfig(boxed_match_priority=0)]
+_IN_TEXT = [*_IN_BOX, ExprExtractionConfig()]
+_ONE_FORMULA = re.compile(
+    r"\s*+(?:\$([^$]++)\$|\\\(((?:[^\\]|\\(?!\)))*+)\\\)|\\\[((?:[^\\]|\\(?!\]))*+)\\\])\s*+\.?\s*+"
+)
+"""A text that is a formula and nothing else."""
+_LETTER = re.compile(
+    r"(?i:(?:the )?(?:correct )?(?:option|choice|answer)(?: is)?:? ?)?"
+    r"(?:\(([A-Z])\)|([A-Z])(?![A-Za-z]))(?:[).:]?|[).: ]{1,3}[\w$\\(].*)",
+    re.DOTALL,
+)
+"""An answer of a multiple-choice question, with its text after the letter or without."""
+_VERDICT = re.compile(r"(yes|no|true|false)\b(?=\s*(?:[.,;:!]|$))", re.IGNORECASE)
+_BREAK = re.compile(r"[,;]|\band\b|\\text\s*+\{\s*+(?:,\s*+)?and\s*+\}|\\q?quad(?![A-Za-z])")
+_ASSIGNMENT = re.compile(r"([A-Za-z](?:_\w|_\{\w+\})?|\\[A-Za-z]+)=([^=<>]+)")
 _FAR = 1e-3
 """Relative difference between two formulas that rounding cannot explain."""
+_NOISE = 1e-12
+"""Value that a formula may have which is 0."""
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])")
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(rf"(?<=\d)\s*(?:\\text\s*\{{\s*({'|'.join(_ZEROS)})s?\s*\}}|({'|'.join(_ZEROS)})s?\b)")
@@ -49,6 +67,8 @@ _OR = re.compile(
     r"(?:(?<!\s)\s++or(?=\s)|(?:(?<!\s)\s++)?+(?:\\text\s*+\{\s*+(?:,\s*+)?or\s*+\}|,\s++or(?=\s)))\s*+"
 )
 _ASSIGNED = re.compile(r"[A-Za-z](?:_\w|_\{\w+\})?\s*=\s*(?=[^=])")
+_MISREAD = re.compile(r"\d\s++\d|\d\s*+_")
+"""What the library misreads: digits that stand apart as a product, and 12_7 without its base."""
 _DIGIT = re.compile(r"\d")
 
 
@@ -144,6 +164,8 @@ def _answer(text: str) -> _Answer | None:
     if not end:
         return None
     stated = stated_answer(end)
+    if stated is not None and (formula := _ONE_FORMULA.fullmatch(stated)) is not None:
+        return _boxed(next(group for group in formula.groups() if group is not None))
     last_line = end.splitlines()[-1] if stated is None else stated
     if (listed := _alternatives(last_line)) is not None:
         return _boxed(listed.rstrip("."))
@@ -183,19 +205,45 @@ def _unassigned(text: str) -> str:
 
 
 def _equal(answer: _Answer, label: str) -> bool:
-    as_pair = f"({answer.text})" if "," in answer.text and label.lstrip("$ ").startswith("(") else None
+    ours, theirs = latex(answer.text), latex(label)
+    as_pair = f"({ours})" if "," in ours and theirs.lstrip("$ ").startswith("(") else None
     readings = [
-        (answer.text, label),
-        (as_pair, label),  # before a decimal comma is thought of
-        (answer.text, decimal_comma(label)),
-        (decimal_comma(answer.text), label),
+        (ours, theirs),
+        (as_pair, theirs),  # before a decimal comma is thought of
+        (ours, decimal_comma(theirs)),
+        (decimal_comma(ours), theirs),
     ]
-    for ours, theirs in readings:
-        if ours is not None and theirs is not None:
-            decided = compare(ours, theirs)
+    for one, other in readings:
+        if one is not None and other is not None:
+            decided = compare(one, other)
             if decided is not None:
                 return decided
-    return bool(_gold(label)) and _same_mathematics(label, answer.context)
+    if text_form(ours) == text_form(theirs) or _same_word(ours, theirs):
+        return True
+    assigned = _assignments(ours), _assignments(theirs)
+    if assigned[0] is not None and assigned[1] is not None and assigned[0].keys() == assigned[1].keys():
+        return all(_equal(_boxed(value), assigned[1][name]) for name, value in assigned[0].items())
+    return bool(_gold(theirs)) and _same_mathematics(theirs, latex(answer.context))
+
+
+def _same_word(answer: str, label: str) -> bool:
+    """Return whether a label that is a letter, yes or no is what an answer begins with, as in "(B) 5" and
+    "Yes, it is"."""
+    label, answer = unwrapped(label), without_fonts(answer).replace("\\ ", " ").strip()
+    pattern = _LETTER if re.fullmatch(r"\(?[A-Z]\)?", label) else _VERDICT
+    if pattern is _LETTER:
+        found = pattern.fullmatch(answer)
+    else:
+        found = pattern.match(answer) if pattern.fullmatch(label) else None
+    return found is not None and next(filter(None, found.groups())).casefold() == label.strip("()").casefold()
+
+
+def _assignments(text: str) -> dict[str, str] | None:
+    """Return the values by name of a text such as `x=1, y=2`; None for anything else, also one assignment."""
+    parts = ["".join(part.split()).strip("$") for part in _BREAK.split(unwrapped(text))]
+    found = [_ASSIGNMENT.fullmatch(part) for part in parts if part]
+    values = {each[1]: each[2] for each in found if each is not None}
+    return values if 1 < len(values) == len(found) else None
 
 
 def _equals_one(answer: _Answer, accepted: Sequence[str]) -> bool:
@@ -237,14 +285,32 @@ def _same_mathematics(label: str, context: str) -> bool:
         raise ResponseError("a formula with a number of more than 100 digits")
     with cpu_limit(CHECK_S):
         try:
-            answers = parse(
-                _plain(context), extraction_config=_EXTRACTION, parsing_timeout=0, raise_on_error=True
-            )
-            if _plainly_differ(gold, answers):
+            answers = _read(context)
+            if not answers or _plainly_differ(gold, answers):
                 return False
             return bool(verify(gold, answers, timeout_seconds=0, raise_on_error=True))
         except Exception as error:
             raise ResponseError(f"{type(error).__name__}: {error}") from error
+
+
+def _read(context: str) -> list[Any]:
+    """Return what math-verify reads: a box as a whole or not at all, or a formula or number at the end of
+    another text. What it cannot read it returns as text; that is left out, since it may be a part."""
+    context = _plain(context)
+    content = context.removeprefix("\\boxed{").removesuffix("}") if context.startswith("\\boxed{") else None
+    if content is not None and (formula := _ONE_FORMULA.fullmatch(content)) is not None:
+        content = next(group for group in formula.groups() if group is not None)
+    is_box = content is not None and "$" not in content and "\\boxed" not in content
+    if is_box and _MISREAD.search(content):
+        return []
+    parsed = parse(
+        f"\\boxed{{{content}}}" if is_box else context,
+        extraction_config=_IN_BOX if is_box else _IN_TEXT,
+        extraction_mode="first_match" if is_box else "any_match",
+        parsing_timeout=0,
+        raise_on_error=True,
+    )
+    return [formula for formula in parsed if not isinstance(formula, str)]
 
 
 def _plainly_differ(gold: list[Any], answers: list[Any]) -> bool:
@@ -254,7 +320,7 @@ def _plainly_differ(gold: list[Any], answers: list[Any]) -> bool:
     if ours is None or theirs is None:
         return False
     return all(
-        abs(one - other) > _FAR * (1 + abs(one) + abs(other))
+        abs(one - other) > (_FAR * (abs(one) + abs(other)) if one and other else _NOISE)
         for one, other in ((ours, theirs), (100 * ours, theirs), (ours, 100 * theirs))
     )
 
@@ -277,8 +343,8 @@ def _value(parsed: list[Any]) -> complex | None:
 def _gold(label: str) -> list[Any]:
     """Return the label as math-verify reads it; empty if it is not mathematics, or does not equal itself."""
     choices = _OR.split(label)
-    marked = _plain(",".join(map(_unassigned, choices)) if len(choices) > 1 else label)
-    if "$" not in marked and "\\boxed" not in marked:
+    marked = ",".join(map(_unassigned, choices)) if len(choices) > 1 else label
+    if "\\boxed" not in marked:
         marked = f"\\boxed{{{marked}}}"
     try:
         with cpu_limit(CHECK_S):
@@ -289,8 +355,8 @@ def _gold(label: str) -> list[Any]:
 
 def _equal_to_itself(label: str) -> list[Any]:
     try:
-        gold = parse(label, parsing_timeout=0, raise_on_error=True)
-        return gold if verify(gold, gold, timeout_seconds=0, raise_on_error=True) else []
+        gold = _read(label)
+        return gold if gold and verify(gold, gold, timeout_seconds=0, raise_on_error=True) else []
     except Exception:  # not mathematics then
         return []
 

@@ -26,6 +26,7 @@ from megatron_ibpo.credit import (
 )
 from megatron_ibpo.credit.estimators import group_z_score, maxrl
 from megatron_ibpo.credit.gae import Critic
+from megatron_ibpo.credit.metrics import response_metrics
 from megatron_ibpo.credit.pairing import draw_references
 from megatron_ibpo.credit.train_sequences import plain_prompt_sequences, train_sequences
 from megatron_ibpo.data import DataError, PromptSuffixes
@@ -202,6 +203,13 @@ def test_references_are_drawn_uniformly():
     drawn = Counter(draw_references(0, responses, 1, random.Random(i))[0] for i in range(3000))
     assert set(drawn) == {1, 3, 4}
     assert all(900 < count < 1100 for count in drawn.values())
+
+
+def test_responses_that_were_cut_off_are_counted():
+    made = group(RIGHT, [10, 11, 14], [10, 11, 12, 14])
+    for response_ in made.responses[:2]:
+        response_.finish_reason = "length"
+    assert response_metrics([made, group(RIGHT)])["truncated_responses"] == 2
 
 
 def test_a_pair_that_does_not_fit_the_context_is_skipped_and_counted_once():

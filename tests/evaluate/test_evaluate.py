@@ -137,6 +137,14 @@ def test_an_interval_covers_the_truth_nineteen_times_in_twenty():
     assert few == pytest.approx((0.5655, 1.0), abs=1e-4), "Wilson's of 5 in 5: no failure is no certainty"
 
 
+def test_an_interval_of_several_samples_is_as_wide_as_that_of_a_normal_distribution():
+    rng = np.random.default_rng(1)
+    correct_PS = (rng.random((600, 4)) < rng.beta(2, 2, size=(600, 1))).astype(float)
+    low, high = measures.interval(correct_PS)
+    deviation = correct_PS.mean(axis=1).std() / np.sqrt(len(correct_PS))
+    assert high - low == pytest.approx(2 * 1.96 * deviation, rel=0.06), "90 % would be 16 % less"
+
+
 def test_several_samples_are_evaluated_in_all_ways_at_once():
     """Four samples of two prompts; token 1 is right. Prompt 0: right once, the last and likeliest; prompt 1:
     right three times, not the last. The answer is the first token."""

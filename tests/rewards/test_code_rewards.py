@@ -11,7 +11,14 @@ import pytest
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import open_verifier
-from megatron_ibpo.rewards.code import extract_answer, label_problem, offered_imports, same_output, score
+from megatron_ibpo.rewards.code import (
+    extract_answer,
+    label_problem,
+    offered_imports,
+    same_output,
+    same_result,
+    score,
+)
 from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 
 pytestmark = needs_sandbox
@@ -60,6 +67,15 @@ def test_the_program_is_the_last_closed_python_block():
         ("````python\n```\na\n````", "```\na\n"), ("```a\n" * 100_000, None), ("print(1)", "print(1)"),
         ("I do not know", None), ("", None), ("(" * 100_000, None),
         ("```python\ns = '''\n  ```x```\n'''\n```", "s = '''\n  ```x```\n'''\n"),
+        ("```python\na=f()\n```\nprints\n```\n3\n```", "a=f()\n"),
+        ("```python\na=f()\n```\nprints\n```\nx = 3\n```", "a=f()\n"),
+        ("```\na=f()\n```\nprints\n```\n1 2 3\n```", "a=f()\n"),
+        ("```\na=f()\n```\n```\nYES\n```", "a=f()\n"),
+        ("```python\na=f()\n```\n```python\n[1, 2]\n```", "a=f()\n"),
+        ("```\nx = 3\n```\n```\n-3\n```", "x = 3\n"),
+        ("```\n3\n```\nthen\n```python\na=f()\n```", "a=f()\n"),
+        ("```\nprint(1)\n```\n```\n1\n```", "print(1)\n"),
+        ("```python\na=f()\n```\n```python\na=(\n```", "a=(\n"),
     ):  # fmt: skip
         assert extract_answer(response) == program
 
@@ -72,6 +88,47 @@ def test_outputs_are_compared_as_livecodebench_does():
         ("sNaN", "1", False), ("yes", "YES", False),
     ):  # fmt: skip
         assert same_output(said, expected) is same
+
+
+def test_real_numbers_may_differ_by_a_tolerance_where_the_label_or_the_settings_say_so():
+    for said, expected, same in (
+        ("0.333333", "0.333333333333", True), ("1.4142135624", "1.4142135623730951", True),
+        ("0.3334", "0.333333333333", False), ("1000000.5", "1000000.0", True),
+        ("1000002.5", "1000000.0", False),
+        ("1 0.1 x", "1 0.1000000001 x", True), ("2 0.1", "1 0.1", False), ("1.0000001", "1", False),
+        ("nan", "0.5", False), ("0.5", "nan", False), ("inf", "0.5", False), ("inf", "inf", True),
+        ("x", "0.5", False),
+        ("0.5 0.5", "0.5", False), ("1e-9", "0.0", True), ("1e99999999", "1.5", False), ("YES", "YES", True),
+    ):  # fmt: skip
+        assert same_output(said, expected, 1e-6) is same, (said, expected)
+    third = {"inputs": ["1 3\n"], "outputs": ["0.333333333333"]}
+    divides = "a, b = map(int, input().split())\nprint(f'{a / b:.6f}')"
+    adds = {"inputs": [[0.1, 0.2]], "outputs": [0.3], "fn_name": "add"}
+    for label, program in ((third, divides), (adds, "def add(a, b): return a + b")):
+        assert not passes(program, label)
+        assert passes(program, {**label, "float_tolerance": 1e-6})
+        assert graded(program, label, float_tolerance=1e-6)["score"] == 1.0
+        assert graded(program, {**label, "float_tolerance": 0}, float_tolerance=1e-6)["score"] == 0.0
+    for result, expected, same in (
+        ([0.1 * 3], [0.3], True), ({"a": [0.1 * 3]}, {"a": [0.3]}, True), ([0.3], [0.3, 0.3], False),
+        (True, 1.0, True),
+        ({"b": 0.3}, {"a": 0.3}, False), (0.1 * 3, 0.3001, False), ("0.3", 0.3, False), (3, 3.0000001, True),
+        (3.0000001, 3, False), (None, 0.3, False), (float("nan"), 0.3, False),
+    ):  # fmt: skip
+        assert same_result(result, expected, 1e-6) is same, (result, expected)
+    assert "float_tolerance" in label_problem(json.dumps({**third, "float_tolerance": "1e-6"}), {})
+
+
+def test_integers_of_more_digits_than_python_converts_are_printed_passed_and_compared():
+    text = f"1{'0' * 5999}1"
+    assert passes("print(10**6000 + 1)", {"inputs": [""], "outputs": [text]})
+    assert not passes("print(10**6000 + 2)", {"inputs": [""], "outputs": [text]})
+    label = f'{{"inputs": [[{text}]], "outputs": [{text[:-1]}2], "fn_name": "f"}}'
+    for program, expected in (("def f(n): return n + 1", 1.0), ("def f(n): return n", 0.0)):
+        found = score("", f"```python\n{program}\n```", label, {"code_execution": {"seconds": 20.0}})
+        assert found["score"] == expected
+    assert passes("def f(): return 10**6000", "assert f() + 1 == 10**6000 + 1")
+    assert same_output("9" * 100_000, "9" * 99_999 + "8") is False
 
 
 def test_the_share_of_passed_tests_is_kept_until_the_first_failure_or_too_much_time_which_is_no_error():

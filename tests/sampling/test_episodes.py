@@ -120,6 +120,14 @@ def turns_of(sample):
     return [sample.token_ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
+def test_the_last_allowed_turn_is_given_to_the_environment_before_it_scores():
+    table = Table(max_turns=2)
+    (sample,) = table.play(prompt_of(turns=5))
+    *_, last = turns_of(sample)
+    assert sample.reward_details["turns"] == 2
+    assert sample.reward_details["last"] == sum(last[:-1])
+
+
 def test_an_episode_is_one_sample_whose_ids_are_those_that_the_engine_wrote():
     table = Table()
     (sample,) = table.play(prompt_of(turns=3))
