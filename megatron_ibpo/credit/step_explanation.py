@@ -22,6 +22,7 @@ from megatron_ibpo.credit.explanation import (
     number,
 )
 from megatron_ibpo.credit.operator import Judgement, Operator
+from megatron_ibpo.credit.pairing import is_wrong
 
 SampleKey = tuple[int, str, int]
 """(group, "response" or "correction", index in the group)."""
@@ -101,7 +102,7 @@ def _response(
     if response.reward is None or reward is None:
         return [_NO_REWARD]
     lines = [Line("verified reward r", response.reward), *words]
-    if weight and not any(line.name.startswith("φ") for line in words):
+    if weight and is_wrong(response) and not any(line.name.startswith("φ") for line in words):
         lines.append(Line("φ", phi))
     bonus, written = weight * phi, f"{number(weight)}·{number(phi)}"
     if bonus > 0 and response.reward + bonus >= step.reward_threshold:
