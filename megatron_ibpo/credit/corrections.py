@@ -190,7 +190,7 @@ class CompareAndCorrect(Operator):
         if not scored:
             note = "the verifier failed on its correction" if corrections else "it was not corrected"
         elif not any(map(counts, scored)):
-            note = "no correction of it is right without being a rewrite"
+            note = "it has no right correction that is no rewrite"
         else:
             note = f"{worth}, for a right correction that is no rewrite"
         worths = [

@@ -186,7 +186,7 @@ def _compared(
     mean, std = mean_and_std(scored)
     lines = [
         Line("group mean", mean, note=f"of {counted(len(scored), 'reward')}"),
-        Line("group σ", std, note="the population's"),
+        Line("group σ", std),
     ]
     if sequence is None:
         return [*lines, Line("trained on", "no", note="it has no tokens of the policy's own")]

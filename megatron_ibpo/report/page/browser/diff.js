@@ -59,7 +59,8 @@ function explanation(lines) {
   return element("dl", { class: "lines" }, ...lines.flatMap(([name, value, sum, note]) => [
     element("dt", {}, visible(name)),
     element("dd", {}, sum ? `${visible(sum)} = ` : "",
-      element("b", {}, typeof value === "string" ? visible(value) : shown(value, 6)), note ? element("span", { class: "hint" }, ` ${visible(note)}`) : null)]));
+      typeof value === "string" ? visible(value) : element("b", {}, shown(value, 6)),
+      note ? element("span", { class: "hint" }, visible(note)) : null)]));
 }
 
 export function nameOf(response, index) {

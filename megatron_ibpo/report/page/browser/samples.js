@@ -207,11 +207,13 @@ function groupRow(number, kept) {
     if (isGraded) chip.style.backgroundColor = rewardTint(rewards, response.reward);
     return chip;
   });
-  const right = group.responses.filter((response) => response.correct).length;
+  const scored = group.responses.map(({ reward }) => reward).filter((reward) => reward !== null);
+  const share = rewards.isGraded ? (scored.length ? `mean ${shortReward(scored.reduce((a, b) => a + b, 0) / scored.length)}` : "–") :
+    `${group.responses.filter((response) => response.correct).length}/${group.responses.length}`;
   const first = items.find((item) => item.group === number);
   return element("div", { class: `group${number === state.group ? " here" : ""}`, "data-group": number },
     element("button", { type: "button", class: "question", click: () => change({ group: number, response: first.index }) },
-      element("span", { class: "share" }, `${right}/${group.responses.length}`),
+      element("span", { class: "share" }, share),
       element("span", {}, visible(group.prompt.length > 90 ? "…" + group.prompt.slice(-89) : group.prompt))),
     element("div", { class: "chips" }, ...chips));
 }

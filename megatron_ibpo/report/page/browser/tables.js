@@ -2,7 +2,7 @@
 
 import { byId, element, shown, words } from "./dom.js";
 
-const ROWS = 40; // of a column
+const ROWS = 40; // of a column at most
 
 export function showTables(overviews, { settings, numbers }) {
   const parts = [];
@@ -32,7 +32,9 @@ function told(value) {
 // Long tables are set in columns, each with its own heads.
 function tableOfRuns(overviews, runs, rows, form) {
   const heads = () => runs.map((run) => element("th", {}, element("i", { class: `swatch run${run}` }), overviews[run].name));
-  const pieces = Array.from({ length: Math.ceil(rows.length / ROWS) }, (_, n) => rows.slice(n * ROWS, (n + 1) * ROWS));
+  const count = Math.ceil(rows.length / ROWS);
+  const size = Math.ceil(rows.length / count);
+  const pieces = Array.from({ length: count }, (_, n) => rows.slice(n * size, (n + 1) * size));
   const box = element("div", { class: "tables" }, ...pieces.map((piece) => table(heads(), piece.map(([name, ...values]) =>
     [words(name), ...runs.map((run) => element("td", {}, form(values[run])))]))));
   box.style.setProperty("--column", `${240 + 110 * runs.length}px`);
