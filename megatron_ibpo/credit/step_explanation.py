@@ -119,7 +119,7 @@ def _correction(step: StepCredit, place: int, index: int, sequence: TrainSequenc
     correction = group.corrections[index]
     verified, beside = correction.response.reward, [f"response {n + 1}" for n in correction.references]
     shown = f", shown beside {', '.join(beside)}" if beside else ""
-    lines = [Line("corrects", f"response {correction.target + 1}{shown}")]
+    lines = [Line("made for", f"response {correction.target + 1}{shown}")]
     reward, among, estimator = _comparison(step, place, index)
     if verified is None:
         return [*lines, _NO_REWARD]
