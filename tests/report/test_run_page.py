@@ -15,7 +15,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from megatron_ibpo.basics.records import Group, Prompt, token_ids
+from megatron_ibpo.basics.text import legible
 from megatron_ibpo.cluster.ray_token import TOKEN_FILE, write_token
+from megatron_ibpo.commands import samples
 from megatron_ibpo.commands.page import main
 from megatron_ibpo.report import rollout_path, save_groups
 from megatron_ibpo.report.metrics_log import Columns
@@ -134,6 +136,23 @@ def test_the_command_writes_the_page_and_a_malformed_file_is_named(run_dir, tmp_
         (damaged / file).write_text(text)
         with pytest.raises(ValueError, match=re.escape(words)):
             build_page([damaged], tokenizer=TOKENIZER)
+
+
+def test_samples_are_printed_with_what_made_their_advantage_and_nothing_that_a_terminal_obeys(
+    run_dir, capsys
+):
+    def printed(*words):
+        return samples.main([str(run_dir), *words]), *capsys.readouterr()
+
+    status, text, _ = printed()
+    assert status == 0
+    assert text.startswith("step 2, group 1, label </script>")
+    assert "\\u2028" in text.splitlines()[0]
+    assert "response 1: 6+7=3⟨end⟩\n  shaped reward r′: r + λφ = 0 + 0.6·0.5 = 0.3 (</script>" in text
+    assert "correction 1: 6+7=13⟨end⟩\n  shaped reward r′" in text
+    assert printed("--step", "1", "--group", "2")[1].startswith("step 1, group 2")
+    assert "recorded steps: 1, 2" in printed("--step", "3")[2]
+    assert legible("\x1b[2Ja\u202eb\n\ud800") == "\\x1b[2Ja\\u202eb\n\\ud800"
 
 
 def test_a_prompt_in_chatml_is_shown_as_turns_and_a_character_of_several_tokens_as_one():

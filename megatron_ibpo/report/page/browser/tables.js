@@ -3,6 +3,7 @@
 import { byId, element, shown, words } from "./dom.js";
 
 const ROWS = 40; // of a column at most
+const SHORT = 14; // letters of a value that stays on one line
 
 export function showTables(overviews, { settings, numbers }) {
   const parts = [];
@@ -29,6 +30,10 @@ function told(value) {
   return value === null ? "–" : String(value);
 }
 
+function valueCell(text) {
+  return element("td", { class: text.length <= SHORT ? "short" : null }, text);
+}
+
 // Long tables are set in columns, each with its own heads.
 function tableOfRuns(overviews, runs, rows, form) {
   const heads = () => runs.map((run) => element("th", {}, element("i", { class: `swatch run${run}` }), overviews[run].name));
@@ -36,7 +41,7 @@ function tableOfRuns(overviews, runs, rows, form) {
   const size = Math.ceil(rows.length / count);
   const pieces = Array.from({ length: count }, (_, n) => rows.slice(n * size, (n + 1) * size));
   const box = element("div", { class: "tables" }, ...pieces.map((piece) => table(heads(), piece.map(([name, ...values]) =>
-    [words(name), ...runs.map((run) => element("td", {}, form(values[run])))]))));
+    [words(name), ...runs.map((run) => valueCell(form(values[run])))]))));
   box.style.setProperty("--column", `${240 + 110 * runs.length}px`);
   return box;
 }
