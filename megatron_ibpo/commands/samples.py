@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _lines(arguments: Samples) -> Iterator[str]:
-    from megatron_ibpo.report.page.directories import RunSource  # imported late, as it reads tokenizers
+    # imported late, so that wrong flags are reported at once
+    from megatron_ibpo.report.page.directories import NotThere, RunSource
 
     source = RunSource(arguments.run)
     steps = source.recorded()
@@ -49,7 +50,10 @@ def _lines(arguments: Samples) -> Iterator[str]:
     if step not in steps:
         listed = ", ".join(map(str, steps)) or "none"
         raise ValueError(f"{arguments.run}: step {step} is not recorded; recorded steps: {listed}")
-    content = source.group(step, arguments.group - 1)
+    try:
+        content = source.group(step, arguments.group - 1)
+    except NotThere as error:
+        raise ValueError(f"{arguments.run}: no group {arguments.group}: {error}") from error
     yield f"step {step}, group {arguments.group}, label {legible(content['label'])}"
     yield from (legible(text) for _, text in content["prompt"] if text)
     for name, sample, lines in _samples(content):

@@ -152,6 +152,7 @@ def test_samples_are_printed_with_what_made_their_advantage_and_nothing_that_a_t
     assert "correction 1: 6+7=13⟨end⟩\n  shaped reward r′" in text
     assert printed("--step", "1", "--group", "2")[1].startswith("step 1, group 2")
     assert "recorded steps: 1, 2" in printed("--step", "3")[2]
+    assert "no group 9: step 2 has 2 groups" in printed("--group", "9")[2]
     assert legible("\x1b[2Ja\u202eb\n\ud800") == "\\x1b[2Ja\\u202eb\n\\ud800"
 
 
