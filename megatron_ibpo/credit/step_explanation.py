@@ -193,7 +193,12 @@ def _compared(
     if sequence.token_advantages is not None:
         note = "mean over its tokens, which have advantages of their own"
     elif is_degenerate(scored):
-        note = "all compared rewards are equal: nothing to learn"
+        equal = (
+            "all compared rewards are equal"
+            if len(scored) > 1
+            else "there is no other reward to compare with"
+        )
+        note = f"{equal}: nothing to learn"
     else:
         note = ""
     total = advantage_sum(estimator, "r′" if is_shaped else "r", reward, scored)
