@@ -22,7 +22,7 @@ from megatron_ibpo.credit.explanation import Line
 
 
 @dataclass
-class Samples:
+class Arguments:
     """Print samples of a run."""
 
     run: tyro.conf.Positional[Path]
@@ -36,11 +36,11 @@ class Samples:
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the group that the flags name. Return the exit status."""
-    arguments: Samples = parsed(Samples, __doc__, argv)
+    arguments: Arguments = parsed(Arguments, __doc__, argv)
     print("\n".join(_lines(arguments)))
 
 
-def _lines(arguments: Samples) -> Iterator[str]:
+def _lines(arguments: Arguments) -> Iterator[str]:
     # imported late, so that wrong flags are reported at once
     from megatron_ibpo.report.page.directories import NotThere, RunSource
 
