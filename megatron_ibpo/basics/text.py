@@ -46,3 +46,10 @@ def error_text(error: BaseException) -> str:
 def printable(text: str) -> str:
     """Return lone surrogates as escapes: no log can write them."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def legible(text: str) -> str:
+    """Return characters as escapes that are invisible, turn text around, or that a terminal would obey."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text
+    )

@@ -58,6 +58,7 @@ COMMANDS = {
     "data": Command(_module("data"), "prompts as the model will see them, and what is left out and why"),
     "loss": Command(_module("loss"), "a loss variant: its code for GPUs, its gradient checked, a picture"),
     "pass-rates": Command(_module("pass_rates"), "how often a policy solves each prompt, for a filter"),
+    "samples": Command(_module("samples"), "samples of a run as text, with how each advantage came about"),
     "serve": Command(_module("page", "serve"), "read runs in a browser, also while they train"),
     "page": Command(_module("page", "page"), "the same as one HTML file"),
 }

@@ -173,10 +173,26 @@ class CompareAndCorrect(Operator):
         for number_of, correction in enumerate(group.corrections, start=1):
             corrections[correction.target].append((number_of, correction))
         return [
-            [*(_rewrite_line(*one, threshold) for one in own), self._bonus_line([c for _, c in own], delta)]
+            [
+                *(_rewrite_line(*numbered, threshold) for numbered in own),
+                self._bonus_line([correction for _, correction in own], delta),
+                *self._mask_lines([correction for _, correction in own]),
+            ]
             if is_wrong(response)
             else []
             for response, own, delta in zip(group.responses, corrections, phi, strict=True)
+        ]
+
+    def _mask_lines(self, corrections: Sequence[Correction]) -> list[Line]:
+        if not self.masks_tokens or not any(map(counts, corrections)):
+            return []
+        signed = "; where the advantage is above 0, on those that it keeps"
+        return [
+            Line(
+                "token mask",
+                "1 on the tokens that its correction changes",
+                note=f"0 elsewhere{signed if self.ibpo_variant == 'signed-mask' else ''}",
+            )
         ]
 
     def _bonus_line(self, corrections: Sequence[Correction], delta: float) -> Line:
@@ -186,7 +202,7 @@ class CompareAndCorrect(Operator):
         if not scored:
             note = "the verifier failed on its correction" if corrections else "it was not corrected"
         elif not any(map(counts, scored)):
-            note = "no correction of it is right without being a rewrite"
+            note = "it has no right correction that is no rewrite"
         else:
             note = f"{worth}, for a right correction that is no rewrite"
         worths = [

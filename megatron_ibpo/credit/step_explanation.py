@@ -23,6 +23,7 @@ from megatron_ibpo.credit.explanation import (
     number,
 )
 from megatron_ibpo.credit.operator import Judgement, Operator
+from megatron_ibpo.credit.pairing import is_wrong
 
 Rewards = Sequence[float | None]
 _SHAPED = "shaped reward r′"
@@ -100,7 +101,7 @@ def _response(
     if response.reward is None or reward is None:
         return [_NO_REWARD]
     lines = [Line("verified reward r", response.reward), *words]
-    if weight and not any(line.name.startswith("φ") for line in words):
+    if weight and is_wrong(response) and not any(line.name.startswith("φ") for line in words):
         lines.append(Line("φ", phi))
     bonus, written = weight * phi, f"{number(weight)}·{number(phi)}"
     if bonus > 0 and response.reward + bonus >= step.reward_threshold:
@@ -117,7 +118,7 @@ def _correction(step: StepCredit, place: int, index: int, sequence: TrainSequenc
     correction = group.corrections[index]
     verified, beside = correction.response.reward, [f"response {n + 1}" for n in correction.references]
     shown = f", shown beside {', '.join(beside)}" if beside else ""
-    lines = [Line("corrects", f"response {correction.target + 1}{shown}")]
+    lines = [Line("made for", f"response {correction.target + 1}{shown}")]
     reward, among, estimator = _comparison(step, place, index)
     if verified is None:
         return [*lines, _NO_REWARD]
@@ -184,14 +185,19 @@ def _compared(
     mean, std = mean_and_std(scored)
     lines = [
         Line("group mean", mean, note=f"of {counted(len(scored), 'reward')}"),
-        Line("group σ", std, note="the population's"),
+        Line("group σ", std),
     ]
     if sequence is None:
         return [*lines, Line("trained on", "no", note="it has no tokens of the policy's own")]
     if sequence.token_advantages is not None:
         note = "mean over its tokens, which have advantages of their own"
     elif is_degenerate(scored):
-        note = "all compared rewards are equal: nothing to learn"
+        equal = (
+            "all compared rewards are equal"
+            if len(scored) > 1
+            else "there is no other reward to compare with"
+        )
+        note = f"{equal}: nothing to learn"
     else:
         note = ""
     total = advantage_sum(estimator, "r′" if is_shaped else "r", reward, scored)

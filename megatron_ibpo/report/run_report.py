@@ -169,10 +169,10 @@ class Report:
                 self.note(f"{self._run_dir / name} could not be written: {error.strerror}")
         # the command's error handler prints last why a run failed
         self.note(f"{status.partition(':')[0]}: {counted(summary['steps'], 'step')}")
-        self._display.print(_results_table(summary, only_measured=self._command == "sft"))
+        self._display.print(_results_table(summary))
         self._display.print(_seconds_table(summary))
-        if counts := _counts(summary):
-            self.note(f"taught nothing, dropped or failed in the whole run: {counts}")
+        for line in count_lines(summary["counts"]):
+            self.note(line)
         for line in break_even_lines(summary["break_even"]):
             self.note(line)
         if self._predicted is not None and (errors := summary["prediction_error"]) is not None:
@@ -216,20 +216,16 @@ def _write_summary(summary: dict[str, Any], path: Path) -> bool:
     return True
 
 
-def _results_table(summary: dict[str, Any], *, only_measured: bool) -> Table:
-    """Return a table with the start and end of each measure of the summary; "–" if it was not measured.
-
-    Args:
-        only_measured: leave out measures without both.
-    """
+def _results_table(summary: dict[str, Any]) -> Table:
+    """Return a table with the start and end of each measure of the summary that was measured at either; "–"
+    for the other."""
     table = Table("", show_edge=False, pad_edge=False)
     for column in ("start", "end"):
         table.add_column(column, justify="right")
     for key in (key.removesuffix("_start") for key in summary if key.endswith("_start")):
-        start, end = summary[f"{key}_start"], summary[f"{key}_end"]
-        if only_measured and start is None and end is None:
-            continue
-        table.add_row(measure_name(key), *("–" if x is None else f"{x:.3f}" for x in (start, end)))
+        values = summary[f"{key}_start"], summary[f"{key}_end"]
+        if values != (None, None):
+            table.add_row(measure_name(key), *("–" if x is None else f"{x:.3f}" for x in values))
     return table
 
 
@@ -260,21 +256,52 @@ def _seconds_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+_KINDS = {
+    "cut off at the length limit": ("truncated_responses", "truncated_corrections"),
+    "taught nothing": (
+        "degenerate_groups",
+        "degenerate_correction_groups",
+        "sequences_without_advantage",
+        "weightless_responses",
+        "empty_masks",
+        "updates_empty",
+    ),
+    "limited": ("bonuses_withheld", "overlong_penalties_limited", "groups_filled_up"),
+    "dropped": (
+        "groups_discarded",
+        "groups_refused",
+        "groups_expired",
+        "tokens_discarded",
+        "skipped_pairs",
+        "corrections_skipped",
+    ),
+}
+"""What became of counted things → the counts; all others failed or died."""
 _IN_WORDS = {
+    "truncated_responses": "responses",
+    "truncated_corrections": "corrections",
     "skipped_pairs": "wrong responses not corrected because the prompt would be too long",
     "degenerate_groups": "groups of responses with equal rewards",
     "degenerate_correction_groups": "groups of corrections with equal rewards",
+    "groups_filled_up": "groups taken for want of informative ones",
 }
 """Counts whose names in the log do not read as words."""
 
 
-def _counts(summary: dict[str, Any]) -> str:
-    """Return in words what taught nothing, was dropped or failed in the run; empty if nothing did."""
-    return ", ".join(
-        f"{count:,} {_IN_WORDS.get(name) or name.replace('_', ' ')}"
-        for name, count in summary["counts"].items()
-        if count
-    )
+def count_lines(counts: Mapping[str, int]) -> list[str]:
+    """Return in words what was cut off, taught nothing, was dropped or failed in the run, a line for each of
+    these that occurred."""
+    named = {name for names in _KINDS.values() for name in names}
+    kinds = _KINDS | {"failed": tuple(name for name in counts if name not in named)}
+    lines = []
+    for kind, names in kinds.items():
+        parts = [
+            f"{counts[name]:,} {_IN_WORDS.get(name) or name.replace('_', ' ')}"
+            for name in names
+            if counts.get(name)
+        ]
+        lines += [f"{kind}: {', '.join(parts)}"] if parts else []
+    return lines
 
 
 PROGRAM = "megatron_ibpo"

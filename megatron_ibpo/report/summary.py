@@ -71,7 +71,8 @@ def summarise(
             the held_out_loss of supervised training: by the evaluation before the first step and the one
             after the last step. A start that was measured on another number of problems than the end is
             None.
-        reward: mean training reward of the first and of the last five steps, given at least ten.
+        reward: mean training reward of the first and of the last five steps, or of the two halves of a
+            shorter run, the step in the middle left out.
     break_even: whether corrections paid, by the run's own figures (`report.correction_value`).
     prediction_error: predicted over measured seconds of a step and of its parts, less 1; None without either.
     seconds_* are of this process: a resumed run counts from there.
@@ -147,10 +148,10 @@ def _numbers_of_prompts(evaluation: Row) -> Row:
 
 def _rewards(steps: Sequence[Row]) -> dict[str, float | None]:
     rewards = [row["reward"] for row in steps if row.get("reward") is not None]
-    enough = len(rewards) >= 2 * _REWARD_STEPS  # with fewer, some steps would be in both start and end
+    span = min(_REWARD_STEPS, len(rewards) // 2)  # no step is in both start and end
     return {
-        "reward_start": _mean(rewards[:_REWARD_STEPS]) if enough else None,
-        "reward_end": _mean(rewards[-_REWARD_STEPS:]) if enough else None,
+        "reward_start": _mean(rewards[:span]) if span else None,
+        "reward_end": _mean(rewards[-span:]) if span else None,
     }
 
 

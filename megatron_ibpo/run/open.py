@@ -15,6 +15,7 @@ from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Report, Stages, run_sizes
 from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.report.stages import Forecast
+from megatron_ibpo.report.start_lines import StartLines
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
@@ -41,27 +42,34 @@ def open_run(config: Config, node_wait: float = 0.0, started: float | None = Non
     """
     started = time.time() if started is None else started
     backend = choose_backend(config, node_wait)
-    stages = Stages()
+    stages, starting = Stages(), StartLines()
     with ExitStack() as stack:
         with stages("start"):
+            starting("the model's configuration")
             foundation = read_foundation(config)
             point = read_resume_point(config.run, foundation.shape.vocab_size)
             # Ray starts while data and journal are read
             wait_connected = stack.enter_context(backend.connect(config))
             check_model(config, foundation.shape, backend)
+            starting("data, verifiers and journal")
             inputs = open_inputs(config, foundation, stack)
             check_inputs(inputs)
             journal = open_journal(inputs.config, point.step, stack)
+            starting("places of the processes")
             wait_connected()
             resolved = resolve(inputs.config, foundation, backend.place(inputs.config))
             check_placement(resolved)
             launched = backend.launch(resolved, inputs, stack)
             forecast = preflight(resolved, inputs.elements, launched.memory)
+            starting("trainers and engines")
             processes = launched.build(point.checkpoint)
+            starting("the run's records")
             run = join(resolved, point, inputs, journal, processes, stages, stack, forecast, started)
         if run.engines is not None and run.engines.version != run.progress.step:
             with stages("sync"):
+                starting("weights to the engines")
                 run.engines.update_weights(run.progress.step)
+        starting.end()
         run.progress.start_seconds = stages.take()
         with failure_in_summary(run.reporter):
             yield run

@@ -30,6 +30,7 @@ from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.report import Report, Size, Stages, prepare_run_dir, run_sizes
 from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.report.run_dir import locked
+from megatron_ibpo.report.start_lines import StartLines
 from megatron_ibpo.run.loop import NotFiniteError
 from megatron_ibpo.run.open import choose_backend, failure_in_summary
 from megatron_ibpo.run.preflight import check_hardware, disk_bytes, preflight
@@ -224,9 +225,10 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
     """
     started_at = time.time()
     config, idle = supervised(asked)
-    backend, stages = choose_backend(config, 0.0), Stages()
+    backend, stages, starting = choose_backend(config, 0.0), Stages(), StartLines()
     with ExitStack() as stack:
         with stages("start"):
+            starting("the model's configuration")
             foundation = read_foundation(config)
             hf_dir, shape = foundation.hf_dir, foundation.shape
             check_hardware(config, shape)
@@ -237,6 +239,7 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
             from megatron_ibpo.weights.formats.convert import check_checkpoint
             from megatron_ibpo.weights.formats.hugging_face import trained_elements
 
+            starting("data")
             tokenizer = load_tokenizer(hf_dir, embedding_rows=shape.vocab_size)
             rows = _open_rows(config, tokenizer, config.data.prompt_data, foundation.max_context, "train")
             config = settle(config, foundation, rows)
@@ -247,11 +250,13 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
             check_checkpoint(hf_dir, shape)
             needed = disk_bytes(config, shape, sum(elements.values()))
             prepare_run_dir(asked, checkpoint_bytes=needed)
+            starting("places of the processes")
             wait_connected()
             resolved = resolve(config, foundation, backend.place(config, samples=False))
             config = resolved.config
             launched = backend.launch_trainers(resolved, stack)
             preflight(resolved, elements, launched.memory)
+            starting("trainers")
             started = launched.build(point.checkpoint)
             about = started.trainers.all("about")[0]
             report = Report(config, completed_steps=point.step, started=started_at, command="sft")
@@ -270,6 +275,7 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
                 reporter.note(note)
             if idle:
                 reporter.note(f"settings without effect here: {listed(idle, most=20)}")
+        starting.end()
         flops = partial(forward_flops, shape)
         with failure_in_summary(reporter):
             yield SupervisedRun(

@@ -165,7 +165,7 @@ def test_the_words_of_compare_and_correct_are_the_papers():
     assert (
         str(unscored) == "verified reward r: none (the verifier failed: left out of comparison and training)"
     )
-    assert "corrects: response 3, shown beside response 1" in str(explained.corrections[1])
+    assert "made for: response 3, shown beside response 1" in str(explained.corrections[1])
     with pytest.raises(KeyError, match="beta: not among verified reward r"):
         corrected_one["beta"]
 

@@ -30,6 +30,7 @@ from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.basics.reward_value import LARGEST_REWARD
 from megatron_ibpo.basics.sampling_mask import sampling_mask
 from megatron_ibpo.config import ConfigError, EvalSampling, on_device
+from megatron_ibpo.credit.explanation import GroupExplanation, Line, SampleExplanation
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import EvalSet, Evaluation, SetEvaluation
 from megatron_ibpo.models import read_hf_config
@@ -40,6 +41,8 @@ from megatron_ibpo.report.disk import DiskFullError, DiskWait
 from megatron_ibpo.report.metrics_log import Columns, MetricsLog, read_rows
 from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, save_outcomes
 from megatron_ibpo.report.run_dir import check_disk, locked, run_settings, run_tokenizer, write_whole
+from megatron_ibpo.report.run_report import count_lines
+from megatron_ibpo.report.start_lines import StartLines
 from megatron_ibpo.report.summary import COUNTS
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.retention import checkpoint_bytes, export_bytes
@@ -101,7 +104,7 @@ def test_a_run_leaves_its_files_which_are_not_overwritten_but_go_on_where_it_is_
     assert summary == {
         "seconds_total": summary["seconds_total"], "status": "finished", "spent": {"spent_tokens": 400.0},
         "accuracy_start": 0.5, "accuracy_end": 0.75, "greedy_start": 0.4, "greedy_end": 0.8,
-        "reward_start": None, "reward_end": None, "steps": 4,
+        "reward_start": pytest.approx(0.15), "reward_end": pytest.approx(0.35), "steps": 4,
         "seconds_by_stage": {"evaluate": 4.0, "sample": 4.0, "train": 2.0, "save": 0.25},
         "counts": dict.fromkeys(COUNTS, 0) | {"skipped_pairs": 8},
         "break_even": None, "prediction_error": None,
@@ -120,8 +123,8 @@ def test_a_run_leaves_its_files_which_are_not_overwritten_but_go_on_where_it_is_
     assert [event.value for event in events.Scalars("seconds/sample")] == [1.0] * 4
 
     assert "step 3/4  reward 0.3  corrected 0.5  loss -0.1  1.5 s (sample 1.00, train 0.50)  eta 0:0" in shown
-    assert "not corrected because the prompt would be too long" in shown
-    assert "reward errors" not in shown, "a count of zero is no news at the end"
+    assert "dropped: 8 wrong responses not corrected because the prompt would be too long" in shown
+    assert "failed" not in shown, "a count of zero is no news at the end"
 
     with pytest.raises(ConfigError, match=f"already holds a run.*--load {run_dir}"):
         prepare_run_dir(config)
@@ -145,11 +148,38 @@ def test_an_end_that_was_not_measured_or_on_other_problems_is_a_dash(config, tmp
     summary, shown = run(config, evaluations=early, status="interrupted")
     assert (summary["accuracy_start"], summary["accuracy_end"]) == (0.5, None)
     assert table_row(shown, "accuracy, sampled") == ["0.500", "–"]
-    assert table_row(shown, "training reward") == ["–", "–"], "the first and last five of four steps overlap"
+    assert table_row(shown, "training reward") == ["0.150", "0.350"], "the halves of four steps"
     assert "saved no checkpoint" in shown
     others = {0: [evaluated(0.5, 0.4, problems=2048)], 4: [evaluated(0.75, 0.8, problems=64)]}
     _, shown = run(config_of(tmp_path / "b"), evaluations=others)
     assert table_row(shown, "accuracy, greedy") == ["–", "0.800"]
+
+
+def test_what_a_run_was_not_measured_on_has_no_line_and_truncated_responses_are_not_said_to_teach_nothing(
+    config,
+):
+    summary, shown = run(config, range(1, 2))
+    assert (summary["reward_start"], summary["accuracy_start"]) == (None, None)
+    assert "training reward" not in shown
+    assert "accuracy, sampled" not in shown
+    told = count_lines({"truncated_responses": 496, "degenerate_groups": 2, "engine_deaths": 1, "x": 0})
+    assert told == [
+        "cut off at the length limit: 496 responses",
+        "taught nothing: 2 groups of responses with equal rewards",
+        "failed: 1 engine deaths",
+    ]
+
+
+def test_a_start_says_what_it_does_before_it_does_it_and_how_long_each_stage_took():
+    lines = []
+    starting = StartLines(lines.append)
+    starting("data")
+    starting("trainers and engines")
+    assert [re.sub(r"\d+\.\d", "N", line) for line in lines] == [
+        "start, N s: data …", "start, N s: trainers and engines …",
+    ]  # fmt: skip
+    starting.end()
+    assert re.fullmatch(r"started in \d+\.\d s: data \d+\.\d, trainers and engines \d+\.\d", lines[-1])
 
 
 def test_sets_with_names_have_metrics_curves_and_lines_of_their_own_for_all_that_samples_told(config):
@@ -324,7 +354,9 @@ def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of
     monkeypatch.setattr(recordings, "TOKENS_PER_STEP", 5)  # a group has more
     group = recorded_group()
     trained = [sequence(n, "response", own.index, own, 1.0) for n in range(3) for own in group.responses]
-    recordings.keep_samples(tmp_path, 9, [group] * 3, lambda ids: "text", trained)
+    lines = [Line("φ", np.float32(0.5), "a + b = 0 + 0.5", "of it"), Line("reward", None)]
+    told = GroupExplanation([SampleExplanation(lines), SampleExplanation()], [SampleExplanation()])
+    recordings.keep_samples(tmp_path, 9, [group] * 3, lambda ids: "text", trained, [told] * 3)
     recorded = recordings.load_step(rollout_path(tmp_path / "samples", 9))
     step, groups, found = recorded.step, recorded.groups, recorded.trained
     assert step == 9
@@ -332,6 +364,7 @@ def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of
     group.responses[0] = replace(group.responses[0], routed_experts=None, sampling_mask=None)
     assert exactly(groups) == exactly([group])
     assert found.keys() == {(0, "response", 0), (0, "response", 1)}
+    assert recorded.explanations == [told]
 
 
 def test_recordings_are_readable_and_a_bad_one_names_its_file(tmp_path):

@@ -15,7 +15,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from megatron_ibpo.basics.records import Group, Prompt, token_ids
+from megatron_ibpo.basics.text import legible
 from megatron_ibpo.cluster.ray_token import TOKEN_FILE, write_token
+from megatron_ibpo.commands import samples
 from megatron_ibpo.commands.page import main
 from megatron_ibpo.report import rollout_path, save_groups
 from megatron_ibpo.report.metrics_log import Columns
@@ -93,6 +95,8 @@ def test_the_data_of_the_page_is_that_of_the_run_and_of_what_was_trained_on(run_
     assert (first["old"], first["new"]) == ([-0.5] * 6, [-0.4, -0.5, -0.6, -0.5, -0.7, -0.5])
     assert (second["advantage"], second["weight"], second["weights"]) == (1.5, 0.125, None)
     assert ["advantage" in correction["response"] for correction in made] == [False, False, False, True]
+    assert first["lines"][0] == ["shaped reward r′", 0.3, "r + λφ = 0 + 0.6·0.5", HOSTILE]
+    assert made[0]["lines"] == first["lines"]
     metrics = data["runs/0/series"]["step"]["metrics"]
     assert metrics == {"reward": {"mean": [0.1, 0.2]}, "seconds/sample": {"mean": [2.0, 2.0]}}
     states = [(r["error"], r["truncated"]) for r in index[1]["responses"]]
@@ -132,6 +136,24 @@ def test_the_command_writes_the_page_and_a_malformed_file_is_named(run_dir, tmp_
         (damaged / file).write_text(text)
         with pytest.raises(ValueError, match=re.escape(words)):
             build_page([damaged], tokenizer=TOKENIZER)
+
+
+def test_samples_are_printed_with_what_made_their_advantage_and_nothing_that_a_terminal_obeys(
+    run_dir, capsys
+):
+    def printed(*words):
+        return samples.main([str(run_dir), *words]), *capsys.readouterr()
+
+    status, text, _ = printed()
+    assert status == 0
+    assert text.startswith("step 2, group 1, label </script>")
+    assert "\\u2028" in text.splitlines()[0]
+    assert "response 1: 6+7=3⟨end⟩\n  shaped reward r′: r + λφ = 0 + 0.6·0.5 = 0.3 (</script>" in text
+    assert "correction 1: 6+7=13⟨end⟩\n  shaped reward r′" in text
+    assert printed("--step", "1", "--group", "2")[1].startswith("step 1, group 2")
+    assert "recorded steps: 1, 2" in printed("--step", "3")[2]
+    assert "no group 9: step 2 has 2 groups" in printed("--group", "9")[2]
+    assert legible("\x1b[2Ja\u202eb\n\ud800") == "\\x1b[2Ja\\u202eb\n\\ud800"
 
 
 def test_a_prompt_in_chatml_is_shown_as_turns_and_a_character_of_several_tokens_as_one():
@@ -177,6 +199,13 @@ def open_samples(page):
     press_until(page, "2", "document.querySelector('#detail .pane')")
 
 
+CAUGHT = """(() => {
+    window.saved = [];
+    window.Blob = class { constructor(parts) { window.saved.push(parts.join("")); } };
+    URL.createObjectURL = () => "#saved";
+})()"""  # what the page would save as files
+
+
 def count_is(text):
     return f"document.getElementById('count').textContent === {json.dumps(text)}"
 
@@ -195,6 +224,25 @@ def test_in_a_browser_responses_are_shown_filtered_and_walked_by_keys(run_dir):
         inserted = "[...document.querySelectorAll('.token.insert')].map((t) => t.textContent)"
         assert page.evaluate(inserted) == ["1"]
         assert "5 of 6 tokens masked" in text_of(page, ".pane")
+        # how its advantage came about, and its mask on the text
+        assert text_of(page, ".lines dd") == f"r + λφ = 0 + 0.6·0.5 = 0.3{HOSTILE}".replace(
+            "\u2028", "\u2028"
+        )
+        assert "mean 0.46 and σ 0.4 of the rewards that are compared" in text_of(page, "#prompt .facts")
+        dimmed = "document.querySelectorAll('.pane:first-child .token.untrained').length"
+        assert page.evaluate(dimmed) == 5
+        assert page.evaluate("document.querySelectorAll('.bar').length") == 2
+        page.evaluate(CAUGHT)
+        page.click("#prompt .save")
+        saved = json.loads(page.evaluate("window.saved[0]"))
+        assert saved["responses"][0]["text"] == "6+7=3⟨end⟩"
+        assert saved["responses"][0]["lines"][0][1] == 0.3
+        page.click("#tabs [data-tab=curves]")
+        page.click("[data-metric=reward] .save")
+        assert page.evaluate("window.saved[1]").splitlines() == [
+            'run,first_step,last_step,"reward",low,high', '"run",1,1,0.1,,', '"run",2,2,0.2,,',
+        ]  # fmt: skip
+        press_until(page, "2", "!document.getElementById('samples').hidden")
         press_until(page, "c", "document.querySelector('#legend .scale')")
         assert text_of(page, "#legend") == "0 certain  surprising -5"
         kinds = []
@@ -221,6 +269,36 @@ def test_in_a_browser_responses_are_shown_filtered_and_walked_by_keys(run_dir):
         assert page.evaluate("window.harmed") is None
         sent = [e["params"] for e in page.events if e["method"] == "Network.requestWillBeSent"]
         assert [one["request"]["url"] for one in sent] == [path.as_uri()]
+        assert page.problems() == []
+
+
+@pytest.mark.slow
+@needs_browser
+def test_in_a_browser_graded_rewards_are_shades_and_a_bar_of_their_histogram_filters(tmp_path):
+    prompt = Prompt(0, token_ids([1, 5]), 2, "1", "sum", "?")
+    rewards = [-0.25, 0.5, 0.5, 1.0]
+    groups = [Group(prompt, [response("1", reward >= 1, reward=reward) for reward in rewards])]
+    run = write_run(tmp_path / "run", groups, steps=(1,))
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"reward": 0.1', '"reward": 0.000006'))
+    with open_page(write_page(run, tmp_path / "page.html", tokenizer=TOKENIZER)) as page:
+        page.wait_until("document.querySelector('[data-metric=reward] text')")
+        edges = "[...document.querySelectorAll('[data-metric=reward] text')].map((t) => t.getBBox().x)"
+        assert min(page.evaluate(edges)) >= 0, "no label of an axis is cut"
+        open_samples(page)
+        chips = "[...document.querySelectorAll('.chip')].map((chip) => chip.textContent)"
+        assert page.evaluate(chips) == ["-.25", ".5", ".5", "1"]
+        shades = "new Set([...document.querySelectorAll('.chip')].map((c) => c.style.backgroundColor)).size"
+        assert page.evaluate(shades) == 3
+        assert text_of(page, ".share") == "mean .44"
+        bars = "[...document.querySelectorAll('.bar')].map((bar) => bar.dataset.count)"
+        assert page.evaluate(bars) == ["1", "2", "1"]
+        assert page.evaluate("document.querySelectorAll('.lines').length") == 0, "a record of before has none"
+        picked = "document.querySelector('.bar:nth-of-type(2)').dispatchEvent(new Event('click'))"
+        page.evaluate(picked)
+        page.wait_until(count_is("1 of 2"))
+        page.evaluate(picked)
+        page.wait_until("document.getElementById('count').textContent.endsWith('of 4')")
         assert page.problems() == []
 
 

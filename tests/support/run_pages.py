@@ -6,6 +6,7 @@ import numpy as np
 from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, TrainSequence, token_ids
+from megatron_ibpo.credit.explanation import GroupExplanation, Line, SampleExplanation
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.report import rollout_path, save_groups
 from support.samples import sample_of
@@ -53,10 +54,16 @@ def record_run(place):
     ]
     old = [np.full(len(s.response_token_ids), -0.5, np.float32) for s in trained]
     new = [np.array([-0.4, -0.5, -0.6, -0.5, -0.7, -0.5], np.float32), *old[1:]]
-    return write_run(place / "run", groups, trained, old_logprobs=old, new_logprobs=new)
+    told = Line("shaped reward r′", 0.3, "r + λφ = 0 + 0.6·0.5", HOSTILE), Line(HOSTILE, HOSTILE, HOSTILE)
+    lines = [SampleExplanation([*told, Line("group mean", 0.46), Line("group σ", 0.4)])]
+    explanations = [
+        GroupExplanation(lines * len(own.responses), lines * len(own.corrections)) for own in groups
+    ]
+    written = {"old_logprobs": old, "new_logprobs": new, "explanations": explanations}
+    return write_run(place / "run", groups, trained, **written)
 
 
-def write_run(run, groups, trained=(), *, steps=(1, 2), **logprobs):
+def write_run(run, groups, trained=(), *, steps=(1, 2), **written):
     run.mkdir()
     config = {"advantage-estimator": "ibpo", "hf-checkpoint": "moved/away/tiny_qwen3", "num-rollout": 2}
     (run / "config.yaml").write_text(json.dumps(config))
@@ -67,5 +74,5 @@ def write_run(run, groups, trained=(), *, steps=(1, 2), **logprobs):
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for step in steps:
         path = rollout_path(run / "rollouts", step)
-        save_groups(path, step, groups, TOKENIZER.decode, trained, **logprobs)
+        save_groups(path, step, groups, TOKENIZER.decode, trained, **written)
     return run

@@ -1,8 +1,10 @@
 // One curve: a metric of several runs over the steps.
 
 import { drawn, element, shown, words } from "./dom.js";
+import { curveAsCsv, saveButton } from "./download.js";
 
-const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [380, 180, 46, 10, 8, 20];
+const [WIDTH, HEIGHT, RIGHT, TOP, BOTTOM] = [380, 180, 10, 8, 20];
+const [LEAST_LEFT, LETTER] = [30, 6]; // units of the figure: the axis' labels need this much each
 const SMALLEST_DRAG = 6; // pixels: less is a click
 
 // Exponential mean in which the first values do not count twice; `smoothing` is what stays of a value after a step.
@@ -40,19 +42,20 @@ function path(points) {
 
 // The figure of a metric.
 //
-// lines: [{ run, name, points: [[step, value]], band: [[step, low, high]] }]; span: [first, last] step of all curves.
+// lines: [{ run, name, points: [[step, value]], steps: [[first, last]], band: [[step, low, high]] }]; span: [first, last] step of all curves.
 // told: { pointed(step), held(whether a button is down), picked(step), zoomed([first, last]), reset() }.
 // The result has `figure` and `point(step or null)`, which shows the values at a step, or the last ones.
 export function curve(metric, lines, span, smoothing, told) {
   const [first, last] = span[0] === span[1] ? [span[0] - 1, span[1] + 1] : span;
   const [low, high] = extent(lines);
-  const x = (step) => LEFT + ((step - first) / (last - first)) * (WIDTH - LEFT - RIGHT);
+  const left = Math.max(LEAST_LEFT, 8 + LETTER * Math.max(...ticks(low, high).map((value) => shown(value).length)));
+  const x = (step) => left + ((step - first) / (last - first)) * (WIDTH - left - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - ((value - low) / (high - low)) * (HEIGHT - BOTTOM - TOP);
   const svg = drawn("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
   const label = drawn("title", {});
   label.textContent = `${words(metric)} by step`;
   svg.append(label);
-  drawAxes(svg, x, y, [first, last], [low, high]);
+  drawAxes(svg, left, x, y, [first, last], [low, high]);
   for (const { run, points, band } of lines) {
     if (band.length > 1)
       svg.append(drawn("path", { class: `band run${run}`, d:
@@ -68,7 +71,8 @@ export function curve(metric, lines, span, smoothing, told) {
   svg.append(chosen, mark);
   const values = element("span", { class: "values" });
   const figure = element("figure", { "data-metric": metric },
-    element("figcaption", {}, element("b", {}, words(metric)), values), svg);
+    element("figcaption", {}, element("b", {}, words(metric)), values,
+      saveButton("CSV", `save ${words(metric)} as drawn`, () => curveAsCsv(metric, lines))), svg);
 
   function point(step) {
     mark.setAttribute("visibility", step === null ? "hidden" : "visible");
@@ -82,7 +86,7 @@ export function curve(metric, lines, span, smoothing, told) {
 
   const stepAt = (event) => {
     const box = svg.getBoundingClientRect();
-    const place = ((event.clientX - box.left) / box.width * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT);
+    const place = ((event.clientX - box.left) / box.width * WIDTH - left) / (WIDTH - left - RIGHT);
     return Math.round(first + Math.max(0, Math.min(1, place)) * (last - first));
   };
   let began = null;
@@ -118,10 +122,10 @@ export function curve(metric, lines, span, smoothing, told) {
   return { figure, point };
 }
 
-function drawAxes(svg, x, y, [first, last], [low, high]) {
+function drawAxes(svg, left, x, y, [first, last], [low, high]) {
   for (const value of ticks(low, high)) {
-    svg.append(drawn("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
-    const text = drawn("text", { x: LEFT - 5, y: y(value) + 3, "text-anchor": "end" });
+    svg.append(drawn("line", { class: "grid", x1: left, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
+    const text = drawn("text", { x: left - 5, y: y(value) + 3, "text-anchor": "end" });
     text.textContent = shown(value, 3);
     svg.append(text);
   }

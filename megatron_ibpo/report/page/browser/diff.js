@@ -1,6 +1,6 @@
 // A response in full: its verdict, its numbers, and its corrections side by side with it.
 
-import { element, shown, words } from "./dom.js";
+import { element, shown, visible, words } from "./dom.js";
 import { letters, tokens } from "./tokens.js";
 
 export function verdictOf(response) {
@@ -25,14 +25,16 @@ function mean(list) {
 }
 
 function facts(response) {
-  const told = [`reward ${shown(response.reward)}`];
+  const isExplained = response.lines?.length > 0;
+  const told = isExplained ? [] : [`reward ${shown(response.reward)}`];
   for (const [name, value] of Object.entries(response.details ?? {})) told.push(`${words(name)} ${shown(value)}`);
   if (response.answer !== undefined) told.push(response.answer === null ? "no answer was found" : `answer ${response.answer}`);
-  if (response.advantage !== undefined) told.push(`advantage ${shown(response.advantage)}`, `weight ${shown(response.weight)}`);
+  if (response.advantage !== undefined && !isExplained) told.push(`advantage ${shown(response.advantage)}`, `weight ${shown(response.weight)}`);
   if (response.length !== null) told.push(`${response.length.toLocaleString("en")} tokens`);
   if (response.weights) told.push(`${response.weights.filter((w) => w === 0).length} of ${response.weights.length} tokens masked`);
   if (response.new && response.old && response.old.length)
     told.push(`sequence ratio of the update ${shown(Math.exp(mean(response.new) - mean(response.old)), 5)}`);
+  if (response.temperature !== undefined) told.push(`temperature ${shown(response.temperature)}`);
   if (response.versions) told.push(`policy version ${[...new Set(response.versions.map(([, version]) => version))].join(", ")}`);
   if (response.truncated) told.push("cut off at the length limit");
   const box = element("p", { class: "facts" }, told.join(" · "));
@@ -46,7 +48,19 @@ export function pane(title, response, group, colour, marks) {
     element("h2", {}, element("span", { class: `verdict ${verdict}` }, GLYPHS[verdict]), " ", title,
       response.truncated ? element("span", { class: "label" }, "truncated") : null),
     tokens(response, group.vocabulary, colour, colour === "edits" ? marks : [], peers),
-    facts(response));
+    explanation(response.lines ?? []),
+    facts(response),
+    response.asked ? element("details", { class: "asked" }, element("summary", {}, "its own prompt"), ...turns(response.asked)) : null);
+}
+
+// How the advantage came about: lines of a name, a value, the sum that gives it, and a note.
+function explanation(lines) {
+  if (!lines.length) return "";
+  return element("dl", { class: "lines" }, ...lines.flatMap(([name, value, sum, note]) => [
+    element("dt", {}, visible(name)),
+    element("dd", {}, sum ? `${visible(sum)} = ` : "",
+      typeof value === "string" ? visible(value) : element("b", {}, shown(value, 6)),
+      note ? element("span", { class: "hint" }, visible(note)) : null)]));
 }
 
 export function nameOf(response, index) {
@@ -63,7 +77,8 @@ export function responseDetail(group, index, colour) {
 
 function besideCorrection(group, index, correction, colour) {
   const before = group.responses[index];
-  const { response, ops } = correction;
+  const { ops } = correction;
+  const response = { ...correction.response, lines: correction.lines };
   const told = [`edit distance ${shown(correction.distance)}`];
   if (correction.reference_distance !== null) told.push(`to the nearest reference ${shown(correction.reference_distance)}`);
   told.push(`${Math.round(100 * correction.unmodified_share)} % of the response unmodified`);

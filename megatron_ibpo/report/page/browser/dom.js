@@ -20,9 +20,10 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
-// A number with a few digits; large ones with units, a dash where there is none.
+// A number with a few digits; large ones with units, small ones with a power of ten, a dash where there is none.
 export function shown(value, digits = 3) {
   if (value === null || value === undefined) return "–";
+  if (value !== 0 && Math.abs(value) < 1e-4) return Number(value.toPrecision(digits)).toExponential();
   const units = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]];
   const [size, unit] = units.find(([size]) => Math.abs(value) >= size) ?? [1, ""];
   return String(Number((value / (unit === "k" ? 1e3 : size)).toPrecision(digits))) + unit;

@@ -126,7 +126,8 @@ function lineOf(run, rows, values, [low, high]) {
   const at = (n) => (rows.first[n] + rows.last[n]) / 2;
   [low, high] = [low ?? values.low, high ?? values.high];
   const band = low && high ? known.filter((n) => low[n] !== null && high[n] !== null).map((n) => [at(n), low[n], high[n]]) : [];
-  return { run, name: sources[run].name, points: known.map((n) => [at(n), values.mean[n]]), band };
+  return { run, name: sources[run].name, points: known.map((n) => [at(n), values.mean[n]]),
+    steps: known.map((n) => [rows.first[n], rows.last[n]]), band };
 }
 
 // The interval that was measured with a metric, as of accuracy_low to accuracy_high.

@@ -4,7 +4,9 @@ import { byId, calm, choice, element, shown, visible } from "./dom.js";
 import { ask } from "./transport.js";
 import { change, state } from "./state.js";
 import { GLYPHS, nameOf, pane, responseDetail, turns, verdictOf } from "./diff.js";
-import { COLOURS, hideTip, legend } from "./tokens.js";
+import { COLOURS, hideTip, legend, letters } from "./tokens.js";
+import { groupAsJson, saveButton } from "./download.js";
+import { rewardHistogram, rewardScale, rewardTint, shortReward } from "./rewards.js";
 
 const GROUPS_AT_ONCE = 100;
 
@@ -23,6 +25,7 @@ const VERDICT_NAMES = { all: "any verdict", correct: "✓ correct", wrong: "✗ 
 
 let overviews = [];
 let index = []; // groups of the section, without tokens
+let rewards = rewardScale([]); // of the section
 let found = null; // "group/response" of those that hold the searched text; null: no search
 let loaded = ""; // address and version of what `index` holds
 let items = []; // responses that pass the filters
@@ -57,7 +60,7 @@ export async function refresh() {
       const asked = address();
       const groups = await ask(asked);
       if (asked !== address()) return; // it was left before the answer came
-      [index, loaded, found] = [groups, asked, null];
+      [index, loaded, found, rewards] = [groups, asked, null, rewardScale(groups)];
     }
     const wanted = state.text.trim();
     if (wanted === "") found = null;
@@ -182,9 +185,12 @@ function drawGroups() {
   const rows = numbers.slice(start, start + GROUPS_AT_ONCE).map((number) => groupRow(number, kept));
   const turnTo = (place, label) => (numbers[place] === undefined || place < 0 ? null :
     element("button", { type: "button", class: "more", click: () => change({ group: numbers[place], response: 0 }) }, label));
-  byId("groups").replaceChildren(...[turnTo(start - GROUPS_AT_ONCE, "earlier groups"), ...rows,
+  const histogram = rewardHistogram(rewards, (low, high) => change(isPicked(low, high) ? { low: "", high: "" } : { low: String(low), high: String(high) }));
+  byId("groups").replaceChildren(...[histogram, turnTo(start - GROUPS_AT_ONCE, "earlier groups"), ...rows,
     turnTo(start + GROUPS_AT_ONCE, `${numbers.length - start - GROUPS_AT_ONCE} later groups`)].filter(Boolean));
 }
+
+const isPicked = (low, high) => state.low === String(low) && state.high === String(high);
 
 function groupRow(number, kept) {
   const group = index[number];
@@ -193,26 +199,46 @@ function groupRow(number, kept) {
     const kinds = group.corrections.filter((made) => made.target === place).map(({ kind }) => kind);
     const here = number === state.group && place === state.response;
     const told = [nameOf(response, place), verdict, `reward ${shown(response.reward)}`, ...kinds, response.truncated ? "truncated" : ""];
-    return element("button", { type: "button", title: told.filter(Boolean).join(", "), "data-place": place,
-      class: ["chip", verdict, here ? "here" : "", kept.has(`${number}/${place}`) ? "" : "left-out",
+    const isGraded = rewards.isGraded && response.reward !== null;
+    const chip = element("button", { type: "button", title: told.filter(Boolean).join(", "), "data-place": place,
+      class: ["chip", verdict, isGraded ? "graded" : "", here ? "here" : "", kept.has(`${number}/${place}`) ? "" : "left-out",
         kinds.some((kind) => kind === "corrected" || kind === "rewritten") ? "mended" : ""].filter(Boolean).join(" "),
-      click: () => change({ group: number, response: place }) }, GLYPHS[verdict]);
+      click: () => change({ group: number, response: place }) }, isGraded ? shortReward(response.reward) : GLYPHS[verdict]);
+    if (isGraded) chip.style.backgroundColor = rewardTint(rewards, response.reward);
+    return chip;
   });
-  const right = group.responses.filter((response) => response.correct).length;
+  const scored = group.responses.map(({ reward }) => reward).filter((reward) => reward !== null);
+  const share = rewards.isGraded ? (scored.length ? `mean ${shortReward(scored.reduce((a, b) => a + b, 0) / scored.length)}` : "–") :
+    `${group.responses.filter((response) => response.correct).length}/${group.responses.length}`;
   const first = items.find((item) => item.group === number);
   return element("div", { class: `group${number === state.group ? " here" : ""}`, "data-group": number },
     element("button", { type: "button", class: "question", click: () => change({ group: number, response: first.index }) },
-      element("span", { class: "share" }, `${right}/${group.responses.length}`),
+      element("span", { class: "share" }, share),
       element("span", {}, visible(group.prompt.length > 90 ? "…" + group.prompt.slice(-89) : group.prompt))),
     element("div", { class: "chips" }, ...chips));
 }
 
 // --------------------------------------------------------------------------------------------------- detail
 
+function promptFacts(group) {
+  const told = [`label ${visible(group.label)}`, visible(group.task), group.index === undefined ? "" : `prompt ${group.index}`];
+  const skipped = index[state.group].skipped_pairs;
+  if (skipped) told.push(`${skipped} corrections would not have fitted the context`);
+  const [mean, spread] = ["group mean", "group σ"].map((name) => lineOfGroup(group, name));
+  if (mean !== undefined) told.push(`mean ${shown(mean, 6)} and σ ${shown(spread, 6)} of the rewards that are compared`);
+  return told.filter(Boolean).join(" · ");
+}
+
+function lineOfGroup(group, name) {
+  return group.responses.flatMap(({ lines }) => lines ?? []).find(([own]) => own === name)?.[1];
+}
+
 function detail(group) {
+  const name = `${overviews[state.run].name} ${sections().find(({ key }) => key === state.key)?.label} group ${state.group + 1}`;
   const asked = element("article", { class: "prompt", id: "prompt" }, ...turns(group.prompt),
-    element("p", { class: "facts" }, `label ${visible(group.label)}`, group.task ? ` · ${visible(group.task)}` : "",
-      index[state.group].skipped_pairs ? ` · ${index[state.group].skipped_pairs} corrections would not have fitted the context` : ""));
+    element("p", { class: "facts" }, promptFacts(group), " ",
+      saveButton("JSON", "save this group with its tokens and numbers", () => groupAsJson(name, group))),
+    group.metadata ? element("details", { class: "asked" }, element("summary", {}, "metadata"), letters(group.metadata)) : null);
   if (state.view === "group") {
     const panes = group.responses.map((response, place) => {
       const made = pane(nameOf(response, place), response, group, state.colour, []);

@@ -2,6 +2,9 @@
 
 import { byId, element, shown, words } from "./dom.js";
 
+const ROWS = 40; // of a column at most
+const SHORT = 14; // letters of a value that stays on one line
+
 export function showTables(overviews, { settings, numbers }) {
   const parts = [];
   const titled = (title, ...content) => parts.push(element("h2", {}, title), ...content);
@@ -12,14 +15,14 @@ export function showTables(overviews, { settings, numbers }) {
   if (runs.length > 1)
     titled("Settings that differ", settings.length ? tableOfRuns(overviews, runs, settings, told) :
       hint("None: the runs have the same settings."));
-  if (runs.length)
-    titled("Last numbers", hint("of the last evaluation, and means over the last ten steps"),
-      tableOfRuns(overviews, runs, numbers, (value) => shown(value, 4)));
   if (runs.length === 1) {
     const own = Object.entries(overviews[runs[0]].settings);
     const rows = own.map(([name, value]) => [name, ...overviews.map((_, run) => (run === runs[0] ? value : null))]);
     titled("Settings", tableOfRuns(overviews, runs, rows, told));
   }
+  if (runs.length)
+    titled("Last numbers", hint("of the last evaluation, and means over the last ten steps"),
+      tableOfRuns(overviews, runs, numbers, (value) => shown(value, 4)));
   byId("comparison").replaceChildren(...parts);
 }
 
@@ -27,10 +30,20 @@ function told(value) {
   return value === null ? "–" : String(value);
 }
 
+function valueCell(text) {
+  return element("td", { class: text.length <= SHORT ? "short" : null }, text);
+}
+
+// Long tables are set in columns, each with its own heads.
 function tableOfRuns(overviews, runs, rows, form) {
-  const heads = runs.map((run) => element("th", {}, element("i", { class: `swatch run${run}` }), overviews[run].name));
-  return table(heads, rows.map(([name, ...values]) =>
-    [words(name), ...runs.map((run) => element("td", {}, form(values[run])))]));
+  const heads = () => runs.map((run) => element("th", {}, element("i", { class: `swatch run${run}` }), overviews[run].name));
+  const count = Math.ceil(rows.length / ROWS);
+  const size = Math.ceil(rows.length / count);
+  const pieces = Array.from({ length: count }, (_, n) => rows.slice(n * size, (n + 1) * size));
+  const box = element("div", { class: "tables" }, ...pieces.map((piece) => table(heads(), piece.map(([name, ...values]) =>
+    [words(name), ...runs.map((run) => valueCell(form(values[run])))]))));
+  box.style.setProperty("--column", `${240 + 110 * runs.length}px`);
+  return box;
 }
 
 function resultsOf({ sets }) {

@@ -34,7 +34,8 @@ export const COLOURS = {
   "edits": { name: "edits of the correction", numbers: () => null },
   "logprob": { name: "log-prob of the engine", numbers: (r) => r.sampled, least: 0, most: -5, ends: ["certain", "surprising"] },
   "advantage": { name: "advantage × weight", numbers: advantageOfTokens, most: null, ends: ["discouraged", "encouraged"] },
-  "mask": { name: "weight in the loss", numbers: trainedShare, least: 0, most: 1, ends: ["not trained on", "in full"] },
+  "mask": { name: "weight in the loss", numbers: trainedShare, least: 0, most: null, ends: ["not trained on", "most"] },
+  "value": { name: "critic's value", numbers: (r) => r.values, most: null, ends: ["expects less", "more"] },
   "mismatch": { name: "trainer − engine log-prob", numbers: (r) => over(r.old, r.sampled), most: Math.LN2,
     ends: ["trainer thinks less of it", "more"] },
   "update": { name: "change by the update", numbers: (r) => over(r.new, r.old), most: Math.LN2, ends: ["less likely now", "more"] },
@@ -55,7 +56,9 @@ function tint(scale, value) {
 export function legend(key, responses) {
   if (key === "edits")
     return element("span", { id: "legend" }, element("span", { class: "replace" }, "replaced"), " ",
-      element("span", { class: "delete" }, "deleted"), " ", element("span", { class: "insert" }, "inserted"));
+      element("span", { class: "delete" }, "deleted"), " ", element("span", { class: "insert" }, "inserted"),
+      ...(responses.some(({ weights, mask }) => weights || mask) ? [" ", element("span", { class: "untrained" }, "not trained on")] : []),
+      ...(responses.some(({ weights }) => weights) ? [" ", element("span", { class: "weighed" }, "token weight")] : []));
   const scale = scaleOf(COLOURS[key], responses.filter((one) => one.tokens));
   const [low, high] = scale.least === 0 ? [0, scale.most] : [-scale.most, scale.most];
   const bar = element("span", { class: `scale ${scale.least === 0 ? "depth" : "sides"}` });
@@ -73,7 +76,9 @@ export function tokens(response, vocabulary, key, marks, peers) {
     return box;
   }
   const scale = scaleOf(COLOURS[key], peers);
-  const numbers = COLOURS[key].numbers(response);
+  const numbers = COLOURS[key].numbers(response) ?? null;
+  const shades = scaleOf(COLOURS.mask, peers);
+  const weights = response.weights ? trainedShare(response) : response.mask;
   const told = Object.values(COLOURS).map((colour) => [colour.name, colour.numbers(response)]).filter(([, list]) => list);
   const append = (start) => {
     const end = Math.min(start + AT_ONCE, response.tokens.length);
@@ -84,7 +89,8 @@ export function tokens(response, vocabulary, key, marks, peers) {
       const span = element("span", { class: "token" + (special ? " special" : "") }, clipped(visible(text)));
       if (marks[i]) span.classList.add(marks[i]);
       if (numbers) span.style.backgroundColor = tint(scale, numbers[i]);
-      if (key === "mask" && numbers && numbers[i] === 0) span.classList.add("untrained");
+      if (weights && weights[i] === 0) span.classList.add("untrained");
+      else if (weights && !numbers) span.style.boxShadow = `inset 0 -.28em ${tint(shades, weights[i])}`;
       span.place = i;
       place.append(span);
     }
