@@ -7,7 +7,9 @@ import json
 import types
 import typing
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 from urllib.parse import urlencode
 
@@ -20,26 +22,50 @@ from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
 
 
-def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of a recipe (`typed_settings`).
+@dataclass(frozen=True)
+class Source:
+    """Where settings are from, for messages."""
+
+    file: Path | None = None
+    """None: a command line or Python."""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    """Line of each key of the file."""
+
+    def of(self, key: str) -> str:
+        """Return the beginning of a message about a key: its file and line."""
+        if self.file is None:
+            return ""
+        line = self.lines.get(key.replace("-", "_"))
+        return f"{self.file}: " if line is None else f"{self.file}, line {line}: "
+
+
+NO_FILE = Source()
+
+
+def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any], Source]:
+    """Return the settings of a recipe (`typed_settings`), and where they are from.
 
     Raises:
         ConfigError: a file that cannot be read, a repeated key, a value of the wrong type.
     """
-    content = read_yaml(path, f"--config {path}")
+    lines: dict[str, int] = {}
+    content = read_yaml(path, f"--config {path}", lines)
+    source = Source(path, lines)
     if content is None:
-        return {}, {}
+        return {}, {}, source
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must hold `key: value` lines, holds a {type(content).__name__}")
-    return typed_settings(content, f"{path}: ")
+    return *typed_settings(content, source), source
 
 
-def typed_settings(settings: Mapping[Any, Any], source: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
+def typed_settings(
+    settings: Mapping[Any, Any], source: Source = NO_FILE
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return ({field name: value}, {other key as written: value}) of settings by their keys, with absolute
     paths. Other keys are parameters of the choices, or errors.
 
     Args:
-        source: prefix of error messages.
+        source: where they are from, for messages.
 
     Raises:
         ConfigError: a value of the wrong type.
@@ -52,7 +78,7 @@ def typed_settings(settings: Mapping[Any, Any], source: str = "") -> tuple[dict[
         if entry is None:
             others[str(key)] = value
         else:
-            fields[name] = typed_value(value, entry, f"{source}{key}")
+            fields[name] = typed_value(value, entry, f"{source.of(name)}{key}")
     return fields, others
 
 
@@ -71,19 +97,25 @@ def typed_value(value: Any, entry: Entry, key: str) -> Any:
         raise ConfigError(f"{key}: {shown(value)} is not {error}") from error
 
 
-def read_yaml(path: Path, name: str) -> Any:
+def read_yaml(path: Path, name: str, lines: dict[str, int] | None = None) -> Any:
     """Return the content of a YAML file.
 
     Args:
         name: the file, for messages.
+        lines: gets the line of each key of the outermost mapping, with underscores.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or gives a key twice in one mapping; dashes and
             underscores are equivalent.
     """
     try:
-        content = read_user_file(path, RECIPE_BYTES)
-        return yaml.load(content.decode(), _Loader)
+        loader = _Loader(read_user_file(path, RECIPE_BYTES).decode())
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+            if lines is not None:
+                lines |= loader.lines
     except UserFileError as error:
         raise ConfigError(f"{name}: {error}") from None
     except OSError as error:
@@ -126,6 +158,9 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that refuses repeated keys, as YAML's own rule does; PyYAML silently takes the last
     one."""
 
+    lines: Mapping[str, int] = MappingProxyType({})
+    """Key of the outermost mapping, which is constructed first → its line."""
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -135,6 +170,7 @@ class _Loader(yaml.SafeLoader):
                     f"key {shown(key.value)} is given twice, on lines {lines[name]} and {line}"
                 )
             lines[name] = line
+        self.lines = self.lines or lines
         return super().construct_mapping(node, deep)
 
 
