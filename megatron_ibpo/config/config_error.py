@@ -28,8 +28,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     Args:
         known: names as the user types them; dashes and underscores are equivalent.
     """
+    close = nearest_name(name, known)
+    return "" if close is None else f"; did you mean {close!r}?"
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is closest to an unknown one; None if none is close."""
     spellings = {str(other).replace("_", "-"): other for other in known}
     close = difflib.get_close_matches(
         str(name)[:_LONGEST].replace("_", "-"), spellings, n=1, cutoff=_RESEMBLANCE
     )
-    return f"; did you mean {spellings[close[0]]!r}?" if close else ""
+    return spellings[close[0]] if close else None

@@ -19,13 +19,14 @@ from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import ENTRIES, Entry, flag
 from megatron_ibpo.config.config import Config
-from megatron_ibpo.config.config_error import ConfigError, nearest
+from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.help import COMMON_FLAGS, HELP_FLAGS, help_text, usage_text
-from megatron_ibpo.config.parameters import Registry, entries_of, not_a_parameter
+from megatron_ibpo.config.parameters import Registry, entries_of
 from megatron_ibpo.config.paths import path_in_recipe, path_of_user
-from megatron_ibpo.config.peer_flags import peer_answer
+from megatron_ibpo.config.peer_flags import peer_override
 from megatron_ibpo.config.presets import Layer, of_this_version, resolve
 from megatron_ibpo.config.recipes import config_yaml, read_recipe, type_words, typed_settings
+from megatron_ibpo.config.unknown_settings import unknown_setting
 
 _TRAINING = "Train a policy by IBPO: Megatron-core trains, vLLM samples."
 
@@ -117,10 +118,7 @@ def load_recipe(path: Path | str, settings: Mapping[str, Any], registries: Seque
 
 def _recipe_layers(path: Path, registries: Sequence[Registry]) -> list[Layer]:
     """Return the settings of a recipe, after those of the recipes that it builds on."""
-    return [
-        of_this_version(Layer(fields, others, source=f"{file}: "), registries)
-        for file, fields, others in read_recipe(path)
-    ]
+    return [of_this_version(Layer(*recipe), registries) for recipe in read_recipe(path)]
 
 
 def _locate(config: Config, registries: Sequence[Registry]) -> None:
@@ -198,16 +196,10 @@ def _refuse_unknown(flags: Sequence[str], algorithm: AlgorithmConfig, registries
     names = [*known, *(name.split()[0][2:] for name in HELP_FLAGS)]
     problems: list[str | None] = []
     for typed, words in _by_flag(flags):
-        name = typed.removeprefix("--").replace("-", "_")
         entry = _entry_of(typed, known)
         if typed and entry is None:
-            close = nearest(name, names).replace("_", "-").replace("'", "'--", 1)
-            problems.append(
-                peer_answer(typed)
-                or not_a_parameter(name.removeprefix("no_"), vars(algorithm), registries)
-                or f"{typed}: no such flag{close}"
-            )
-        answers = [peer_answer(word) for word in words]
+            problems.append(unknown_setting(typed, names, vars(algorithm), registries))
+        answers = [peer_override(word) for word in words]
         values = [word for word, answer in zip(words, answers, strict=True) if answer is None]
         problems += [*answers, _wrong_number(typed, entry, values)]
     found = [problem for problem in problems if problem is not None]

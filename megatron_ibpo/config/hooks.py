@@ -3,7 +3,7 @@
 import importlib
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from megatron_ibpo.basics.faults import user_files
 from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.paths import path_in_recipe, searched, user_directory
+from megatron_ibpo.config.peer_flags import VALUES
 
 T = TypeVar("T")
 
@@ -51,9 +52,16 @@ def known_or_path(flag: str, name: str, known: Mapping[str, T], what: str) -> T 
     if name not in known and not is_import_path(name):
         raise ConfigError(
             f"{flag} {name}: unknown {what}; there are {', '.join(known)}, or give an import path "
-            f"{IMPORT_PATH}{nearest(name, known)}"
+            f"{IMPORT_PATH}{nearest_value(flag, name, known)}"
         )
     return known.get(name)
+
+
+def nearest_value(flag: str, name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown value, as `nearest`: what other trainers' users mean by it
+    comes first."""
+    meant = VALUES.get(flag, {}).get(name.lower())
+    return nearest(name, known) if meant is None else f"; did you mean {meant!r}?"
 
 
 def load_hook(flag: str, path: str, *, called_with: str | None = None) -> Any:

@@ -245,16 +245,122 @@ _FLAGS = {leaf.replace("_", "-"): key for key in VERL if "_" in (leaf := key.rpa
 """Last part of a key, as a flag → the key."""
 
 
-def peer_answer(word: str) -> str | None:
-    """Return what a flag or key of another trainer is called here; None for any other word."""
-    typed, is_pair, _ = word.lstrip("+").partition("=")
-    is_flag, name = typed.startswith("--"), typed.removeprefix("--").replace("_", "-")
+def peer_answer(typed: str) -> str | None:
+    """Return what a setting of another trainer is called here; None for any other name.
+
+    Args:
+        typed: a flag with its dashes, a key of a recipe, or a keyword of Python.
+    """
+    name = typed.removeprefix("--").replace("_", "-")
     for project, flags in FLAGS.items():
-        if is_flag and name in flags:
+        if name in flags:
             return f"{typed}: a flag of {project}; here {flags[name]}"
-    key = _FLAGS.get(name, typed[2:]) if is_flag else typed if is_pair else ""
+    return _key_answer(typed, _FLAGS.get(name, typed.removeprefix("--")))
+
+
+def peer_override(word: str) -> str | None:
+    """Return the same for a word of the command line that is a Hydra override, KEY=VALUE; else None."""
+    key, is_pair, _ = word.lstrip("+").partition("=")
+    return _key_answer(key, key) if is_pair else None
+
+
+def _key_answer(typed: str, key: str) -> str | None:
     for project, keys in KEYS.items():
         if key in keys:
-            origin = f"a key of {project}" if typed == key else f"{project}'s {key}"
+            origin = f"a key of {project}" if typed.removeprefix("--") == key else f"{project}'s {key}"
             return f"{typed}: {origin}; here {keys[key]}"
     return None
+
+
+_SYNONYMS = """
+    model model-path model-name pretrained-model base-model hf-model checkpoint=hf-checkpoint
+    data dataset train-data train-files train-dataset prompts=prompt-data
+    eval-data eval-files test-data val-data validation-data eval-prompts=eval-prompt-data
+    reward reward-fn reward-func reward-function reward-model verifier grader rm=rm-type
+    steps num-steps total-steps iterations num-iterations-total train-steps=num-rollout
+    epochs num-epochs total-epochs=num-epoch
+    batch-size train-batch-size num-prompts prompts-per-step=rollout-batch-size
+    group-size num-samples num-responses samples-per-prompt n-samples rollouts-per-example n
+    num-return-sequences=n-samples-per-prompt
+    max-tokens max-new-tokens max-response-length response-length max-response-len=rollout-max-response-len
+    max-model-len max-length context-length max-context-len max-seq-len=rollout-max-context-len
+    algorithm algo method=advantage-estimator
+    estimator baseline advantage advantage-fn=advantages
+    loss loss-fn policy-loss=loss-variant
+    clip clip-range clip-ratio cliprange clip-eps clip-low=eps-clip
+    clip-high clip-ratio-high eps-high cliphigh=eps-clip-high
+    kl kl-beta kl-weight kl-loss-coef kl-coeff kl-penalty=kl-coef
+    tp tp-size tensor-parallel-size=tensor-model-parallel-size
+    pp pp-size pipeline-parallel-size=pipeline-model-parallel-size
+    ep ep-size expert-parallel-size=expert-model-parallel-size
+    cp cp-size=context-parallel-size
+    num-gpus gpus n-gpus world-size=num-trainers
+    engine backend sampler inference-engine generation-backend=rollout-backend
+    env env-id env-name environment-class=environment
+    filter filter-fn group-filter-fn=group-filter
+    resume resume-from load-checkpoint-path=load
+    output output-path out-dir save-dir log-dir exp-name=run-dir
+    random-seed=seed
+    eval-freq eval-every eval-steps-interval=eval-interval
+    save-every checkpoint-interval checkpoint-every=save-interval
+    ref-model ref-policy reference-model=ref-load
+    staleness max-lag async-level max-async-level off-policy-steps=max-staleness
+    operator correction-operator=ibpo-operator
+    variant=ibpo-variant
+    corrections num-corrections=ibpo-corrections
+    lambda bonus-weight=ibpo-lambda
+"""
+"""Names that other people use for our settings, in lines of "theirs theirs … =ours"."""
+
+
+def _synonyms(text: str) -> dict[str, str]:
+    names: dict[str, str] = {}
+    pending: list[str] = []
+    for word in text.split():
+        theirs, ends, ours = word.partition("=")
+        pending.append(theirs)
+        if ends:
+            names |= dict.fromkeys(pending, ours)
+            pending = []
+    return names
+
+
+SYNONYMS = _synonyms(_SYNONYMS)
+"""Another word for a setting, with dashes → the setting."""
+
+VALUES = {
+    "--loss-variant": {
+        **dict.fromkeys(("ppo", "ppo-clipped", "vanilla", "clip", "pg", "policy-loss"), "ppo-clip"),
+        **dict.fromkeys(("drgrpo", "dr_grpo"), "dr-grpo"),
+        **dict.fromkeys(("sft", "reinforce", "cross-entropy"), "nll"),
+        "dual_clip": "dual-clip", "bnpo": "ppo-clip", "ibpo": "gspo", "gspo_token": "gspo-token",
+    },
+    "--advantages": {
+        **dict.fromkeys(("gae", "ppo", "value"), "critic"),
+        **dict.fromkeys(("rloo", "loo", "leave_one_out"), "leave-one-out"),
+        **dict.fromkeys(("grpo", "gspo", "z-score", "group-norm", "ibpo"), "group"),
+        **dict.fromkeys(("dr-grpo", "dr_grpo", "mean", "none", "group_norm"), "group-mean"),
+    },
+    "--advantage-estimator": {
+        **dict.fromkeys(("gae", "critic"), "ppo"),
+        **dict.fromkeys(("dr_grpo", "drgrpo", "group-mean"), "dr-grpo"),
+        "group": "grpo", "cispo": "grpo", "rloo": "grpo",
+    },
+    "--rollout-backend": {
+        **dict.fromkeys(("sglang", "vllm-cpu", "tgi"), "vllm"),
+        **dict.fromkeys(("hf", "huggingface", "torch"), "transformers"),
+    },
+    "--rm-type": {
+        **dict.fromkeys(("math-verify", "math_verify", "deepscaler", "dapo", "gsm8k", "boxed"), "math"),
+        **dict.fromkeys(("prime", "sandbox", "sandbox_fusion", "livecodebench", "codeforces"), "code"),
+        **dict.fromkeys(("llm_judge", "judge", "llm-judge", "genrm"), "http_judge"),
+        **dict.fromkeys(("remote_rm", "remote", "reward-model", "http"), "http_score"),
+        "gym": "reasoning_gym", "reasoning-gym": "reasoning_gym", "sum": "composite",
+    },
+    "--ibpo-operator": {
+        **dict.fromkeys(("ibpo", "correct", "compare", "compare_and_correct"), "compare-and-correct"),
+        **dict.fromkeys(("ciw", "mask"), "span-masking"), "off": "none",
+    },
+    "--token-credit": {"none": "uniform", "off": "uniform", "self_distillation": "self-teacher"},
+}  # fmt: skip
+"""Flag → a value of other trainers, or another word → the value here."""

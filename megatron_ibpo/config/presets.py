@@ -8,10 +8,11 @@ from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import ENTRIES
 from megatron_ibpo.config.config import Config
-from megatron_ibpo.config.config_error import ConfigError, nearest
-from megatron_ibpo.config.hooks import MOVED_PARAMETERS
-from megatron_ibpo.config.parameters import Registry, declares, entries_of, not_a_parameter
-from megatron_ibpo.config.recipes import typed_value
+from megatron_ibpo.config.config_error import ConfigError
+from megatron_ibpo.config.hooks import MOVED_PARAMETERS, nearest_value
+from megatron_ibpo.config.parameters import Registry, declares, entries_of
+from megatron_ibpo.config.recipes import NO_FILE, Source, typed_value
+from megatron_ibpo.config.unknown_settings import nested_names, unknown_setting
 
 # group-normalised terminal rewards only
 _PLAIN: dict[str, Any] = {
@@ -92,8 +93,8 @@ class Layer:
     """Fields of `Config` and their values."""
     others: Mapping[str, Any] = field(default_factory=dict)
     """Other keys: parameters of the choices, or errors."""
-    source: str = ""
-    """Prefix for messages about the keys."""
+    source: Source = NO_FILE
+    """Where its settings are from, for messages."""
 
 
 _WRITTEN_BY_0_1 = {"ciw_inverted", "gae_lambda", "token_credit_weight"}
@@ -160,8 +161,8 @@ def algorithm_of(preset: str, registries: Sequence[Registry], **settings: Any) -
 
 def unknown_preset(name: str) -> str:
     """Return the error message for a name that is not in `PRESETS`."""
-    known = ", ".join(PRESETS)
-    return f"--advantage-estimator: no preset {shown(name)}; there are {known}{nearest(name, PRESETS)}"
+    flag, known = "--advantage-estimator", ", ".join(PRESETS)
+    return f"{flag}: no preset {shown(name)}; there are {known}{nearest_value(flag, name, PRESETS)}"
 
 
 def _preset(name: str) -> dict[str, Any]:
@@ -211,21 +212,16 @@ def _parameters(layer: Layer, in_force: Mapping[str, Any], registries: Sequence[
     for key, value in layer.others.items():
         entry = entries.get(key.replace("-", "_"))
         if entry is None:
-            problems.append(layer.source + _unknown_key(key, in_force, [*ENTRIES, *entries], registries))
+            place, names = layer.source.of(key), [*ENTRIES, *entries]
+            problems += [
+                place + unknown_setting(name, names, in_force, registries)
+                for name in nested_names(key, value)
+            ]
         else:
-            found[entry.name] = typed_value(value, entry, layer.source + key)
+            found[entry.name] = typed_value(value, entry, layer.source.of(key) + key)
     if problems:
         raise ConfigError("\n".join(problems))
     return found
-
-
-def _unknown_key(
-    key: str, in_force: Mapping[str, Any], known: Iterable[str], registries: Sequence[Registry]
-) -> str:
-    spelled = [name.replace("_", "-") for name in known]
-    return not_a_parameter(key.replace("-", "_"), in_force, registries) or (
-        f"unknown key {shown(key)}{nearest(key, spelled)}"
-    )
 
 
 def _without(settings: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -7,7 +7,9 @@ import json
 import types
 import typing
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 from urllib.parse import urlencode
 
@@ -23,12 +25,32 @@ BASE = "base"
 """Key of a recipe that names the recipe it builds on, relative to its own directory."""
 
 
-class Recipe(typing.NamedTuple):
-    """The settings that one file gives (`typed_settings`)."""
+@dataclass(frozen=True)
+class Source:
+    """Where settings are from, for messages."""
 
-    path: Path
+    file: Path | None = None
+    """None: a command line or Python."""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    """Line of each key of the file."""
+
+    def of(self, key: str) -> str:
+        """Return the beginning of a message about a key: its file and line."""
+        if self.file is None:
+            return ""
+        line = self.lines.get(key.replace("-", "_"))
+        return f"{self.file}: " if line is None else f"{self.file}, line {line}: "
+
+
+NO_FILE = Source()
+
+
+class Recipe(typing.NamedTuple):
+    """The settings that one file gives (`typed_settings`), and where they are from."""
+
     fields: dict[str, Any]
     others: dict[str, Any]
+    source: Source
 
 
 def read_recipe(path: Path, derived: tuple[Path, ...] = ()) -> list[Recipe]:
@@ -43,24 +65,28 @@ def read_recipe(path: Path, derived: tuple[Path, ...] = ()) -> list[Recipe]:
     """
     if path.resolve() in derived:
         raise ConfigError(f"--config {path}: builds on itself by its `{BASE}`")
-    content = read_yaml(path, f"--config {path}")
+    lines: dict[str, int] = {}
+    content = read_yaml(path, f"--config {path}", lines)
+    source = Source(path, lines)
     if content is None:
-        return [Recipe(path, {}, {})]
+        return [Recipe({}, {}, source)]
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must hold `key: value` lines, holds a {type(content).__name__}")
     base = content.pop(BASE, None)
     if not isinstance(base, str | None):
-        raise ConfigError(f"{path}: {BASE}: {shown(base)} is not the path of a recipe")
+        raise ConfigError(f"{source.of(BASE)}{BASE}: {shown(base)} is not the path of a recipe")
     bases = [] if base is None else read_recipe(path.parent / base, (*derived, path.resolve()))
-    return [*bases, Recipe(path, *typed_settings(content, f"{path}: "))]
+    return [*bases, Recipe(*typed_settings(content, source), source)]
 
 
-def typed_settings(settings: Mapping[Any, Any], source: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
+def typed_settings(
+    settings: Mapping[Any, Any], source: Source = NO_FILE
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return ({field name: value}, {other key as written: value}) of settings by their keys, with absolute
     paths. Other keys are parameters of the choices, or errors.
 
     Args:
-        source: prefix of error messages.
+        source: where they are from, for messages.
 
     Raises:
         ConfigError: a value of the wrong type.
@@ -73,7 +99,7 @@ def typed_settings(settings: Mapping[Any, Any], source: str = "") -> tuple[dict[
         if entry is None:
             others[str(key)] = value
         else:
-            fields[name] = typed_value(value, entry, f"{source}{key}")
+            fields[name] = typed_value(value, entry, f"{source.of(name)}{key}")
     return fields, others
 
 
@@ -92,19 +118,25 @@ def typed_value(value: Any, entry: Entry, key: str) -> Any:
         raise ConfigError(f"{key}: {shown(value)} is not {error}") from error
 
 
-def read_yaml(path: Path, name: str) -> Any:
+def read_yaml(path: Path, name: str, lines: dict[str, int] | None = None) -> Any:
     """Return the content of a YAML file.
 
     Args:
         name: the file, for messages.
+        lines: gets the line of each key of the outermost mapping, with underscores.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or gives a key twice in one mapping; dashes and
             underscores are equivalent.
     """
     try:
-        content = read_user_file(path, RECIPE_BYTES)
-        return yaml.load(content.decode(), _Loader)
+        loader = _Loader(read_user_file(path, RECIPE_BYTES).decode())
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+            if lines is not None:
+                lines |= loader.lines
     except UserFileError as error:
         raise ConfigError(f"{name}: {error}") from None
     except OSError as error:
@@ -148,6 +180,9 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that refuses repeated keys, as YAML's own rule does; PyYAML silently takes the last
     one."""
 
+    lines: Mapping[str, int] = MappingProxyType({})
+    """Key of the outermost mapping, which is constructed first → its line."""
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -157,6 +192,7 @@ class _Loader(yaml.SafeLoader):
                     f"key {shown(key.value)} is given twice, on lines {lines[name]} and {line}"
                 )
             lines[name] = line
+        self.lines = self.lines or lines
         return super().construct_mapping(node, deep)
 
 

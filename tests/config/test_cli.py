@@ -22,10 +22,14 @@ from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import COMMON_FLAGS, NOT_NEGATIVE, Config, ConfigError, LossConfig, ParallelConfig
 from megatron_ibpo.config.all_fields import ENTRIES
 from megatron_ibpo.config.hooks import load_hook
-from megatron_ibpo.config.peer_flags import FLAGS, KEYS
+from megatron_ibpo.config.peer_flags import FLAGS, KEYS, SYNONYMS, VALUES
+from megatron_ibpo.config.presets import PRESETS
 from megatron_ibpo.config.ranges import named_values
 from megatron_ibpo.config.recipes import config_yaml
 from megatron_ibpo.credit import REGISTRIES, Operator, find_operator
+from megatron_ibpo.credit.registries import ESTIMATORS, OPERATORS, TOKEN_CREDITS
+from megatron_ibpo.engines.registry import ENGINES
+from megatron_ibpo.loss import VARIANTS
 from megatron_ibpo.policy.loss_objective import check_loss, loss_params
 from megatron_ibpo.rewards import Score, extracted_answer, open_verifier
 from megatron_ibpo.run.checks import check_loss_of_run, check_run, doubtful_settings
@@ -132,7 +136,7 @@ def test_a_method_of_ones_own_has_parameters_with_the_same_rights(parsed, capsys
     assert find_operator(config.algorithm) == Mine(3.0)
     assert parsed(config_yaml(config)) == config
     assert find_operator(parsed(flags=f"--ibpo-operator {__name__}:MADE").algorithm) is MADE
-    with pytest.raises(ConfigError, match="unknown key 'mine-weigh'; did you mean 'mine-weight'"):
+    with pytest.raises(ConfigError, match=r"yaml, line 2: mine-weigh: no such .* 'mine-weight'"):
         parsed(f"ibpo-operator: {path}\nmine-weigh: 2")
     with pytest.raises(SystemExit):
         parsed(flags=f"--ibpo-operator {path} --help-all")
@@ -187,8 +191,11 @@ def test_flags_that_are_wrong_are_refused_with_their_names(parsed, capsys):
 
 def test_a_bad_recipe_is_refused_with_its_key_and_value(parsed):
     for text, says in (
-        ("rollout_batchsize: 2", r"recipe.yaml: unknown key 'rollout_batchsize'; .* 'rollout-batch-size'"),
-        ("rollout-batch-size: true", r"rollout-batch-size: True is not a whole number"),
+        ("rollout_batchsize: 2", r"recipe.yaml, line 1: rollout_batchsize: no such .* 'rollout_batch_size'"),
+        (
+            "#\n\nrollout-batch-size: true",
+            r"recipe.yaml, line 3: rollout-batch-size: True is not a whole number",
+        ),
         ("sequence-parallel: 1", r"sequence-parallel: 1 is not true or false"),
         ("recompute-granularity: all", r"'all' is not one of 'none', 'full', 'selective'"),
         ('run-dir: ""', "run-dir: '' is not a path"),
@@ -196,7 +203,7 @@ def test_a_bad_recipe_is_refused_with_its_key_and_value(parsed):
         *((f"prompt-data: {value}", "prompt-data") for value in ("{weight: 2}", "[{path: a, suffix: [b]}]")),
         ("lr: 1e-5\nrun-dir: a\nrun_dir: b", r"key 'run_dir' is given twice, on lines 2 and 3"),
         ("loss-param: {tau_pos: 1, tau_pos: 2}", r"key 'tau_pos' is given twice, on lines 1 and 1"),
-        ("advantage-estimator: gspo\nibpo-k: 2", r"recipe\.yaml: --ibpo-k: gspo with"),
+        ("advantage-estimator: gspo\nibpo-k: 2", r"recipe\.yaml, line 2: --ibpo-k: gspo with"),
         ("advantage-estimator: ibop", r"no preset 'ibop'; there are .*; did you mean 'ibpo'\?$"),
         ("- lr", r"must hold `key: value` lines"),
         *((text, "is not YAML") for text in ("lr: [", "lr: !!python/object/apply:os.getcwd []")),
@@ -457,7 +464,9 @@ def test_the_configuration_of_a_run_of_version_0_1_means_the_same(parsed):
         found = parsed(yaml.safe_dump(older | {"ibpo-gate": False}))
         assert found.algorithm.ibpo_operator == ("compare-and-correct" if corrections else "none")
         assert config_yaml(found) == written
-        with pytest.raises(ConfigError, match=r"recipe\.yaml: --ibpo-gate: moved out of the package"):
+        with pytest.raises(
+            ConfigError, match=r"recipe\.yaml, line \d+: --ibpo-gate: moved out of the package"
+        ):
             parsed(yaml.safe_dump(older | {"ibpo-gate": True}))
 
 
@@ -576,3 +585,60 @@ def test_wrong_flags_and_those_of_other_trainers_are_all_answered_with_flags_tha
     _, of_verl, mistyped = answers("--lr", "1e-6", "+actor_rollout_ref.rollout.n=8", "--help-al")
     assert "actor_rollout_ref.rollout.n: a key of verl; here --n-samples-per-prompt" in of_verl
     assert "did you mean '--help-all'" in mistyped
+
+
+def test_a_name_that_is_no_setting_has_the_same_answer_on_the_command_line_in_recipes_and_in_python(tmp_path):
+    names = {name.replace("-", "_") for flags in (*FLAGS.values(), SYNONYMS) for name in flags} - EVERY_FLAG
+    misspelt = {f"{name[:2]}x{name[2:]}" for name in ENTRIES if len(name) > 6}
+    names = sorted(names | misspelt | {key for keys in KEYS.values() for key in keys})
+    dashed = [name if "." in name else name.replace("_", "-") for name in names]
+    empty, recipe = tmp_path / "empty.yaml", tmp_path / "recipe.yaml"
+    empty.touch()
+    recipe.write_text("# a comment\n" + "".join(f"{name}: 1\n" for name in dashed))
+    on_lines = [f"{recipe}, line {number}: {name}" for number, name in enumerate(dashed, start=2)]
+    answers = []
+    for typed, call in (
+        ([f"--{name}" for name in dashed], lambda: parse_config([f"--{name}=1" for name in dashed])),
+        (on_lines, lambda: parse_config(["--config", str(recipe)])),
+        (dashed, lambda: load_recipe(empty, **dict.fromkeys(dashed, 1))),
+        (names, lambda: load_recipe(empty, **dict.fromkeys(names, 1))),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            call()
+        lines = [line.strip() for line in str(refused.value).splitlines()][-len(names) :]
+        assert all(map(str.startswith, lines, [f"{name}: " for name in typed]))
+        bare = [line.removeprefix(f"{name}: ") for line, name in zip(lines, typed, strict=True)]
+        answers.append(
+            [re.sub(r"'(--)?([\w-]+)'", lambda at: at[2].replace("_", "-"), text) for text in bare]
+        )
+    assert answers[1:] == answers[:1] * 3
+    for name, answer in zip(names, answers[0], strict=True):
+        assert re.search("; here |did you mean|no such parameter", answer), name
+
+
+def test_a_recipe_of_another_trainer_is_answered_by_its_nested_keys(parsed):
+    with pytest.raises(ConfigError) as refused:
+        parsed("lr: 1\nactor_rollout_ref: {actor: {optim: {lr: 1.0e-6}, grad_clip: 1}, rollout: {n: 8}}")
+    lines = str(refused.value).splitlines()
+    assert [line.partition("; here ")[2] for line in lines] == [
+        "--lr",
+        "--clip-grad",
+        "--n-samples-per-prompt",
+    ]
+    assert all("recipe.yaml, line 2: actor_rollout_ref." in line for line in lines)
+
+
+def test_values_of_other_trainers_lead_to_ours(parsed):
+    assert {*SYNONYMS.values()} <= {name.replace("_", "-") for name in EVERY_FLAG}
+    known = {
+        "--loss-variant": VARIANTS, "--advantages": ESTIMATORS, "--advantage-estimator": PRESETS,
+        "--rollout-backend": ENGINES, "--ibpo-operator": OPERATORS, "--token-credit": TOKEN_CREDITS,
+    }  # fmt: skip
+    for flag, values in VALUES.items():
+        for theirs, ours in values.items():
+            assert theirs not in known.get(flag, ())
+            assert flag not in known or ours in known[flag]
+            with pytest.raises(ValueError, match=f"did you mean {ours!r}"):
+                check_run(parsed(flags=f"{flag} {theirs} --prompt-data reasoning_gym://chain_sum"))
+    with pytest.raises(ConfigError, match="did you mean 'ppo-clip'"):
+        check_loss_of_run(load_recipe(ROOT / "examples/recipes/small_cpu.yaml", loss_variant="ppo"))
