@@ -213,6 +213,10 @@ class EnvironmentConfig:
     framework (docs/environments.md), or openenv://HOST:PORT, a server. A prompt may name its own under
     `environment` in its metadata, if --allowed-environments has it. It gives the reward, in place of
     --rm-type. None: responses of one turn."""
+    environment_reward: Annotated[tuple[str, ...], IMPORT_PATHS] = ()
+    """Reward functions as TRL takes them for `reward_funcs`, for an environment of TRL's kind: the import
+    path of one, package.module:name or path/to/file.py:name, or of several, whose values are added up. None:
+    the environment scores itself."""
     allowed_environments: Annotated[tuple[str, ...], IMPORT_PATHS] = ()
     """Environments that rows may name besides --environment, in the same forms. They are loaded at the start.
     None: a row may name no other, since a data set would run code, or ask servers, of its author's choice."""
@@ -245,6 +249,14 @@ class EnvironmentConfig:
 
     def problems(self, rollout: RolloutConfig) -> list[str]:
         """Return the problems, one line each."""
-        if self.environment is None or not rollout.rollout_prompt_suffixes:
-            return []
-        return ["--rollout-prompt-suffixes: with --environment the environment writes the prompt"]
+        named = self.environment is not None
+        return broken(
+            {
+                "--rollout-prompt-suffixes: with --environment the environment writes the prompt": (
+                    named and bool(rollout.rollout_prompt_suffixes)
+                ),
+                "--environment-reward: scores the episodes of --environment; name one, or drop the flag": (
+                    bool(self.environment_reward) and not named and not self.allowed_environments
+                ),
+            }
+        )

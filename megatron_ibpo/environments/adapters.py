@@ -4,7 +4,7 @@ A framework is recognised by the methods of its class (docs/environments.md list
 installed."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,28 +18,43 @@ from megatron_ibpo.environments.frameworks import (
     trl_tools,
 )
 from megatron_ibpo.environments.protocol import Environment
+from megatron_ibpo.environments.trl_rewards import RewardFunctions, load_reward_functions
+from megatron_ibpo.environments.verifiers_environment import VerifiersEnvironment, is_verifiers
 
 FLAG = "--environment"
 _LOOKED_FOR = (
-    "reset, step, score and close (ours); init and step (SkyRL-Gym); reset, step and get_observation "
-    "(TextArena); reset with a parameter seed, and step (Gym, GEM); or reset and methods that are tools (TRL)"
+    "reset, step, score and close (ours); init and step (SkyRL-Gym); run_episode and serving (verifiers); "
+    "reset, step and get_observation (TextArena); reset with a parameter seed, and step (Gym, GEM); or reset "
+    "and methods that are tools (TRL)"
 )
 
 
-def load_environment(target: str) -> Callable[[], Environment]:
+def load_environment(target: str, rewards: Sequence[str] = ()) -> Callable[[], Environment]:
     """Return a function that makes an environment, one for each episode.
 
     Args:
         target: import path of a class, or of a function that returns an environment; or openenv://HOST:PORT.
+        rewards: --environment-reward, import paths of TRL's reward functions.
 
     Raises:
         ConfigError: there is no such thing, its arguments are unknown, or no framework has its methods. The
             returned function raises it too: what a user's function makes is not known before it is called.
     """
+    functions = load_reward_functions(rewards)
     if "://" in target:
+        _refuse_rewards(target, functions, "a server")
         from megatron_ibpo.environments.openenv import OpenEnvironment, server_of  # others need no websockets
 
         return partial(OpenEnvironment, server_of(FLAG, target))
+    made = load_hook(FLAG, target)
+    if is_verifiers(made) and not isinstance(made, type):  # loaded once, and shared by all episodes
+        _refuse_rewards(target, functions, "of verifiers")
+        return partial(VerifiersEnvironment, made)
+    if all(hasattr(made, name) for name in ("load", "task_type")):
+        raise ConfigError(
+            f"{FLAG} {target}: a taskset of verifiers; name an environment that plays it, as "
+            "docs/environments.md shows"
+        )
     made = load_hook(FLAG, target, called_with="no arguments")
     arguments = arguments_of(made)
     required = [
@@ -55,21 +70,33 @@ def load_environment(target: str) -> Callable[[], Environment]:
             "arguments that returns the environment"
         )
     if isinstance(made, type):
-        return partial(_adapter(target, made), made)
+        return partial(_adapter(target, functions, made), made)
     if "extras" in arguments:
+        _refuse_rewards(target, functions, "of SkyRL-Gym's kind")
         return partial(SkyRLEnvironment, made)
-    return partial(_adapted, target, made)
+    return partial(_adapted, target, functions, made)
 
 
-def _adapted(target: str, make: Callable[[], Any]) -> Environment:
+def _refuse_rewards(target: str, functions: RewardFunctions, kind: str) -> None:
+    if functions:
+        raise ConfigError(
+            f"--environment-reward scores environments of TRL's kind, and {target} is {kind}, which scores "
+            "itself; drop the flag"
+        )
+
+
+def _adapted(target: str, functions: RewardFunctions, make: Callable[[], Any]) -> Environment:
     environment = make()
-    return _adapter(target, type(environment), environment)(lambda: environment)
+    return _adapter(target, functions, type(environment), environment)(lambda: environment)
 
 
-def _adapter(target: str, kind: type, environment: Any = None) -> Callable[[Callable[..., Any]], Environment]:
+def _adapter(
+    target: str, functions: RewardFunctions, kind: type, environment: Any = None
+) -> Callable[[Callable[..., Any]], Environment]:
     """Return the function that turns what makes an environment into one of our protocol.
 
     Args:
+        functions: reward functions of the run.
         environment: one of this kind, if there is one already: wrappers may have methods that classes lack.
     """
     found: Any = kind if environment is None else environment
@@ -77,17 +104,26 @@ def _adapter(target: str, kind: type, environment: Any = None) -> Callable[[Call
     def has(*names: str) -> bool:
         return all(callable(getattr(found, name, None)) for name in names)
 
-    if has("reset", "step", "score", "close"):
-        return lambda make: make()
-    if has("init", "step"):
-        return SkyRLEnvironment
-    if has("reset", "step", "get_observation"):
-        return lambda make: TextArenaEnvironment(make())
-    if has("reset", "step") and "seed" in arguments_of(found.reset):
-        return lambda make: GymEnvironment(make())
+    others: dict[str, tuple[bool, Callable[[Callable[..., Any]], Environment]]] = {
+        "of this project's protocol": (has("reset", "step", "score", "close"), lambda make: make()),
+        "of verifiers": (is_verifiers(found), lambda make: VerifiersEnvironment(make())),
+        "of SkyRL-Gym's kind": (has("init", "step"), SkyRLEnvironment),
+        "of TextArena's kind": (
+            has("reset", "step", "get_observation"),
+            lambda make: TextArenaEnvironment(make()),
+        ),
+        "of Gym's kind": (
+            has("reset", "step") and "seed" in arguments_of(found.reset),
+            lambda make: GymEnvironment(make()),
+        ),
+    }
+    for name, (matches, adapter) in others.items():
+        if matches:
+            _refuse_rewards(target, functions, name)
+            return adapter
     try:
         if has("reset") and (trl_tools(kind) or has("get_reward")):
-            return lambda make: TrlEnvironment(make())
+            return lambda make: TrlEnvironment(make(), functions)
     except ValueError as error:
         raise ConfigError(f"{FLAG} {target}: {error}") from error
     raise ConfigError(

@@ -14,6 +14,7 @@ from megatron_ibpo.basics.reward_value import read_reward
 from megatron_ibpo.environments.episode import seed_generators
 from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Tool, Turn
 from megatron_ibpo.environments.tool_schema import tool_of
+from megatron_ibpo.environments.trl_rewards import RewardFunctions, call_reward_functions
 
 _SEEDS = 2**31
 
@@ -23,12 +24,15 @@ class TrlEnvironment:
     and `get_reward` are tools.
 
     As in TRL, the text that `reset` returns is appended to the prompt, a tool that raises answers with the
-    error, and an episode is over at the first message without a call. Its score is `get_reward()`, or the
-    attribute `reward`, which TRL's guides have reward functions read. `tool_calls` and `tool_errors` are
-    counted."""
+    error, and an episode is over at the first message without a call. Its score is the sum of `get_reward()`
+    and of the reward functions; without either it is the attribute `reward`, which TRL's guides have reward
+    functions read. `tool_calls` and `tool_errors` are counted."""
 
-    def __init__(self, environment: Any) -> None:
+    def __init__(self, environment: Any, reward_functions: RewardFunctions | None = None) -> None:
         self._environment = environment
+        self._reward_functions = reward_functions or {}
+        self._row: dict[str, Any] = {}
+        self._completion: list[Message] = []
         self._tools = trl_tools(type(environment))
         self._loop = asyncio.Runner()  # for tools that are coroutines: one loop, as they may keep connections
         self._calls = self._errors = 0
@@ -37,29 +41,42 @@ class TrlEnvironment:
         """Reset it with the columns of the prompt's row that it accepts: the metadata, `prompt` and
         `label`."""
         _seeded(seed)
-        row = {**metadata, "prompt": [_user(question)], "label": label}
+        self._row = row = {**metadata, "prompt": [_user(question)], "label": label}
         observation = self._environment.reset(**_accepted(self._environment.reset, row))
         kind = type(self._environment)
         # asked of the class first: a property may score as soon as it is read
-        if not any(
+        if not self._reward_functions and not any(
             hasattr(own, name) for name in ("get_reward", "reward") for own in (kind, self._environment)
         ):
-            raise TypeError(f"{kind.__name__} has no get_reward(), and no attribute `reward` after reset()")
+            raise TypeError(
+                f"{kind.__name__} has no get_reward(), and no attribute `reward` after reset(); name the "
+                "functions that score it by --environment-reward file.py:function"
+            )
         shown = "" if observation is None else _text(observation, "reset()")
         return Opening([_user(question + shown)], self._tools)
 
     def step(self, message: Message) -> Turn:
         """Answer each call of a tool."""
         calls = message.get("tool_calls") or []
-        return Turn([self._answer(call) for call in calls], done=not calls)
+        answers = [self._answer(call) for call in calls]
+        self._completion += [message, *answers]
+        return Turn(answers, done=not calls)
 
     def score(self) -> dict[str, Any]:
-        """Return the environment's reward, and how often tools were called and failed."""
-        if callable(getattr(self._environment, "get_reward", None)):
-            reward = self._awaited(self._environment.get_reward())
-        else:
-            reward = self._environment.reward
-        return {"score": reward, "tool_calls": self._calls, "tool_errors": self._errors}
+        """Return the environment's reward, the value of each reward function, and how often tools were called
+        and failed."""
+        counts = {"tool_calls": self._calls, "tool_errors": self._errors}
+        owns_reward = callable(getattr(self._environment, "get_reward", None))
+        if not self._reward_functions and not owns_reward:
+            return {"score": self._environment.reward} | counts
+        reward = self._awaited(self._environment.get_reward()) if owns_reward else 0.0
+        if not self._reward_functions:
+            return {"score": reward} | counts
+        values = call_reward_functions(
+            self._reward_functions, self._awaited, self._environment, self._completion, self._row
+        )
+        total = reward + sum(values[name] for name in self._reward_functions if name in values)
+        return values | {"score": total} | counts
 
     def close(self) -> None:
         """Let go of the environment. TRL knows no method for that: some have `_close`, or release what they

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import socket
 import sys
@@ -190,7 +191,7 @@ class EnvironmentPool:
         self._starts[target] += 1
         printed = _PRINTED_BYTES // self._starts[target]
         try:
-            zygote = _Zygote(target, printed, in_sandbox=self._config.environment_sandbox)
+            zygote = _Zygote(target, self._config, printed)
         except SandboxError as error:
             raise ConfigError(f"--environment-sandbox: {error}") from None
         self._zygotes[target] = zygote
@@ -235,7 +236,7 @@ class _NotStartedError(ConfigError):
 class _Zygote:
     """The process that imports an environment and forks its episodes, as its owner sees it."""
 
-    def __init__(self, target: str, printed: int, *, in_sandbox: bool):
+    def __init__(self, target: str, config: EnvironmentConfig, printed: int):
         """Start it.
 
         Args:
@@ -247,7 +248,8 @@ class _Zygote:
         self.target = target
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "megatron_ibpo.environments.zygote", str(theirs.fileno())]
-        command += [OWNER, target, TEMPORARY] if in_sandbox else ["{owner}", target]
+        in_sandbox, rewards = config.environment_sandbox, json.dumps(config.environment_reward)
+        command += [OWNER, target, rewards, TEMPORARY] if in_sandbox else ["{owner}", target, rewards]
         with theirs:
             self._process = Supervised(
                 sandboxed(command) if in_sandbox else command,

@@ -1,8 +1,9 @@
 """The process that imports an environment once, and forks a process for each of its episodes.
 
-Started by `processes` as `python -m megatron_ibpo.environments.zygote FD OWNER TARGET [DIRECTORY]` under a
-supervisor, the OWNER. It writes one line, ["ready", threads] or ["failed", why]. Then every byte on FD comes
-with a socket, on which a new process serves one episode.
+Started by `processes` as `python -m megatron_ibpo.environments.zygote FD OWNER TARGET REWARDS [DIRECTORY]`
+under a supervisor, the OWNER; REWARDS is --environment-reward as a JSON list. It writes one line,
+["ready", threads] or ["failed", why]. Then every byte on FD comes with a socket, on which a new process
+serves one episode.
 
 A fork takes milliseconds, and episodes tend to begin all at once. So when the zygote has nothing else to do,
 it forks spare processes, until there are as many as were needed at one time. Episodes begin in them.
@@ -15,6 +16,7 @@ The kernel kills the episodes when the zygote dies. It starts no threads, since 
 """
 
 import gc
+import json
 import os
 import select
 import shutil
@@ -39,7 +41,7 @@ _CHUNK = 1 << 12
 
 def main() -> None:
     """Import the environment and fork episodes until the connection closes."""
-    fd, owner, target, *directory = sys.argv[1:]
+    fd, owner, target, rewards, *directory = sys.argv[1:]
     die_with(int(owner))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -48,7 +50,7 @@ def main() -> None:
     try:
         from megatron_ibpo.environments.adapters import load_environment
 
-        make = load_environment(target)
+        make = load_environment(target, json.loads(rewards))
     except ConfigError as error:
         control.sendall(line("failed", printable(str(error))))
         return

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import accumulate
 from threading import Thread
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -208,6 +208,54 @@ def test_a_trl_tool_may_say_that_the_episode_failed_and_the_environment_needs_a_
     opening(environment)
     with pytest.raises(EpisodeFaultError, match="the sandbox is gone"):
         environment.step(call("run"))
+
+
+def test_trl_reward_functions_are_added_up_with_the_environments_own_reward(directory):
+    code = """
+        class Thing:
+            def reset(self, word, **row): self.word = word
+            def spell(self) -> str:
+                "Spell."
+                return self.word
+        class Paid(Thing):
+            def get_reward(self): return 10.0
+        class Plain:
+            def reset(self, seed=None): return "", {}
+            def step(self, text): return "", 1.0, True, False, {}
+        async def length(environments, completions, log_metric, **columns):
+            log_metric("messages", len(completions[0]))
+            return [len(environment.word) for environment in environments]
+        def spelled(prompts, completions, word, label, **_):
+            assert (prompts, label) == ([[{"role": "user", "content": "Spell."}]], ["5"])
+            return [completions[0][1]["content"] == word[0]]
+        def of_others(completions, **_): return [None]
+        def too_many(completions, **_): return [1.0, 2.0]
+        def by_ids(completion_ids, **_): return [1.0]
+    """
+    (directory / "mine.py").write_text(inspect.cleandoc(code))
+
+    def score(name, *functions):
+        environment = load_environment(f"mine:{name}", [f"mine:{function}" for function in functions])()
+        opening(environment, "Spell.", "5", word="crane")
+        environment.step(call("spell"))
+        environment.step(say("crane"))
+        return environment.score()
+
+    counts = {"tool_calls": 1, "tool_errors": 0}
+    both = {"messages": 3, "length": 5.0, "spelled": 1.0}
+    assert score("Thing", "length", "spelled", "of_others") == {"score": 6.0, **both, **counts}
+    assert score("Paid", "spelled")["score"] == 11.0
+    with pytest.raises(EpisodeFaultError, match="of_others returned None: the episode has no reward"):
+        score("Thing", "of_others")
+    with pytest.raises(ValueError, match=r"too_many\(\) returned 2 rewards for one episode"):
+        score("Thing", "too_many")
+    for name, functions, says in (
+        ("Thing", ["by_ids"], "mine:by_ids: reads completion_ids, which environments here do not have"),
+        ("Thing", ["length", "length"], "another function is called length too"),
+        ("Plain", ["length"], "mine:Plain is of Gym's kind, which scores itself; drop the flag"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load_environment(f"mine:{name}", [f"mine:{function}" for function in functions])
 
 
 @pytest.mark.slow  # importing transformers takes seconds
@@ -474,3 +522,124 @@ def test_the_compared_environments_play_with_the_real_base_classes(directory, pa
             target = "openenv://" + re.search(r"http://(\S+)", line)[1]
         theirs, _ = guess_number(load_environment(target)(), 3)
     assert theirs == guess_number(load_environment("guess_ours:GuessTheNumber")(), 3)[0]
+
+
+VERIFIERS = """
+    import asyncio, json
+    from contextlib import asynccontextmanager
+    from types import SimpleNamespace as Made
+    from urllib.request import Request, urlopen
+
+    TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+    class Tasks(list):
+        INFINITE = False
+
+    class Env:
+        taskset = Tasks(["one", "two", "three"])
+
+        def __init__(self, plan): self.plan = plan
+
+        @asynccontextmanager
+        async def serving(self): yield
+
+        async def ask(self, url, messages, stream):
+            body = {"messages": messages, "tools": TOOLS, "stream": stream, "model": "any"}
+            def sent():
+                request = Request(f"{url}/chat/completions", json.dumps(body).encode())
+                with urlopen(request, timeout=20) as answer:
+                    return answer.read().decode()
+            text = await asyncio.to_thread(sent)
+            if not stream:
+                return json.loads(text)["choices"][0]["message"]
+            first, _, done, _ = text.split("\\n\\n")
+            assert done == "data: [DONE]"
+            return json.loads(first.removeprefix("data: "))["choices"][0]["delta"]
+
+        async def run_episode(self, task, context):
+            said = [{"role": "user", "content": [{"type": "text", "text": f"Task {task}."}]}]
+            try:
+                total = await self.plan(self, task, context.client.base_url, said)
+            except ValueError as error:
+                return Made(ok=False, traces=[], errors=[Made(type="ValueError", message=str(error))])
+            reward, agent = Made(value=total), Made(trainable=True)
+            trace = Made(rewards={"sum": reward, "none": None}, metrics={"said": len(said)}, reward=total,
+                         agent=agent, errors=[])
+            judge = Made(agent=Made(trainable=False), errors=[])
+            return Made(ok=True, traces=[judge, trace], errors=[])
+
+    async def sums(self, task, url, said):
+        for stream in (True, False):
+            answer = await self.ask(url, said, stream)
+            said.append({key: value for key, value in answer.items()})
+            for made in answer.get("tool_calls", ()):
+                given = json.loads(made["function"]["arguments"])
+                said.append({"role": "tool", "tool_call_id": made["id"], "content": str(sum(given.values()))})
+        return float(said[-1]["content"] == "5")
+
+    async def rewrites(self, task, url, said):
+        await self.ask(url, said, False)
+        await self.ask(url, [{"role": "user", "content": "A summary."}] * 3, False)
+
+    async def endless(self, task, url, said):
+        while True:
+            said += [await self.ask(url, said, False), {"role": "user", "content": "More."}]
+
+    async def fails(self, task, url, said): raise ValueError("no sandbox")
+
+    SUMS, REWRITES, ENDLESS, FAILS = map(Env, (sums, rewrites, endless, fails))
+    def made(): return Env(sums)
+
+    class Taskset:
+        def load(self): ...
+        @classmethod
+        def task_type(cls): ...
+"""
+
+
+@pytest.fixture
+def verifiers(directory, monkeypatch):
+    """A stand-in for the package: what an episode is given, and what it asks for over HTTP, is theirs."""
+    v1 = ModuleType("verifiers.v1")
+    for name in ("EvalClientConfig", "ModelContext"):
+        setattr(v1, name, SimpleNamespace)
+    package = ModuleType("verifiers")
+    package.v1 = v1
+    monkeypatch.setitem(sys.modules, "verifiers", package)
+    monkeypatch.setitem(sys.modules, "verifiers.v1", v1)
+    (directory / "mine.py").write_text(inspect.cleandoc(VERIFIERS))
+
+
+@pytest.mark.usefixtures("verifiers")
+@pytest.mark.parametrize("name", ["SUMS", "made"])
+def test_an_episode_of_verifiers_asks_the_policy_for_its_messages(name):
+    environment = load_environment(f"mine:{name}")()
+    first = environment.reset("Now:", "", {"task_index": 1}, 0)
+    assert [message["content"] for message in first.messages] == ["Now:\n\nTask two."]
+    assert [tool["name"] for tool in first.tools] == ["add"]
+    assert shown(environment, call("add", a=2, b=3)) == "5"
+    assert environment.step(say("5")).done
+    assert environment.score() == {"score": 1.0, "sum": 1.0, "said": 4}
+    # turns are used up: the episode gets empty messages until it ends
+    environment = load_environment(f"mine:{name}")()
+    assert opening(environment, seed=3) == ["Task one."]
+    assert environment.score()["score"] == 0.0
+
+
+@pytest.mark.usefixtures("verifiers")
+def test_what_fails_in_an_episode_of_verifiers_is_a_fault():
+    def environment_of(name):
+        return load_environment(f"mine:{name}")()
+
+    with pytest.raises(EpisodeFaultError, match="ended before the policy was asked; ValueError: no sandbox"):
+        opening(environment_of("FAILS"))
+    rewriting = environment_of("REWRITES")
+    opening(rewriting)
+    with pytest.raises(EpisodeFaultError, match="its harness rewrote the context, or several agents"):
+        rewriting.step(say("1"))
+    endless = environment_of("ENDLESS")
+    opening(endless)
+    with pytest.raises(EpisodeFaultError, match="it has not ended after 64 empty messages"):
+        endless.score()
+    with pytest.raises(ConfigError, match="a taskset of verifiers; name an environment that plays it"):
+        load_environment("mine:Taskset")

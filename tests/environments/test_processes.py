@@ -19,6 +19,7 @@ import pytest
 from megatron_ibpo.config import ConfigError, EnvironmentConfig
 from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore
 from megatron_ibpo.environments.processes import EnvironmentPool
+from megatron_ibpo.environments.trial import try_environment
 from support.sandboxed import needs_sandbox
 from support.waiting import eventually, has_ended
 
@@ -67,6 +68,31 @@ COUNTING = """
             [own] = [one for one in gc.get_objects() if isinstance(one, socket.socket) and one.fileno() >= 0]
             own.sendall(b"junk\\n")
 """
+TRL_TOOLS = """
+    import time
+
+    class Stuck:
+        def reset(self): self.reward = 0.0
+
+        def search(self, query: str, limit: int) -> str:
+            '''Search.
+
+            Args:
+                query: What to look for.
+                limit: How many to find.'''
+            time.sleep(1000)
+
+    class Unscored(Stuck):
+        def reset(self): self.calls = []
+
+        def search(self, query: str, limit: int) -> str:
+            self.calls.append((query, limit))
+            return "nothing"
+        search.__doc__ = Stuck.search.__doc__
+
+    def calls(environments, **columns):
+        return [float(environment.calls == [("42", 1)]) for environment in environments]
+"""
 TARGET, COUNT, PID = "counting:Counting", "said(self.turns)", "said(os.getpid())"
 KILL_SELF, HANG = "os.kill(os.getpid(), 9)", "time.sleep(1000)"
 
@@ -76,6 +102,7 @@ def users_module(tmp_path_factory):
     directory = tmp_path_factory.mktemp("user")
     (directory / "counting.py").write_text(textwrap.dedent(COUNTING))
     (directory / "broken.py").write_text("import no_such_package\n")
+    (directory / "trl_tools.py").write_text(textwrap.dedent(TRL_TOOLS))
     (directory / "deadly.py").write_text("import os\nos.abort()\n")
     sys.path.insert(0, str(directory))
     yield directory
@@ -228,6 +255,24 @@ def test_what_takes_too_long_is_ended():
     assert (hung.kind, str(hung)) == ("step_timeout", "step: no answer within 1.5 s")
     assert (slow.kind, str(slow)) == ("episode_timeout", "step: its calls took 2 s in total")
     assert fine[0] == ["1"]
+
+
+def test_an_environment_is_reset_stepped_and_scored_once_before_a_run_starts():
+    def tried(name, *rewards):
+        settings = EnvironmentConfig(environment_reward=rewards, step_timeout=1.0)
+        with EnvironmentPool(settings) as pool:
+            return try_environment(pool, f"trl_tools:{name}", "?", "42", {}, "prompt 7")
+
+    assert tried("Unscored", "trl_tools:calls") == {"calls": 1.0, "tool_calls": 1.0, "tool_errors": 0.0}
+    for name, says in (
+        ("Stuck", "step: no answer within 1 s"),
+        ("Unscored", r"reset: .*no attribute `reward`.*--environment-reward file\.py:function"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"--environment trl_tools:{name}: {says}.* on prompt 7"
+        ) as refused:
+            tried(name)
+        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("last", [COUNT, KILL_SELF, HANG], ids=["closed", "killed", "cancelled"])
