@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
-from megatron_ibpo.config import Config, RolloutConfig, on_device
-from megatron_ibpo.engines.registry import engine_needs
+from megatron_ibpo.config import Config, RolloutConfig
+from megatron_ibpo.engines.registry import engine_needs, on_device
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.models.cost import COUNTED
 from megatron_ibpo.models.layout import context_chunks
@@ -70,7 +70,7 @@ def make_plan(
     """
     shape = read_hf_config(config.model.hf_dir)
     context = config.rollout.context_of(shape.max_position_embeddings)
-    config = on_device(config, on_gpu=True, has_delta_nets=shape.is_recurrent, max_context=context)
+    config = on_device(config, shape, on_gpu=True, max_context=context)
     mtp, chunks = config.model.mtp_num_layers, model_chunks(config)
     problems = check_layout(shape, config.parallel, world_size, chunks, mtp)
     if not problems:

@@ -115,9 +115,10 @@ def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, 
 def sampling_settings(config: Config) -> str:
     """Return all settings that samples and their credit depend on, as text. A journal serves only runs with
     equal settings."""
+    sampling = asdict(config.rollout)
     rollout = {
         name: value
-        for name, value in asdict(config.rollout).items()
+        for name, value in (sampling | sampling.pop("parameters")).items()
         if name not in ("engine_stall_timeout", "vllm_start_timeout", "update_weight_timeout")
     }
     # what a row may name changes no sample of a row that names something else
