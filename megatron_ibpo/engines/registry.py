@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.config import Config, Registry, RolloutConfig, built, known_or_path, load_hook
+from megatron_ibpo.config.all_fields import flag
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings, Precision
 from megatron_ibpo.engines.vllm.parameters import VllmParameters
@@ -143,19 +144,23 @@ def fallback_note(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) ->
     """Return a line for the user if a run that names no engine samples with another one than vLLM; None
     otherwise."""
     name, obstacles = _choice(rollout, shape, on_gpu=on_gpu)
-    return f"{FLAG} {name} samples, since vLLM cannot: {obstacles[0]}" if obstacles else None
+    if not obstacles:
+        return None
+    entries, chosen = PARAMETERS.entries(DEFAULTS[0]), rollout.parameters
+    idle = [flag(key) for key, value in chosen.items() if value != entries[key].default]
+    without = f" ({', '.join(idle)}: no effect)" if idle else ""
+    return f"{FLAG} {name} samples{without}, since vLLM cannot: {obstacles[0]}"
 
 
 def _choice(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> tuple[str, list[str]]:
-    """Return the engine of a run, and why it is not the first of `DEFAULTS`. A run that sets a parameter of
-    that engine names it thereby."""
+    """Return the engine of a run, and why it is not the first of `DEFAULTS`. Settings of that engine do not
+    count: it refuses those that the model does not allow."""
     if rollout.rollout_backend is not None:
         return rollout.rollout_backend, []
-    entries = PARAMETERS.entries(None)
-    is_named = any(value != entries[name].default for name, value in rollout.parameters.items())
-    obstacles = {name: _model_problems(name, rollout, shape, on_gpu=on_gpu) for name in DEFAULTS}
+    plain = replace(rollout, parameters={})
+    obstacles = {name: _model_problems(name, plain, shape, on_gpu=on_gpu) for name in DEFAULTS}
     able = [name for name, problems in obstacles.items() if not problems]
-    if is_named or not able or able[0] == DEFAULTS[0]:
+    if not able or able[0] == DEFAULTS[0]:
         return DEFAULTS[0], []
     return able[0], obstacles[DEFAULTS[0]]
 

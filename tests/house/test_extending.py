@@ -203,13 +203,13 @@ class Unbuilt(Engine):
         parse_config([*from_recipe, "--help-all"])
     shown = capsys.readouterr().out
     assert f"parameters of --rollout-backend {name}" in shown
-    assert re.search(r"--echo-length INT \[6\]\n +Tokens of an answer. Range: at least 1", shown)
+    assert re.search(r"--echo-length INT \[6\]\n +Tokens of an answer. Range: between 1 and", shown)
     assert "--vllm-dtype" not in shown
     with pytest.raises(ConfigError, match=r"--echo-length: no such flag"):
         parse_config(["--echo-length", "3"])
     with pytest.raises(ConfigError, match=r"--vllm-dtype: --rollout-backend .*Echo has no such parameter"):
         parse_config([*from_recipe, "--vllm-dtype", "float32"])
-    with pytest.raises(ConfigError, match="--echo-length: must be at least 1, is 0"):
+    with pytest.raises(ConfigError, match=r"--echo-length: must be between 1 .*, is 0"):
         check_engine(parse_config([*from_recipe, "--echo-length", "0"]).rollout)
     with pytest.raises(ValueError, match="needs make_settings"):
         check_engine(RolloutConfig(rollout_backend=name.replace("Echo", "Unbuilt")))
