@@ -28,8 +28,8 @@ from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.config import EnvironmentConfig, RolloutConfig
 from megatron_ibpo.data import load_tokenizer
-from megatron_ibpo.engines import Engine, ThreadedEngine
-from megatron_ibpo.engines.vllm.settings import engine_settings
+from megatron_ibpo.engines import ThreadedEngine
+from megatron_ibpo.engines.registry import VLLM, engine_settings, start_engine
 from megatron_ibpo.environments import Message
 from megatron_ibpo.environments.chat import PlainChat
 from megatron_ibpo.environments.processes import EnvironmentPool
@@ -104,10 +104,11 @@ def measure(arguments: Arguments, scratch: Path) -> dict[str, Any]:
     written = arguments.turns * arguments.tokens
     room = written + arguments.turns * 16
     rollout = RolloutConfig(
-        rollout_max_context_len=room, vllm_dtype="float32", vllm_max_num_seqs=arguments.episodes
+        rollout_max_context_len=room,
+        parameters={"vllm_dtype": "float32", "vllm_max_num_seqs": arguments.episodes},
     )
     settings = engine_settings(rollout, TINY, "gloo", gpus=(), num_threads=arguments.threads)
-    engine = Engine(replace(settings, eos_token_ids=()), scratch / "engine.log")
+    engine = start_engine(VLLM, replace(settings, eos_token_ids=()), scratch / "engine.log")
     (scratch / "waits.py").write_text(ENVIRONMENT, encoding="utf-8")
     target = f"{scratch}/waits.py:Waits"
     ids = token_ids(tokenizer.encode_prompt(OPENING))

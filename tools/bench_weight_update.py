@@ -283,13 +283,12 @@ def _open_rehearsal(source: Any, engine: Any) -> Callable[[], None]:
 
 def _start_engine(checkpoint: Path) -> Any:
     from megatron_ibpo.config import RolloutConfig
-    from megatron_ibpo.engines.vllm.engine import Engine
-    from megatron_ibpo.engines.vllm.settings import engine_settings
+    from megatron_ibpo.engines.registry import start_instrument
 
-    rollout = RolloutConfig(rollout_max_context_len=256, vllm_kv_cache_bytes=64 * MIB, vllm_dtype="bfloat16")
-    threads = os.cpu_count() or 1  # the trainers are idle meanwhile
-    settings = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=threads)
-    engine = Engine(settings, checkpoint.parent / "engine.log")
+    parameters = {"vllm_kv_cache_bytes": 64 * MIB, "vllm_dtype": "bfloat16"}
+    rollout = RolloutConfig(rollout_max_context_len=256, parameters=parameters)
+    threads, log = os.cpu_count() or 1, checkpoint.parent / "engine.log"  # the trainers are idle meanwhile
+    engine = start_instrument(rollout, checkpoint, on_gpu=False, num_threads=threads, log=log)
     engine.wait_ready(600)
     return engine
 

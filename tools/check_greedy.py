@@ -58,21 +58,20 @@ def by_transformers(hf_dir: Path, prompts: list[list[int]], tokens: int) -> list
 
 def by_vllm(hf_dir: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     from megatron_ibpo.basics.records import SampleRequest
-    from megatron_ibpo.config import Config, RolloutConfig, on_device
-    from megatron_ibpo.engines.vllm.engine import Engine
-    from megatron_ibpo.engines.vllm.settings import engine_settings
+    from megatron_ibpo.config import Config, RolloutConfig
+    from megatron_ibpo.engines.registry import on_device, start_instrument
     from megatron_ibpo.models import read_hf_config
 
-    config = Config(rollout=RolloutConfig(vllm_kv_cache_bytes=256 * 1024**2, rollout_max_context_len=512))
-    has_delta_nets = read_hf_config(hf_dir).is_recurrent
-    rollout = on_device(config, on_gpu=False, has_delta_nets=has_delta_nets).rollout
+    parameters = {"vllm_kv_cache_bytes": 256 * 1024**2}
+    config = Config(rollout=RolloutConfig(rollout_max_context_len=512, parameters=parameters))
+    rollout = on_device(config, read_hf_config(hf_dir), on_gpu=False).rollout
     requests = [
         SampleRequest(np.array(prompt, dtype=np.int32), seed=0, max_tokens=tokens, temperature=0.0)
         for prompt in prompts
     ]
     with tempfile.TemporaryDirectory() as scratch:
-        settings = engine_settings(rollout, hf_dir, "gloo", gpus=(), num_threads=1)
-        engine = Engine(settings, Path(scratch) / "engine.log")
+        log = Path(scratch) / "engine.log"
+        engine = start_instrument(rollout, hf_dir, on_gpu=False, num_threads=1, log=log)
         try:
             engine.wait_ready(START_TIMEOUT)
             return [s.token_ids.tolist() for s in engine.generate(requests, version=0, timeout=START_TIMEOUT)]

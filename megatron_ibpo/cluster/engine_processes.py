@@ -39,7 +39,7 @@ class EngineProcesses:
     trainers: Trainers
     placement: Placement
     group: PlacementGroup
-    engine: str
+    engine: str | None
     """Name or import path of the engine (--rollout-backend)."""
     settings: EngineSettings
     """Settings of each engine; its GPUs are filled in."""

@@ -2,7 +2,7 @@
 
 from megatron_ibpo.config.algorithm import AlgorithmConfig, LossConfig
 from megatron_ibpo.config.all_fields import check_config
-from megatron_ibpo.config.config import Config, EvalSampling, eval_sampling, on_device
+from megatron_ibpo.config.config import Config, EvalSampling, eval_sampling
 from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.data import DataConfig
 from megatron_ibpo.config.flags import load_recipe, parse_config
@@ -77,7 +77,6 @@ __all__ = [
     "load_recipe",
     "named_values",
     "nearest",
-    "on_device",
     "or_word",
     "parse_config",
     "path_in_recipe",

@@ -13,7 +13,7 @@ from megatron_ibpo.config.paths import Kind, hub_id, path_in_recipe, path_of_use
 from megatron_ibpo.config.ranges import EVAL_SETS, JSON_OBJECT, NAMED_VALUES, OF_ALL, SOURCES, Range
 
 PARAMETERS = "parameters"
-"""Field of AlgorithmConfig that holds the parameters of the choices, and the section of their entries."""
+"""Field of a section that holds the parameters of its choices."""
 TRAINS_CRITIC = "trains_critic"
 """Field of AlgorithmConfig that follows from a choice."""
 
@@ -32,17 +32,21 @@ class Entry:
     """None as well for fields whose type already says whether they hold a path."""
     default: Any = None
     """Default of a parameter; the defaults of fields are those of `Config()`."""
+    is_parameter: bool = False
+    """True for a parameter of a choice in this section."""
 
     def get(self, config: Config) -> Any:
-        if self.section == PARAMETERS:
-            return config.algorithm.parameters.get(self.name, self.default)
-        return getattr(getattr(config, self.section), self.name)
+        section = getattr(config, self.section)
+        if self.is_parameter:
+            return section.parameters.get(self.name, self.default)
+        return getattr(section, self.name)
 
     def put(self, config: Config, value: Any) -> None:
-        if self.section == PARAMETERS:
-            config.algorithm.parameters[self.name] = value
+        section = getattr(config, self.section)
+        if self.is_parameter:
+            section.parameters[self.name] = value
         else:
-            setattr(getattr(config, self.section), self.name, value)
+            setattr(section, self.name, value)
 
     def out_of_range(self, value: Any) -> str | None:
         """Return an error message if `value` is out of range, otherwise None."""
@@ -92,12 +96,12 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def entry_of(name: str, section: str, hint: Any, *, default: Any = None) -> Entry:
+def entry_of(name: str, section: str, hint: Any, *, default: Any = None, is_parameter: bool = False) -> Entry:
     """Return the entry of a field with this type."""
     plain, *extras = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
     ranges = (*OF_ALL, *(extra for extra in extras if isinstance(extra, Range)))
     kinds = [extra for extra in extras if isinstance(extra, Kind)]
-    return Entry(name, section, plain, hint, ranges, kinds[0] if kinds else None, default)
+    return Entry(name, section, plain, hint, ranges, kinds[0] if kinds else None, default, is_parameter)
 
 
 def _entries() -> dict[str, Entry]:

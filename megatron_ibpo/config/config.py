@@ -6,12 +6,11 @@ the flag, and otherwise the usual names in Megatron-based RL systems.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_ibpo.config.algorithm import AlgorithmConfig, LossConfig
 from megatron_ibpo.config.data import DataConfig
-from megatron_ibpo.config.ranges import named_values
 from megatron_ibpo.config.rollout import EnvironmentConfig, RolloutConfig
 from megatron_ibpo.config.run import EVAL_PRESETS, ClusterConfig, RunConfig
 from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelConfig
@@ -61,47 +60,6 @@ class Config:
             *self.environment.problems(self.rollout),
             *self.run.problems(),
         ]
-
-
-def on_device(
-    config: Config, *, on_gpu: bool, has_delta_nets: bool, max_context: int | None = None
-) -> Config:
-    """Return the configuration with every device-dependent default resolved.
-
-    Args:
-        on_gpu: whether the trainers have GPUs; a plan assumes that they will.
-        has_delta_nets: whether the model has recurrent layers (`ModelShape.is_recurrent`).
-        max_context: limit of tokens in prompt and response; None: as it is.
-    """
-    bf16 = on_gpu if config.model.bf16 is None else config.model.bf16
-    dtype = engine_dtype(
-        config.rollout.vllm_dtype,
-        on_gpu=on_gpu,
-        bf16=bf16,
-        has_delta_nets=has_delta_nets,
-        is_quantized="quantization" in named_values(config.rollout.vllm_arg),
-    )
-    context = config.rollout.rollout_max_context_len if max_context is None else max_context
-    rollout = replace(config.rollout, vllm_dtype=dtype, rollout_max_context_len=context)
-    return replace(config, model=replace(config.model, bf16=bf16), rollout=rollout)
-
-
-def engine_dtype(
-    asked: Literal["auto", "bfloat16", "float32"],
-    *,
-    on_gpu: bool,
-    bf16: bool,
-    has_delta_nets: bool,
-    is_quantized: bool,
-) -> Literal["bfloat16", "float32"]:
-    """Return the precision for sampling.
-
-    "auto" is the trainer's on GPUs and float32 on CPUs, but bfloat16 where vLLM does not support float32:
-    with quantized weights, and on CPUs with delta nets.
-    """
-    if asked != "auto":
-        return asked
-    return "bfloat16" if is_quantized or (bf16 if on_gpu else has_delta_nets) else "float32"
 
 
 @dataclass(frozen=True)

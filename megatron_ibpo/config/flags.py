@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.all_fields import ENTRIES, Entry, flag
 from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
@@ -92,7 +91,7 @@ def parse_config(
         print(help_text(config, registries, None if known.help_all else known.help, common))
         raise SystemExit(0)
     if flags:
-        _refuse_unknown(flags, config.algorithm, registries)
+        _refuse_unknown(flags, config, registries)
         config = _with_flags(config, registries, flags)
     _locate(config, registries)
     config = fit(config, typed.keys() | (ENTRIES.keys() & _names_set(flags)))
@@ -123,7 +122,7 @@ def _recipe_layers(path: Path, registries: Sequence[Registry]) -> list[Layer]:
 
 def _locate(config: Config, registries: Sequence[Registry]) -> None:
     """Make the paths absolute that no recipe has given, in place."""
-    for entry in (ENTRIES | entries_of(config.algorithm, registries)).values():
+    for entry in (ENTRIES | entries_of(config, registries)).values():
         entry.put(config, entry.located(entry.get(config), in_recipe=False))
 
 
@@ -154,8 +153,7 @@ def _held_out_with_their_prompts(layers: Sequence[Layer], names_prompts: bool) -
 
 
 def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[str]) -> Config:
-    parameters = entries_of(config.algorithm, registries)
-    config.algorithm.parameters = {name: entry.get(config) for name, entry in parameters.items()}
+    parameters = entries_of(config, registries)
     # of all fields only those that are set: tyro takes a quarter of a second for a parser of all
     given = _names_set(flags)
     known = {name: entry for name, entry in (ENTRIES | parameters).items() if name in given}
@@ -189,16 +187,17 @@ def _of_another_type(known: Mapping[str, Entry], flags: Sequence[str], config: C
             yield f"{typed}: {shown(' '.join(words))} is not {type_words(entry.type)}"
 
 
-def _refuse_unknown(flags: Sequence[str], algorithm: AlgorithmConfig, registries: Sequence[Registry]) -> None:
+def _refuse_unknown(flags: Sequence[str], config: Config, registries: Sequence[Registry]) -> None:
     """Refuse all flags that do not exist, that belong to a method not chosen or to another trainer, and those
     with too many values or without one."""
-    known = ENTRIES | entries_of(algorithm, registries)
+    known = ENTRIES | entries_of(config, registries)
+    chosen = vars(config.algorithm) | vars(config.rollout)
     names = [*known, *(name.split()[0][2:] for name in HELP_FLAGS)]
     problems: list[str | None] = []
     for typed, words in _by_flag(flags):
         entry = _entry_of(typed, known)
         if typed and entry is None:
-            problems.append(unknown_setting(typed, names, vars(algorithm), registries))
+            problems.append(unknown_setting(typed, names, chosen, registries))
         answers = [peer_override(word) for word in words]
         values = [word for word, answer in zip(words, answers, strict=True) if answer is None]
         problems += [*answers, _wrong_number(typed, entry, values)]
@@ -272,7 +271,10 @@ def _with_values(words: Sequence[str]) -> list[str]:
     return found
 
 
-_DECIDE = ("--advantage-estimator", "--loss-variant", "--ibpo-operator", "--token-credit", "--advantages")
+_DECIDE = (
+    "--advantage-estimator", "--loss-variant", "--ibpo-operator", "--token-credit", "--advantages",
+    "--rollout-backend",
+)  # fmt: skip
 """Flags that are parsed before the others."""
 _NEVER_DASHES = ("--config", *_DECIDE)
 """Flags whose value `--` argparse would drop, as the end of the flags."""

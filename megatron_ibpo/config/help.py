@@ -109,7 +109,7 @@ def _flags(config: Config, registries: Sequence[Registry]) -> Iterator[_Flag]:
         title = _filled(f"{name}: {_first_sentence(str(kind.__doc__))}")
         owners.append((title, kind, [one for one in ENTRIES.values() if one.section == name]))
     for registry in registries:
-        choice = getattr(config.algorithm, registry.setting)
+        choice = registry.choice_in(config)
         title = f"{PARAMETERS} of {flag(registry.setting)} {choice}"
         owners.append((title, registry.find(choice), registry.entries(choice).values()))
     for title, owner, entries in owners:

@@ -1,4 +1,4 @@
-"""Parameters of the choice of a setting: a credit method, a token credit or an estimator.
+"""Parameters of the choice of a setting: a credit method, a token credit, an estimator or an engine.
 
 Each choice is a dataclass whose fields are its parameters, typed and documented as those of `Config`. Flags
 and recipe keys of a choice are accepted only when it is chosen.
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatron_ibpo.config.algorithm import AlgorithmConfig
-from megatron_ibpo.config.all_fields import ENTRIES, PARAMETERS, Entry, entry_of, flag
+from megatron_ibpo.config.all_fields import ENTRIES, Entry, entry_of, flag
+from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.hooks import MOVED_PARAMETERS
 
@@ -22,27 +22,37 @@ class Registry:
     """The choices of one setting."""
 
     setting: str
-    """Field of AlgorithmConfig that names the choice."""
+    """Field that names the choice. If it is None, the first of `known` is meant."""
     known: Mapping[str, Any]
     """Name → the class that has the parameters, or an object without any."""
     find: Callable[[str], Any]
     """Returns the same for a name or an import path; raises ValueError if there is none."""
+    section: str = "algorithm"
+    """Section of `Config` that has the setting and the parameters."""
 
-    def entries(self, name: str) -> dict[str, Entry]:
+    def entries(self, name: str | None) -> dict[str, Entry]:
         """Return the parameters of the choice `name`."""
-        return parameter_entries(self.find(name))
+        return parameter_entries(self.find(self.name_of(name)), self.section)
+
+    def name_of(self, choice: str | None) -> str:
+        """Return the name of a choice, also of None."""
+        return next(iter(self.known)) if choice is None else choice
+
+    def choice_in(self, config: Config) -> str:
+        """Return the name of the choice made."""
+        return self.name_of(getattr(getattr(config, self.section), self.setting))
 
 
-def parameter_entries(found: Any) -> dict[str, Entry]:
+def parameter_entries(found: Any, section: str = "algorithm") -> dict[str, Entry]:
     """Return the parameters of a class by name; none unless it is a dataclass."""
-    return _entries_of(found) if isinstance(found, type) and dataclasses.is_dataclass(found) else {}
+    return _entries_of(found, section) if isinstance(found, type) and dataclasses.is_dataclass(found) else {}
 
 
 @cache
-def _entries_of(found: type) -> dict[str, Entry]:
+def _entries_of(found: type, section: str) -> dict[str, Entry]:
     hints = typing.get_type_hints(found, include_extras=True)
     entries = {
-        field.name: entry_of(field.name, PARAMETERS, hints[field.name], default=field.default)
+        field.name: entry_of(field.name, section, hints[field.name], default=field.default, is_parameter=True)
         for field in dataclasses.fields(found)
     }
     for name, entry in entries.items():
@@ -69,22 +79,24 @@ def built(found: Any, parameters: Mapping[str, Any]) -> Any:
     return found(**own)
 
 
-def entries_of(algorithm: AlgorithmConfig, registries: Sequence[Registry]) -> dict[str, Entry]:
-    """Return the parameters of all the algorithm's choices."""
+def entries_of(config: Config, registries: Sequence[Registry]) -> dict[str, Entry]:
+    """Return the parameters of all choices."""
     return {
         name: entry
         for registry in registries
-        for name, entry in registry.entries(getattr(algorithm, registry.setting)).items()
+        for name, entry in registry.entries(registry.choice_in(config)).items()
     }
 
 
-def declares(algorithm: AlgorithmConfig, registries: Sequence[Registry], attribute: str) -> bool:
-    """Return whether one of the algorithm's choices has this attribute, and it is true."""
-    choices = (registry.find(getattr(algorithm, registry.setting)) for registry in registries)
+def declares(config: Config, registries: Sequence[Registry], attribute: str) -> bool:
+    """Return whether one of the choices has this attribute, and it is true."""
+    choices = (registry.find(registry.choice_in(config)) for registry in registries)
     return any(getattr(choice, attribute, False) for choice in choices)
 
 
-def not_a_parameter(name: str, chosen: Mapping[str, str], registries: Sequence[Registry]) -> str | None:
+def not_a_parameter(
+    name: str, chosen: Mapping[str, str | None], registries: Sequence[Registry]
+) -> str | None:
     """Return the error message for a parameter of a choice that was not made; None if no known choice has it.
 
     Args:
@@ -95,9 +107,10 @@ def not_a_parameter(name: str, chosen: Mapping[str, str], registries: Sequence[R
     for registry in registries:
         owners = [choice for choice in registry.known if name in registry.entries(choice)]
         if owners:
-            setting, preset = flag(registry.setting), chosen["advantage_estimator"]
+            setting, choice = flag(registry.setting), registry.name_of(chosen.get(registry.setting))
+            preset = f"{chosen['advantage_estimator']} with " if registry.section == "algorithm" else ""
             return (
-                f"{flag(name)}: {preset} with {setting} {chosen[registry.setting]} has no such parameter; "
+                f"{flag(name)}: {preset}{setting} {choice} has no such parameter; "
                 f"{setting} {' or '.join(owners)} has it"
             )
     return None

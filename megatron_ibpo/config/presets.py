@@ -116,7 +116,7 @@ def of_this_version(layer: Layer, registries: Sequence[Registry]) -> Layer:
     fields = dict(layer.fields)
     if fields["ibpo_operator"] == "compare-and-correct" and others["ibpo_corrections"] == 0:
         fields["ibpo_operator"] = "none"
-    own = {name for registry in registries for name in registry.entries(fields[registry.setting])}
+    own = {name for registry in registries for name in registry.entries(fields.get(registry.setting))}
     # keep a gate that is on, so that it is refused with a pointer to its new place
     kept = {name: value for name, value in others.items() if name in own or name in MOVED_PARAMETERS}
     return Layer(fields, kept, layer.source)
@@ -126,8 +126,8 @@ def resolve(layers: Sequence[Layer], registries: Sequence[Registry]) -> Config:
     """Return the configuration that several layers (recipes, flags) make on top of the preset in force.
 
     A later layer overrides an earlier one. Naming a preset replaces earlier values of its settings and keeps
-    all other settings. Naming another loss variant, method, token credit or estimator, directly or by a
-    preset, discards the parameters given for the previous one.
+    all other settings. Naming another loss variant, method, token credit, estimator or engine, directly or
+    by a preset, discards the parameters given for the previous one.
 
     Raises:
         ConfigError: an unknown preset or choice, an unknown key, a parameter that the choice does not have,
@@ -176,11 +176,9 @@ def _config(values: Mapping[str, Any], registries: Sequence[Registry]) -> Config
     for name, value in values.items():
         if name in ENTRIES:
             ENTRIES[name].put(config, value)
-    config.algorithm.parameters = {
-        name: values.get(name, entry.default)
-        for name, entry in entries_of(config.algorithm, registries).items()
-    }
-    config.algorithm.trains_critic = declares(config.algorithm, registries, "needs_critic")
+    for name, entry in entries_of(config, registries).items():
+        entry.put(config, values.get(name, entry.default))
+    config.algorithm.trains_critic = declares(config, registries, "needs_critic")
     return config
 
 
@@ -192,20 +190,22 @@ def _forgotten(
     if layer.get("loss_variant", in_force["loss_variant"]) != in_force["loss_variant"]:
         names += _OF_THE_VARIANT
     for registry in registries:
-        before = in_force[registry.setting]
-        if layer.get(registry.setting, before) != before:
+        before = registry.name_of(in_force.get(registry.setting))
+        chosen = registry.name_of(layer.get(registry.setting, before))
+        if chosen != before and registry.find(chosen) is not registry.find(before):
             names += registry.entries(before)
     return names
 
 
 def _parameters(layer: Layer, in_force: Mapping[str, Any], registries: Sequence[Registry]) -> dict[str, Any]:
-    """Return the other keys of a layer as typed parameters."""
+    """Return the other keys of a layer as typed parameters, with "name=value" settings after those in
+    force."""
     if not layer.others:
         return {}
     entries = {
         name: entry
         for registry in registries
-        for name, entry in registry.entries(in_force[registry.setting]).items()
+        for name, entry in registry.entries(in_force.get(registry.setting)).items()
     }
     found: dict[str, Any] = {}
     problems: list[str] = []
@@ -218,7 +218,8 @@ def _parameters(layer: Layer, in_force: Mapping[str, Any], registries: Sequence[
                 for name in nested_names(key, value)
             ]
         else:
-            found[entry.name] = typed_value(value, entry, layer.source.of(key) + key)
+            typed = typed_value(value, entry, layer.source.of(key) + key)
+            found[entry.name] = (*in_force.get(entry.name, ()), *typed) if entry.has_names else typed
     if problems:
         raise ConfigError("\n".join(problems))
     return found

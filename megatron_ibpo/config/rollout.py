@@ -1,7 +1,7 @@
 """Settings of sampling, and of environments: episodes of many turns."""
 
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.config_error import broken
@@ -10,12 +10,11 @@ from megatron_ibpo.config.ranges import (
     BYTES,
     COUNT,
     IMPORT_PATHS,
-    NAMED_VALUES,
+    NO_FLAG,
     POSITIVE,
     RANKS,
     SECONDS,
     SHARE,
-    UseAppendAction,
     above,
     at_least,
     each,
@@ -30,14 +29,18 @@ MOST_SEQUENCES = 4_000_000
 
 @dataclass
 class RolloutConfig:
-    """Settings of sampling; unless stated otherwise, sampling by vLLM."""
+    """Settings of sampling with any engine; those of one engine are its parameters."""
 
-    rollout_backend: str = "vllm"
+    rollout_backend: str | None = None
     """Engine for sampling. "vllm". "lean": plain torch in float32 in the trainer's own process, without Ray,
     for studies of dense Qwen3 of up to 4 M parameters, where starting vLLM takes longer than training
     (docs/studies.md); it samples on the CPU, also where the trainer has a GPU. "transformers": any model
-    that transformers runs, on CPUs, in waves of requests; slower than vLLM. Or an import path
-    package.module:Engine (docs/extending.md)."""
+    that transformers runs, in float32 on CPUs, in waves of requests; slower than vLLM. Or an import path
+    package.module:Engine (docs/extending.md). None: vllm, but transformers on CPUs for models that vLLM does
+    not compute there; the start says so."""
+    parameters: Annotated[dict[str, Any], *NO_FLAG] = field(default_factory=dict)
+    """Settings that the engine declares (`engines.protocol.Engine`), by name. One left out has its
+    default."""
     rollout_batch_size: Annotated[int, COUNT] = 32
     """P: prompts per rollout."""
     n_samples_per_prompt: Annotated[int, COUNT] = 8
@@ -78,24 +81,6 @@ class RolloutConfig:
     effect with --no-colocate and on CPUs."""
     rollout_num_gpus: Annotated[int | None, RANKS] = None
     """Total GPUs for engines that have GPUs of their own (--no-colocate)."""
-    vllm_arg: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
-    """Any other argument of vLLM's engine, as name=value with the names of its EngineArgs; in a recipe also a
-    mapping."""
-    vllm_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Precision of sampling. auto: the trainer's on GPUs and float32 on CPUs, but bfloat16 where vLLM does
-    not support float32: with quantization, and on CPUs for models with delta nets."""
-    vllm_gpu_memory_utilization: Annotated[float, SHARE] = 0.6
-    """Share of a GPU's memory for weights and KV cache of a colocated engine."""
-    vllm_kv_cache_bytes: Annotated[int | None, BYTES] = None
-    """KV-cache bytes per engine rank. None: 512 MiB on CPUs, where vLLM's default would take a share of all
-    RAM; on GPUs --vllm-gpu-memory-utilization decides."""
-    vllm_max_num_seqs: Annotated[int, COUNT] = 256
-    """Sequences decoded at once by one engine."""
-    vllm_enforce_eager: bool = False
-    """Disable compilation and graph capture. Always disabled on CPUs, where compiling was 20x slower."""
-    vllm_start_timeout: Annotated[float | None, SECONDS] = None
-    """Seconds that an engine may take to start. None: 600, for compiling and capturing graphs, plus the time
-    to read the model's files at 0.25 GB/s; 1,240 for 160 GB."""
     engine_stall_timeout: Annotated[float, SECONDS] = 300.0
     """Seconds without a new token after which a busy engine is ended and replaced. 300: the longest step,
     many long prompts at once, takes a minute."""

@@ -35,7 +35,7 @@ class LeanEngine:
     """A policy that samples in this process, called from an event loop (`engines.AsyncEngine`)."""
 
     def __init__(
-        self, shape: ModelShape, eos_token_ids: Sequence[int], *, max_context: int, most_at_once: int
+        self, shape: ModelShape, eos_token_ids: Sequence[int], *, max_context: int, most_at_once: int = 256
     ) -> None:
         """
         Args:

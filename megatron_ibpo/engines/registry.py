@@ -1,14 +1,15 @@
 """Engines by name (--rollout-backend), and users' own by import path."""
 
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.config import Config, RolloutConfig, known_or_path, load_hook, named_values
+from megatron_ibpo.config import Config, Registry, RolloutConfig, built, known_or_path, load_hook
+from megatron_ibpo.config.all_fields import flag
 from megatron_ibpo.config.config_error import broken
-from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings
-from megatron_ibpo.engines.vllm import needs
+from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings, Precision
+from megatron_ibpo.engines.vllm.parameters import VllmParameters
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.transfer.update_order import TransportName
 
@@ -21,6 +22,8 @@ ENGINES = {
 }
 """Name → import path of the class that an engine's process builds (`engines.protocol.Engine`). None: the
 trainer's own process samples, and no cluster is needed."""
+DEFAULTS = (VLLM, "transformers")
+"""Engines of a run that names none: the first that can compute its model."""
 
 TRANSPORTS: dict[TransportName, str] = {
     "gloo": "megatron_ibpo.weights.transfer.gloo:GlooTransport",
@@ -30,26 +33,54 @@ TRANSPORTS: dict[TransportName, str] = {
 """Transport of weights → import path of the class by which trainers send. Those for GPUs speak to vLLM's own
 receivers."""
 
+_CALLED_WITH = "its settings, the path of its log, and whether it starts again"
 _METHODS = ("wait_ready", "submit", "take", "abort", "kill", "close", "generate", "begin", "result", "call")
 
 
-def check_engine(name: str) -> None:
-    """Refuse an engine that does not exist or lacks a method.
+def find_parameters(name: str) -> type | None:
+    """Return the dataclass of the settings that an engine declares; vLLM's if its class declares none; None
+    for an engine that has no settings.
 
     Raises:
         ConfigError: no such name or import path.
+        ValueError: what the class declares is no dataclass.
+    """
+    known_or_path(FLAG, name, dict.fromkeys(ENGINES, True), "engine")
+    kind = _engine_class(name)
+    if kind is None:
+        return None
+    parameters: type = getattr(kind, "parameters", VllmParameters)
+    if not is_dataclass(parameters):
+        raise ValueError(f"{FLAG} {name}: its parameters must be a dataclass (docs/extending.md)")
+    return parameters
+
+
+PARAMETERS = Registry("rollout_backend", ENGINES, find_parameters, section="rollout")
+"""The settings of engines, for `megatron_ibpo.config.parse_config`."""
+
+
+def check_engine(rollout: RolloutConfig) -> None:
+    """Refuse an engine that does not exist or lacks a method, and settings of it that are out of range.
+
+    Raises:
+        ConfigError: no such name or import path, or a value out of range.
         ValueError: the class lacks a method.
     """
+    name = PARAMETERS.name_of(rollout.rollout_backend)
+    built(find_parameters(name), rollout.parameters)
     if known_or_path(FLAG, name, dict.fromkeys(ENGINES, True), "engine"):
         return
-    found = load_hook(
-        FLAG, name, called_with="its settings, the path of its log, and whether it starts again"
-    )
+    found = load_hook(FLAG, name, called_with=_CALLED_WITH)
     lacking = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if lacking:
         raise ValueError(
             f"{FLAG} {name}: lacks {', '.join(lacking)}; an engine needs {', '.join(_METHODS)} "
             "(megatron_ibpo.engines.protocol.Engine)"
+        )
+    makes_vllm_settings = _method(name, "make_settings") is _engine_class(VLLM).make_settings
+    if makes_vllm_settings and not issubclass(find_parameters(name) or object, VllmParameters):
+        raise ValueError(
+            f"{FLAG} {name}: has parameters, and needs make_settings, which makes its EngineSettings of them"
         )
 
 
@@ -75,7 +106,6 @@ def lean_problems(config: Config, *, trains: bool) -> list[str]:
         " with --max-staleness: one process cannot sample while it trains": (rollout.max_staleness > 0),
         " with --num-trainers: one process trains": (cluster.num_trainers or 1) > 1,
         " with --ray-address: it uses no Ray": cluster.ray_address is not None,
-        " with --vllm-arg: it uses no vLLM": bool(rollout.vllm_arg),
         " with --use-rollout-routing-replay: it samples dense models only": (
             rollout.use_rollout_routing_replay
         ),
@@ -86,31 +116,84 @@ def lean_problems(config: Config, *, trains: bool) -> list[str]:
     return [f"--rollout-backend lean{problem}" for problem in broken(rules)]
 
 
+def on_device(config: Config, shape: ModelShape, *, on_gpu: bool, max_context: int | None = None) -> Config:
+    """Return the configuration with every device-dependent default resolved, the engine included.
+
+    Args:
+        on_gpu: whether the trainers have GPUs; a plan assumes that they will.
+        max_context: limit of tokens in prompt and response; None: as it is.
+
+    Raises:
+        ValueError: no engine of this name.
+    """
+    bf16 = on_gpu if config.model.bf16 is None else config.model.bf16
+    rollout, (name, obstacles) = config.rollout, _choice(config.rollout, shape, on_gpu=on_gpu)
+    rollout = replace(
+        rollout,
+        rollout_backend=name,
+        parameters={} if obstacles else rollout.parameters,
+        rollout_max_context_len=rollout.rollout_max_context_len if max_context is None else max_context,
+    )
+    config = replace(config, model=replace(config.model, bf16=bf16), rollout=rollout)
+    if samples_in_trainer(name) or not issubclass(find_parameters(name) or object, VllmParameters):
+        return config
+    return replace(config, rollout=_method(name, "on_device")(config, shape, on_gpu))
+
+
+def fallback_note(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> str | None:
+    """Return a line for the user if a run that names no engine samples with another one than vLLM; None
+    otherwise."""
+    name, obstacles = _choice(rollout, shape, on_gpu=on_gpu)
+    if not obstacles:
+        return None
+    entries, chosen = PARAMETERS.entries(DEFAULTS[0]), rollout.parameters
+    idle = [flag(key) for key, value in chosen.items() if value != entries[key].default]
+    without = f" ({', '.join(idle)}: no effect)" if idle else ""
+    return f"{FLAG} {name} samples{without}, since vLLM cannot: {obstacles[0]}"
+
+
+def _choice(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> tuple[str, list[str]]:
+    """Return the engine of a run, and why it is not the first of `DEFAULTS`. Settings of that engine do not
+    count: it refuses those that the model does not allow."""
+    if rollout.rollout_backend is not None:
+        return rollout.rollout_backend, []
+    plain = replace(rollout, parameters={})
+    obstacles = {name: _model_problems(name, plain, shape, on_gpu=on_gpu) for name in DEFAULTS}
+    able = [name for name, problems in obstacles.items() if not problems]
+    if not able or able[0] == DEFAULTS[0]:
+        return DEFAULTS[0], []
+    return able[0], obstacles[DEFAULTS[0]]
+
+
+def _model_problems(name: str, rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> list[str]:
+    """Return why an engine cannot compute a model, one line each."""
+    model_problems = getattr(_engine_class(name), "model_problems", None)
+    if model_problems is None:
+        return []
+    problems: list[str] = model_problems(replace(rollout, rollout_backend=name), shape, on_gpu=on_gpu)
+    return problems
+
+
 def check_model(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> None:
     """Refuse a model that the engine cannot compute, before it starts.
 
     Args:
-        rollout: settings with device-dependent values resolved (`config.on_device`).
+        rollout: settings with device-dependent values resolved (`on_device`).
 
     Raises:
-        ValueError: with a line for every problem.
+        ValueError: with a line for every problem, and one for each of `DEFAULTS` that can.
     """
-    model_problems = getattr(_engine_class(rollout.rollout_backend), "model_problems", None)
-    if model_problems is not None and (problems := model_problems(rollout, shape, on_gpu=on_gpu)):
-        raise ValueError("\n".join([*problems, *_alternatives(rollout, shape, on_gpu=on_gpu)]))
+    name = PARAMETERS.name_of(rollout.rollout_backend)
+    if problems := _model_problems(name, rollout, shape, on_gpu=on_gpu):
+        others = [
+            f"{FLAG} {other} can compute this model"
+            for other in DEFAULTS
+            if not _model_problems(other, replace(rollout, parameters={}), shape, on_gpu=on_gpu)
+        ]
+        raise ValueError("\n".join([*problems, *others]))
 
 
-def _alternatives(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> list[str]:
-    """Return a line for each other engine of `ENGINES` with processes that can compute the model."""
-    checks = {name: getattr(_engine_class(name), "model_problems", None) for name in ENGINES}
-    return [
-        f"--rollout-backend {name} can compute this model"
-        for name, problems in checks.items()
-        if problems and not problems(replace(rollout, rollout_backend=name), shape, on_gpu=on_gpu)
-    ]
-
-
-def samples_in_trainer(name: str) -> bool:
+def samples_in_trainer(name: str | None) -> bool:
     """Return whether the trainer's own process samples, so that there are no engine processes."""
     return name in ENGINES and ENGINES[name] is None
 
@@ -119,7 +202,7 @@ def engine_needs(config: Config, *, on_gpu: bool = True) -> EngineNeeds:
     """Return the memory needs of an engine with this configuration: as its class says, or vLLM's by default.
 
     Args:
-        config: configuration with device-dependent values resolved (`config.on_device`).
+        config: configuration with device-dependent values resolved (`on_device`).
         on_gpu: whether engines have GPUs; a plan assumes that they will.
     """
     own_needs: EngineNeeds = _method(config.rollout.rollout_backend, "needs")(config, on_gpu)
@@ -138,7 +221,7 @@ def engine_settings(
     """Return the settings of one engine, as the `make_settings` of its class says, or vLLM's by default.
 
     Args:
-        rollout: settings with device-dependent values resolved (`config.on_device`).
+        rollout: settings with device-dependent values resolved (`on_device`).
         records_sampling_mask: record the ids that top-k and top-p leave, for training.
 
     Raises:
@@ -164,7 +247,7 @@ def start_timeout(rollout: RolloutConfig, hf_dir: Path) -> float:
 def sampling_mask_obstacle(config: Config, *, on_gpu: bool) -> str | None:
     """Return why the engine of a run does not record the ids that top-k and top-p leave
     (`Sample.sampling_mask`), and what to do; None if it does."""
-    name = config.rollout.rollout_backend
+    name = PARAMETERS.name_of(config.rollout.rollout_backend)
     if name == LEAN:
         return None
     unknown = f"{name} does not say that it records what these leave; take vllm or lean (docs/extending.md)"
@@ -172,14 +255,22 @@ def sampling_mask_obstacle(config: Config, *, on_gpu: bool) -> str | None:
     return unknown if judge is None else judge(config, on_gpu)
 
 
-def changed_probabilities(config: Config) -> list[str]:
-    """Return the arguments of vLLM by which it samples from other probabilities than temperature, top-k and
-    top-p leave."""
-    given = named_values(config.rollout.vllm_arg).keys() & needs.CHANGE_PROBABILITIES
-    return [f"--vllm-arg {name}" for name in sorted(given)]
+def changed_probabilities(rollout: RolloutConfig) -> list[str]:
+    """Return the settings of an engine by which it samples from other probabilities than temperature, top-k
+    and top-p leave."""
+    flags: list[str] = _method(rollout.rollout_backend, "changed_probabilities")(rollout)
+    return flags
 
 
-def start_engine(name: str, settings: Any, log: Path, again: bool) -> Any:
+def sampling_precision(rollout: RolloutConfig) -> Precision:
+    """Return the numbers that the engine samples with, as its class says, or vLLM's by default."""
+    if samples_in_trainer(rollout.rollout_backend):
+        return Precision("float32")
+    precision: Precision = _method(rollout.rollout_backend, "precision")(rollout)
+    return precision
+
+
+def start_engine(name: str | None, settings: Any, log: Path, again: bool = False) -> Any:
     """Start the engine named `name`, in the process that is to own it."""
     return _engine_class(name)(settings, log, again)
 
@@ -191,7 +282,7 @@ def start_instrument(
     a run has no engine processes.
 
     Args:
-        rollout: settings with device-dependent values resolved (`config.on_device`).
+        rollout: settings with device-dependent values resolved (`on_device`).
     """
     gpus = range(rollout.rollout_num_gpus_per_engine if on_gpu else 0)
     settings = engine_settings(
@@ -200,8 +291,10 @@ def start_instrument(
     return (_engine_class(rollout.rollout_backend) or _engine_class(VLLM))(settings, log)
 
 
-def _engine_class(name: str) -> Any:
-    """Return the class of an engine by name or import path; None for one that has no processes."""
+def _engine_class(name: str | None) -> Any:
+    """Return the class of an engine by name or import path, or of the default; None for one that has no
+    processes."""
+    name = PARAMETERS.name_of(name)
     if name not in ENGINES:
         return load_hook(FLAG, name)
     path = ENGINES[name]
@@ -211,7 +304,7 @@ def _engine_class(name: str) -> Any:
     return getattr(import_module(module), kind)
 
 
-def _method(name: str, method: str) -> Any:
+def _method(name: str | None, method: str) -> Any:
     """Return a static method of an engine's class; vLLM's if the class has none."""
     default = getattr(_engine_class(VLLM), method)
     return getattr(_engine_class(name), method, default)

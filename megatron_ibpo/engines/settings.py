@@ -7,36 +7,36 @@ from typing import Any, Literal
 from megatron_ibpo.weights.transfer.update_order import TransportName
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Settings of one engine."""
+    """Settings of one engine. By default it is one process on CPUs."""
 
     model: str
     """Directory of the model in Hugging Face format."""
     eos_token_ids: tuple[int, ...]
     """Sampling stops after one of these ids; if empty, only at the requested length."""
-    device: Literal["cpu", "cuda"]
-    gpus: tuple[int, ...]
-    """Indices among the owner's visible GPUs; empty on CPUs."""
-    tensor_parallel_size: int
     num_threads: int
     """OpenMP threads of each of the engine's workers on CPUs."""
-    transport: TransportName
-    """Transport of weight updates."""
     dtype: Literal["bfloat16", "float32"]
     max_model_len: int | None
     """Most tokens of prompt and response together; None: the model's own limit."""
     max_num_seqs: int
-    kv_cache_bytes: int | None
-    gpu_memory_utilization: float
-    enforce_eager: bool
-    sleep_mode: bool
-    """True to free the GPU's memory between rollouts."""
-    prefix_caching: bool
-    recompute_kv_after_update: bool
-    """True to recompute the KV cache of running requests when new weights arrive."""
     stall_timeout: float
     """Seconds within which an engine with requests must write a token."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    gpus: tuple[int, ...] = ()
+    """Indices among the owner's visible GPUs; empty on CPUs."""
+    tensor_parallel_size: int = 1
+    transport: TransportName = "gloo"
+    """Transport of weight updates."""
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.0
+    enforce_eager: bool = True
+    sleep_mode: bool = False
+    """True to free the GPU's memory between rollouts."""
+    prefix_caching: bool = False
+    recompute_kv_after_update: bool = True
+    """True to recompute the KV cache of running requests when new weights arrive."""
     recorded_experts: int = 0
     """Number of experts per layer, to record the routers' choices for each token. 0: no record."""
     dense_layers: int = 0
@@ -45,6 +45,16 @@ class EngineSettings:
     """True to record the ids that top-k and top-p leave to sample from (`Sample.sampling_mask`)."""
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
     """--vllm-arg: further arguments of vLLM's EngineArgs, by name."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The numbers that an engine samples with."""
+
+    dtype: Literal["auto", "bfloat16", "float32"]
+    """"auto" until the device is known (`engines.registry.on_device`)."""
+    is_quantized: bool = False
+    """True if weights or KV cache have fewer bits than `dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,19 +14,20 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_ibpo.basics.records import Sample, SampleRequest
-from megatron_ibpo.config import Config, RolloutConfig
+from megatron_ibpo.config import COUNT, Config, RolloutConfig, built
 from megatron_ibpo.config.config_error import broken
+from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineStartError
-from megatron_ibpo.engines.settings import EngineSettings
+from megatron_ibpo.engines.settings import EngineSettings, Precision
 from megatron_ibpo.engines.waves import WaveSampler
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.layout.regions import Need, TensorMeta, whole
@@ -57,23 +58,43 @@ def model_problems(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -
         " with --use-rollout-routing-replay: it records no routing; take vllm": (
             rollout.use_rollout_routing_replay
         ),
-        " with --vllm-arg: it uses no vLLM": bool(rollout.vllm_arg),
     }
     return [f"--rollout-backend {rollout.rollout_backend}{problem}" for problem in broken(rules)]
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Settings of the transformers engine."""
+
+    transformers_max_num_seqs: Annotated[int, COUNT] = 256
+    """Sequences of one wave. Fewer take less memory for their caches."""
 
 
 class TransformersEngine:
     """An `engines.protocol.Engine` whose control calls are those of `Policy`."""
 
+    parameters = Parameters
     model_problems = staticmethod(model_problems)
 
     @staticmethod
-    def make_settings(rollout: RolloutConfig, *arguments: Any, **named: Any) -> EngineSettings:
-        """Return the settings of the default engine, without a prefix cache."""
-        from megatron_ibpo.engines.registry import engine_settings  # it names this class
+    def make_settings(
+        rollout: RolloutConfig, hf_dir: Path, *_: Any, num_threads: int, **options: Any
+    ) -> EngineSettings:
+        """Return the settings of one engine, on CPUs and in float32."""
+        return EngineSettings(
+            model=str(hf_dir),
+            eos_token_ids=read_eos_token_ids(hf_dir),
+            num_threads=num_threads,
+            dtype="float32",
+            max_model_len=rollout.rollout_max_context_len,
+            max_num_seqs=built(Parameters, rollout.parameters).transformers_max_num_seqs,
+            stall_timeout=rollout.engine_stall_timeout,
+        )
 
-        default = replace(rollout, rollout_backend=RolloutConfig.rollout_backend)
-        return replace(engine_settings(default, *arguments, **named), prefix_caching=False)
+    @staticmethod
+    def precision(rollout: RolloutConfig) -> Precision:
+        """Return float32."""
+        return Precision("float32")
 
     @staticmethod
     def sampling_mask_obstacle(config: Config, on_gpu: bool) -> None:

@@ -32,7 +32,7 @@ def check_truncation(config: Config, readers: Sequence[str] | None = None, *, on
     problems = [
         f"{flag} with {named}: the trainer does not compute what it changes, so ratios to the engine's "
         "log-probs would be wrong; drop one of the two"
-        for flag in changed_probabilities(config)
+        for flag in changed_probabilities(config.rollout)
     ]
     if cuts and (obstacle := sampling_mask_obstacle(config, on_gpu=on_gpu)):
         problems.append(

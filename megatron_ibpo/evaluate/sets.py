@@ -27,6 +27,7 @@ from megatron_ibpo.data.files import each_row
 from megatron_ibpo.data.generated import told_if_slow
 from megatron_ibpo.data.layouts import fields_read
 from megatron_ibpo.data.row_prompts import prompts_of_rows
+from megatron_ibpo.engines.registry import sampling_precision
 from megatron_ibpo.evaluate.accuracy import Evaluation, unknown_as_nan
 from megatron_ibpo.evaluate.benchmark_files import checksums
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
@@ -96,7 +97,7 @@ def set_settings(own: EvalSet, config: Config, operator: Operator, policy: str) 
         "--eval-top-p": own.sampling.top_p,
         "--eval-top-k": own.sampling.top_k,
         "--rollout-max-context-len": config.rollout.rollout_max_context_len,
-        "--vllm-dtype": config.rollout.vllm_dtype,
+        "precision": sampling_precision(config.rollout).dtype,
         "--seed": config.run.seed,
         "--rm-type": config.data.rm_type,
         "--reward-threshold": config.data.reward_threshold,

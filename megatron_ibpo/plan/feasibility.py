@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
-from megatron_ibpo.config import Config, RolloutConfig, on_device
-from megatron_ibpo.engines.registry import engine_needs
+from megatron_ibpo.config import Config, RolloutConfig
+from megatron_ibpo.engines.registry import engine_needs, on_device
 from megatron_ibpo.engines.settings import EngineNeeds
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.models.cost import COUNTED
@@ -83,7 +83,7 @@ def make_plan(
     """
     shape = shape or read_hf_config(config.model.hf_dir)
     context = config.rollout.context_of(shape.max_position_embeddings)
-    config = on_device(config, on_gpu=True, has_delta_nets=shape.is_recurrent, max_context=context)
+    config = on_device(config, shape, on_gpu=True, max_context=context)
     overrides = read_overrides(config)
     problems = check_layout(shape, config.parallel, world_size, overrides.chunks, config.model.mtp_num_layers)
     if not problems:

@@ -11,8 +11,9 @@ from rich.table import Table
 from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.basics.text import counted, listed
 from megatron_ibpo.cluster.main_memory import main_memory
-from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.config import Config
 from megatron_ibpo.credit import find_operator
+from megatron_ibpo.engines.registry import check_model, fallback_note, on_device
 from megatron_ibpo.engines.truncation import check_truncation
 from megatron_ibpo.models import ModelConfigError, padded_vocab_size
 from megatron_ibpo.models.backends import ALLOW, FAST, served_by
@@ -76,9 +77,10 @@ def _on_this_machine(plan: Plan | Misfit, config: Config) -> str:
     if isinstance(plan, Misfit) or plan.world_size > (os.cpu_count() or 1):
         return ""
     context = plan.config.rollout.rollout_max_context_len
-    recurrent = plan.shape.is_recurrent
-    config = on_device(config, on_gpu=False, has_delta_nets=recurrent, max_context=context)
+    note = fallback_note(config.rollout, plan.shape, on_gpu=False)
+    config = on_device(config, plan.shape, on_gpu=False, max_context=context)
     try:
+        check_model(config.rollout, plan.shape, on_gpu=False)
         check_truncation(config, on_gpu=False)
         parts = memory_on_cpus(config, plan.shape, plan.census)
     except ValueError as error:
@@ -89,6 +91,7 @@ def _on_this_machine(plan: Plan | Misfit, config: Config) -> str:
     return (
         f"On this machine, which has no GPU, its processes hold {_gib(total)} GiB of {_gib(there)} GiB of "
         f"main memory ({named}); activations and data come on top.{enough}"
+        f"{'' if note is None else f' {note}'}"
     )
 
 

@@ -74,7 +74,7 @@ class TrainerRank:
             load_mtp(mtp, chunks, shape, config.model.hf_dir)
         values = merged_values(chunks)
         # an engine that does not draft has no place for the layer
-        drafts = mtp is not None and drafts_with_own_layer(config.rollout.vllm_arg)
+        drafts = mtp is not None and drafts_with_own_layer(config.rollout)
         self.export = HFExport(chunks, shape, mtp=mtp if drafts else None, values=values)
         self.whole_export = HFExport(chunks, shape, mtp=mtp, values=values)
         """Export of everything that files hold."""

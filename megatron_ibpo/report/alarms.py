@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, named_values
+from megatron_ibpo.engines.registry import sampling_precision
 from megatron_ibpo.report.metrics_log import Array, Columns
 
 REWARD_ERROR_SHARE = 0.05
@@ -145,13 +146,11 @@ def rounding_bound(config: Config, *, replays_mask: bool = False) -> float | Non
         loss.old_logprobs == "recompute" or loss.num_steps_per_rollout == 1
     )
     truncated = bool(rollout.truncation) and not replays_mask
-    quantized = {"quantization", "kv_cache_dtype", "fp8", "fp4"} & {
-        *named_values(rollout.vllm_arg),
-        *named_values(config.model.model_override),
-    }
+    precision = sampling_precision(rollout)
+    quantized = precision.is_quantized or {"fp8", "fp4"} & named_values(config.model.model_override).keys()
     if not one_policy or quantized or truncated:
         return None
-    coarser = "bfloat16" if config.model.bf16 else rollout.vllm_dtype
+    coarser = "bfloat16" if config.model.bf16 else precision.dtype
     return ROUNDING_BOUNDS[coarser]
 
 

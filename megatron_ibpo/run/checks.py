@@ -121,7 +121,7 @@ def _check_corrected_evaluation(config: Config) -> None:
 _WITHOUT_TORCH: tuple[Callable[[Config], object], ...] = (
     check_credit,
     lambda config: find_group_filter(config.algorithm),
-    lambda config: check_engine(config.rollout.rollout_backend),
+    lambda config: check_engine(config.rollout),
     lambda config: reward_functions(config.data),
     check_overrides,
     _check_corrected_evaluation,

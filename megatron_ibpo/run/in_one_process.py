@@ -55,7 +55,7 @@ class InOneProcess:
             rank = stack.enter_context(_trainer(resolved.config, checkpoint))
             return Processes(
                 trainers=OwnRank(rank),
-                engines=LeanEngines(rank, resolved.foundation, resolved.config.rollout.vllm_max_num_seqs),
+                engines=LeanEngines(rank, resolved.foundation),
                 verifiers=inputs.pool,
                 environments=inputs.environments,
                 deaths=partial(_deaths, inputs),
@@ -103,7 +103,7 @@ class LeanEngines:
 
     count = alive = 1
 
-    def __init__(self, rank: Any, foundation: Foundation, most_at_once: int) -> None:
+    def __init__(self, rank: Any, foundation: Foundation) -> None:
         """Build the engine, without weights yet.
 
         Args:
@@ -117,7 +117,6 @@ class LeanEngines:
             foundation.shape,
             read_eos_token_ids(foundation.hf_dir),
             max_context=foundation.max_context,
-            most_at_once=most_at_once,
         )
         self.version = -1  # no weights
 

@@ -7,6 +7,7 @@ from functools import partial
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.data.row_prompts import template_settings, with_system_prompt
+from megatron_ibpo.engines.registry import PARAMETERS as ENGINES
 from megatron_ibpo.environments import Sessions
 from megatron_ibpo.environments.chat import PlainChat, TemplateChat, open_chat
 from megatron_ibpo.environments.processes import EnvironmentPool
@@ -101,9 +102,11 @@ def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, 
 def sampling_settings(config: Config) -> str:
     """Return all settings that samples and their credit depend on, as text. A journal serves only runs with
     equal settings."""
+    sampling = asdict(config.rollout)
+    sampling["rollout_backend"] = ENGINES.name_of(config.rollout.rollout_backend)
     rollout = {
         name: value
-        for name, value in asdict(config.rollout).items()
+        for name, value in (sampling | sampling.pop("parameters")).items()
         if name not in ("engine_stall_timeout", "vllm_start_timeout", "update_weight_timeout")
     }
     # what a row may name changes no sample of a row that names something else

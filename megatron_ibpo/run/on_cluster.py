@@ -87,7 +87,7 @@ class OnCluster:
                 verifiers=verifiers,
                 environments=environments,
                 deaths=partial(_deaths, engines, verifiers, environments),
-                where=_where(placement, verifiers),
+                where=_where(resolved, verifiers),
                 wait_ready=partial(_wait_ready, engines, verifiers, environments),
             )
 
@@ -204,7 +204,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         episodes = open_episodes(config, inputs, environments)
         opened = open_rollouts(resolved, inputs.data, engines, verifier, episodes=episodes)
         rollouts = stack.enter_context(opened)
-        yield OpenEvaluation(inputs.data, kept, rollouts, engines, verifiers, _where(placement, verifiers))
+        yield OpenEvaluation(inputs.data, kept, rollouts, engines, verifiers, _where(resolved, verifiers))
 
 
 def _kept_samples(resolved: ResolvedConfig, data: RunData, policy: str) -> KeptSamples:
@@ -345,9 +345,11 @@ def going_on(run: Run, asked: Config) -> Config:
     return replace(run.config, rollout=asked.rollout, run=own)
 
 
-def _where(placement: Placement, verifiers: Verifiers) -> str:
-    """Return the placement of processes, one line per node."""
-    return "\n".join(
+def _where(resolved: ResolvedConfig, verifiers: Verifiers) -> str:
+    """Return the placement of processes, one line per node, and the engine if it was not named."""
+    placement, note = resolved.placement, resolved.engine_note
+    lines = [
         f"{address}: trainers {trainers}, engines {engines}, {counted(verifiers.workers(node), 'verifier')}"
         for node, (address, trainers, engines) in zip(placement.nodes, placement.rows(), strict=True)
-    )
+    ]
+    return "\n".join(lines if note is None else [*lines, note])

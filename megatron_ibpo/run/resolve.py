@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ibpo.cluster.placement import Placement
-from megatron_ibpo.config import Config, ConfigError, on_device
+from megatron_ibpo.config import Config, ConfigError
 from megatron_ibpo.credit import Method, find_method
 from megatron_ibpo.data import PromptSource
-from megatron_ibpo.engines.registry import samples_in_trainer
+from megatron_ibpo.engines.registry import fallback_note, on_device
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config, world_problems
 from megatron_ibpo.models.lora import check_lora
 from megatron_ibpo.policy.overrides import Overrides, read_overrides
@@ -33,6 +33,8 @@ class ResolvedConfig:
     foundation: Foundation
     placement: Placement
     overrides: Overrides
+    engine_note: str | None = None
+    """Line for the user about an engine that was not named."""
 
     @property
     def shape(self) -> ModelShape:
@@ -102,8 +104,6 @@ def settle(config: Config, foundation: Foundation, prompts: PromptSource | None)
         ValueError: --num-epoch with prompts that never repeat.
     """
     rollout = replace(config.rollout, rollout_max_context_len=foundation.max_context)
-    if samples_in_trainer(rollout.rollout_backend):
-        rollout = replace(rollout, vllm_dtype="float32")
     return replace(config, rollout=rollout, run=replace(config.run, num_rollout=num_steps(config, prompts)))
 
 
@@ -137,8 +137,9 @@ def resolve(config: Config, foundation: Foundation, placement: Placement) -> Res
     if world_size:
         _refuse_layout(world_problems(shape, config.parallel, world_size))
         config = replace(config, cluster=replace(config.cluster, num_trainers=world_size))
-    config = on_device(config, on_gpu=placement.on_gpu, has_delta_nets=shape.is_recurrent)
-    return ResolvedConfig(config, foundation, placement, read_overrides(config))
+    note = fallback_note(config.rollout, shape, on_gpu=placement.on_gpu) if placement.engines else None
+    config = on_device(config, shape, on_gpu=placement.on_gpu)
+    return ResolvedConfig(config, foundation, placement, read_overrides(config), note)
 
 
 def _refuse_layout(problems: list[str]) -> None:

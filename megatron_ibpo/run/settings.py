@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo import config
-from megatron_ibpo.credit import REGISTRIES
+from megatron_ibpo import config, credit
+from megatron_ibpo.engines.registry import PARAMETERS as ENGINE_PARAMETERS
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 
+REGISTRIES = (*credit.REGISTRIES, ENGINE_PARAMETERS)
+"""Settings whose choices have parameters of their own."""
 CONTEXTS_PER_RESPONSE = 4
 """Context length per response length where neither is given, since a correction prompt holds two
 responses."""

@@ -1,13 +1,14 @@
 """Instruments that sample from one policy: an engine in its own process, without Ray and trainers, held-out
 prompts, and the skill of a checkpoint, which answers these and corrects its own wrong answers."""
 
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.records import Prompt
-from megatron_ibpo.config import Config, as_specs, on_device
+from megatron_ibpo.config import Config, as_specs
 from megatron_ibpo.credit import ThinkingMarks, Vocabulary
 from megatron_ibpo.data import (
     CorrectionTemplate,
@@ -18,7 +19,13 @@ from megatron_ibpo.data import (
     thinking_marks,
 )
 from megatron_ibpo.engines import Engine, ThreadedEngine
-from megatron_ibpo.engines.registry import check_model, start_instrument, start_timeout
+from megatron_ibpo.engines.registry import (
+    check_model,
+    fallback_note,
+    on_device,
+    start_instrument,
+    start_timeout,
+)
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.run.operator_skill import Asking, operator_skill, try_corrections
 from megatron_ibpo.run.resolve import Foundation, read_foundation
@@ -31,7 +38,9 @@ def open_engine(config: Config, foundation: Foundation, stack: ExitStack) -> Eng
 
     on_gpu = torch.cuda.is_available()
     hf_dir, shape, context = foundation.hf_dir, foundation.shape, foundation.max_context
-    rollout = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent, max_context=context).rollout
+    if note := fallback_note(config.rollout, shape, on_gpu=on_gpu):
+        print(note, file=sys.stderr, flush=True)
+    rollout = on_device(config, shape, on_gpu=on_gpu, max_context=context).rollout
     check_model(rollout, shape, on_gpu=on_gpu)
     log, threads = config.run.run_dir / "logs" / "engine.log", torch.get_num_threads()
     engine = start_instrument(rollout, hf_dir, on_gpu=on_gpu, num_threads=threads, log=log)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ibpo.cluster.main_memory import main_memory
 from megatron_ibpo.cluster.placement import Engines, Node, PlacementError, plan_placement
-from megatron_ibpo.config import Config, ParallelConfig, RolloutConfig, on_device
+from megatron_ibpo.config import Config, ParallelConfig, RolloutConfig
+from megatron_ibpo.engines.registry import on_device
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.node_memory import check_main_memory
 from megatron_ibpo.policy.overrides import read_overrides
@@ -126,7 +127,7 @@ def test_parameters_are_counted_by_elements_whatever_dtype_they_have(models, tmp
 def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
     """Four nodes of eight GPUs. One pipeline stage a node, a quarter of the model; a stage without embeddings
     has less."""
-    config = on_device(configured(NEXT_80B), on_gpu=True, has_delta_nets=True)
+    config = on_device(configured(NEXT_80B), read_hf_config(NEXT_80B), on_gpu=True)
     elements = elements_of(NEXT_80B)
     placement = placed(gpus(8, 8, 8, 8), 32, Engines(tensor_parallel_size=8, colocate=True))
     shape = read_hf_config(NEXT_80B)
@@ -152,7 +153,7 @@ def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves(models):
 
     def on_cpus(model, **config) -> tuple[Config, Any, Any, Any, Any]:
         shape = read_hf_config(model)
-        resolved = on_device(Config(**config), on_gpu=False, has_delta_nets=shape.is_recurrent)
+        resolved = on_device(Config(**config), shape, on_gpu=False)
         return resolved, shape, read_overrides(resolved), elements_of(model), placed(cpus(3), 2, own(1, 1))
 
     arguments = on_cpus(ROOT / "examples/models/qwen3_0_6b")

@@ -26,14 +26,14 @@ from megatron_ibpo.config.peer_flags import FLAGS, KEYS, SYNONYMS, VALUES
 from megatron_ibpo.config.presets import PRESETS
 from megatron_ibpo.config.ranges import named_values
 from megatron_ibpo.config.recipes import config_yaml
-from megatron_ibpo.credit import REGISTRIES, Operator, find_operator
+from megatron_ibpo.credit import Operator, find_operator
 from megatron_ibpo.credit.registries import ESTIMATORS, OPERATORS, TOKEN_CREDITS
 from megatron_ibpo.engines.registry import ENGINES
 from megatron_ibpo.loss import VARIANTS
 from megatron_ibpo.policy.loss_objective import check_loss, loss_params
 from megatron_ibpo.rewards import Score, extracted_answer, open_verifier
 from megatron_ibpo.run.checks import check_loss_of_run, check_run, doubtful_settings
-from megatron_ibpo.run.settings import load_recipe, parse_config
+from megatron_ibpo.run.settings import REGISTRIES, load_recipe, parse_config
 from support.paths import ROOT
 
 
@@ -268,7 +268,8 @@ def test_what_cannot_work_is_refused(runnable):
             if name in ENTRIES:
                 ENTRIES[name].put(config, value)
             else:
-                config.algorithm.parameters[name] = value
+                section = config.rollout if name.startswith("vllm") else config.algorithm
+                section.parameters[name] = value
         with pytest.raises(ConfigError) as refused:
             check_run(config)
         assert "1 problem in the configuration" in str(refused.value), fields
@@ -354,7 +355,7 @@ def test_named_values_are_merged_by_name_and_sources_of_prompts_are_texts_or_map
     flags = "--vllm-arg max_num_batched_tokens=1 --vllm-arg x=a=b"
     config = parsed(first, "vllm-arg: [swap_space=1.5]", flags=flags)
     merged = {"max_num_batched_tokens": "1", "enable_chunked_prefill": "true", "swap_space": "1.5"}
-    assert named_values(config.rollout.vllm_arg) == {**merged, "x": "a=b"}
+    assert named_values(config.rollout.parameters["vllm_arg"]) == {**merged, "x": "a=b"}
     assert parsed(config_yaml(config)) == config
     data = parsed(r"""prompt-data:
   - {path: /data/a.jsonl, weight: 2, suffix: "Put it in \\boxed{}.", rm-type: math}
@@ -564,8 +565,8 @@ def test_help_shows_the_common_flags_within_the_terminal_defaults_of_recipes_and
         text = shown(*words.split())
         assert flags_of(text)[:1] == flags
         assert says in text
-    chosen = parse_config(["--advantage-estimator", "gspo"]).algorithm
-    own = {name for one in REGISTRIES for name in one.entries(getattr(chosen, one.setting))}
+    chosen = parse_config(["--advantage-estimator", "gspo"])
+    own = {name for one in REGISTRIES for name in one.entries(one.choice_in(chosen))}
     assert {*flags_of(shown("--advantage-estimator", "gspo", "--help-all"))} == {*ENTRIES, *own}
 
 

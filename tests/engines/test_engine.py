@@ -103,7 +103,7 @@ def test_a_large_model_has_longer_to_start(tmp_path):
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(160 * 10**9)  # takes no room
     assert start_timeout(rollout, tmp_path) == 600 + 160e9 / 0.25e9 == 1240
-    rollout.vllm_start_timeout = 5.0
+    rollout.parameters["vllm_start_timeout"] = 5.0
     assert start_timeout(rollout, tmp_path) == 5
 
 
@@ -142,7 +142,7 @@ def test_vllm_arguments_get_the_type_that_vllm_declares():
 def settings(checkpoints, tmp_path):
     def resolved(checkpoint, transport="ipc", *vllm_arg, **options):
         rollout = engine_runs.make_config(tmp_path, "bfloat16").rollout
-        rollout.vllm_arg = vllm_arg
+        rollout.parameters["vllm_arg"] = vllm_arg
         for name, value in options.items():
             setattr(rollout, name, value)
         gpus = () if transport == "gloo" else (0,)

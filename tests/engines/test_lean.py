@@ -16,6 +16,7 @@ from megatron_ibpo.basics.sampling_mask import unrestricted
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.engines import EngineError
 from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weights
+from megatron_ibpo.engines.registry import sampling_precision
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.checks import check_evaluation, check_run, check_settings
 from megatron_ibpo.run.in_one_process import InOneProcess
@@ -220,7 +221,7 @@ def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts():
     processes = {"--num-trainers 2": "one process trains", "--ray-address auto": "it uses no Ray"}
     processes |= {"--load-debug-rollout-data .": "a replay samples nothing"}
     sampling = {"--max-staleness 1": "one process cannot sample while it trains"}
-    for because in (sampling | {"--vllm-arg block_size=16": "it uses no vLLM"}, processes):
+    for because in (sampling, processes):
         every = [f"--rollout-backend lean with {flag.split()[0]}: {why}" for flag, why in because.items()]
         for check in (check_run, check_settings):
             with pytest.raises(ConfigError) as refused:
@@ -228,12 +229,17 @@ def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts():
             assert str(refused.value).split("\n  ")[1:] == every
 
 
+def test_settings_of_vllm_are_refused():
+    with pytest.raises(ConfigError, match=r"--rollout-backend lean has no .*--rollout-backend vllm has"):
+        parse_config([*LEAN, "--vllm-arg", "block_size=16"])
+
+
 def test_one_process_trains_a_dense_model_and_other_families_layouts_and_evaluations_are_refused():
     config = parse_config([*LEAN, "--eval-prompt-data", "reasoning_gym://leg_counting"])
     backend, foundation = InOneProcess(), read_foundation(config)
     backend.check(config, foundation.shape)
     alone = resolve(settle(config, foundation, None), foundation, backend.place(config)).config
-    assert (alone.cluster.num_trainers, alone.rollout.vllm_dtype) == (1, "float32")
+    assert (alone.cluster.num_trainers, sampling_precision(alone.rollout).dtype) == (1, "float32")
     two = parse_config([*LEAN, "--tensor-model-parallel-size", "2"])
     with pytest.raises(ValueError, match=r"TP x PP = 2 does not divide the world size \(1\)"):
         InOneProcess().check(two, read_hf_config(TINY))

@@ -24,7 +24,7 @@ pytestmark, TIMEOUT = [pytest.mark.engine, pytest.mark.slow], 600.0
 @contextmanager
 def recording_engine(checkpoint, log, dtype, *vllm_arg, context=CONTEXT):
     rollout = make_config(log.parent, dtype).rollout
-    rollout.rollout_max_context_len, rollout.vllm_arg = context, vllm_arg
+    rollout.rollout_max_context_len, rollout.parameters["vllm_arg"] = context, vllm_arg
     rollout.use_rollout_routing_replay = True
     settings = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1)
     with closing(Engine(settings, log)) as engine:

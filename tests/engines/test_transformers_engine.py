@@ -1,20 +1,28 @@
 """The transformers engine: what it samples, its weights, and the models that no other engine takes."""
 
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron_ibpo.basics.records import SampleRequest, token_ids
-from megatron_ibpo.config import Config, RolloutConfig
+from megatron_ibpo.config import Config, ConfigError, RolloutConfig
 from megatron_ibpo.engines import EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.engines.lean import LeanEngine, checkpoint_weights
 from megatron_ibpo.engines.probe import compare_probes, probe
-from megatron_ibpo.engines.registry import check_engine, check_model, engine_settings, sampling_mask_obstacle
+from megatron_ibpo.engines.registry import (
+    check_engine,
+    check_model,
+    engine_settings,
+    fallback_note,
+    on_device,
+    sampling_mask_obstacle,
+)
 from megatron_ibpo.engines.transformers_engine import TransformersEngine
 from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.weight_errors import WeightPlanError
 from support.engine_runs import (
     CONTEXT,
@@ -42,6 +50,7 @@ from support.tiny_models import (
 from support.waiting import eventually
 
 NAME = "transformers"
+NOTE = "--rollout-backend transformers samples, since vLLM cannot: head_dim 16"
 ENDLESS = SampleRequest(token_ids([5, 6, 7]), seed=0, max_tokens=CONTEXT)
 
 
@@ -54,7 +63,8 @@ def make_qwen2_of_16(directory, seed):
 
 
 def settings_of(checkpoint, log_dir, **options):
-    rollout = replace(make_config(log_dir, "float32").rollout, rollout_backend=NAME, **options)
+    options = {"rollout_backend": NAME, "parameters": {}} | options
+    rollout = replace(make_config(log_dir, "float32").rollout, **options)
     return engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1)
 
 
@@ -228,24 +238,46 @@ def test_an_engine_that_ended_says_why(checkpoint, tmp_path):
 
 
 def test_a_model_that_vllm_does_not_compute_is_refused_with_the_name_of_this_engine(tmp_path):
-    check_engine(NAME)
+    check_engine(RolloutConfig(rollout_backend=NAME))
     shape = read_hf_config(make_llama_of_16(tmp_path / "model", 0))
-    rollout = RolloutConfig(vllm_dtype="float32")
+    rollout = RolloutConfig(rollout_backend="vllm")
     with pytest.raises(ValueError, match=r"(?s)head_dim 16 .*\n--rollout-backend transformers can compute"):
         check_model(rollout, shape, on_gpu=False)
     ours = replace(rollout, rollout_backend=NAME)
     check_model(ours, shape, on_gpu=False)
     with pytest.raises(ValueError, match="--rollout-backend transformers: samples on CPUs only; take vllm"):
         check_model(ours, shape, on_gpu=True)
-    with pytest.raises(ValueError, match="with --vllm-arg: it uses no vLLM"):
-        check_model(replace(ours, vllm_arg=("block_size=16",)), shape, on_gpu=False)
     assert sampling_mask_obstacle(Config(rollout=ours), on_gpu=False) is None
+
+
+def test_a_run_that_names_no_engine_samples_with_this_one_where_vllm_cannot_and_says_so(tmp_path):
+    shape = read_hf_config(make_qwen2_of_16(tmp_path / "model", 0))
+    for flags, on_gpu, name in (
+        ((), False, NAME),
+        ((), True, "vllm"),
+        (("--rollout-backend", "vllm"), False, "vllm"),
+        (("--vllm-max-num-seqs", "8"), False, NAME),
+        (("--rollout-num-gpus-per-engine", "2"), False, "vllm"),  # here neither can
+    ):
+        config = parse_config(flags)
+        note = fallback_note(config.rollout, shape, on_gpu=on_gpu)
+        rollout = on_device(config, shape, on_gpu=on_gpu).rollout
+        assert (rollout.rollout_backend, note is not None) == (name, name == NAME)
+        refused = not on_gpu and name == "vllm"
+        with pytest.raises(ValueError, match="head_dim 16") if refused else nullcontext():
+            check_model(rollout, shape, on_gpu=on_gpu)
+        idle = " (--vllm-max-num-seqs: no effect)" if "--vllm-max-num-seqs" in flags else ""
+        assert note is None or note.startswith(NOTE.replace(",", f"{idle},"))
+    assert parse_config(["--rollout-backend", NAME, "--transformers-max-num-seqs", "8"])
+    with pytest.raises(ConfigError, match=r"--vllm-dtype: --rollout-backend transformers has no such"):
+        parse_config(["--rollout-backend", NAME, "--vllm-dtype", "float32"])
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [make_llama_of_16, make_qwen2_of_16])
-def test_a_random_model_with_heads_of_16_trains(tmp_path, make):
+def test_a_random_model_with_heads_of_16_trains(tmp_path, capfd, make):
     """On two tensor-parallel ranks, each update compared with what the engine holds."""
-    rows = train_three_steps(tmp_path, make(tmp_path / "model", 0), "--rollout-backend", NAME)
+    rows = train_three_steps(tmp_path, make(tmp_path / "model", 0))
     assert max(row["logprob_diff_abs_max"] for row in rows) < 1e-3
+    assert NOTE.replace(",", " (--vllm-kv-cache-bytes: no effect),") in capfd.readouterr().out

@@ -115,7 +115,7 @@ def test_what_the_trainer_cannot_compute_at_all_is_refused_with_and_without_a_cu
     for name in ("logits_processors=[a:b]", "watermark_config={}"):
         for cut in ("", WITH_RECORD):
             config = config_of("--use-tis", cut)
-            config.rollout.vllm_arg = (name,)
+            config.rollout.parameters["vllm_arg"] = (name,)
             (line,) = refusals(check_truncation, config)
             assert line.startswith(f"--vllm-arg {name.split('=')[0]} with --use-tis: ")
             config.loss.use_tis = False

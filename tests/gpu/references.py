@@ -5,6 +5,8 @@ import gc
 import numpy as np
 import torch
 
+from megatron_ibpo.engines.registry import sampling_precision
+
 ROUNDINGS = 3.0  # the engine's mean error over that of transformers in the same precision
 NEARER = 3.0  # log-probs are this many times nearer to the right weights' than to the wrong ones'
 DEVIATIONS = 5.0  # by which the likelihood of all tokens together may be off
@@ -33,7 +35,7 @@ def judge_samples(job, config, samples, trained):
 
 
 def engine_dtype(config):
-    return getattr(torch, config.rollout.vllm_dtype)
+    return getattr(torch, sampling_precision(config.rollout).dtype)
 
 
 def wider_dtype(config):

@@ -15,9 +15,9 @@ from references import free_memory
 from training import EXAMPLES, QWEN3, QWEN3_NEXT, make_random_model
 
 from megatron_ibpo.basics.records import SampleRequest, TrainSequence, token_ids
-from megatron_ibpo.config import Config, ModelConfig, OptimizerConfig, RolloutConfig, on_device
+from megatron_ibpo.config import Config, ModelConfig, OptimizerConfig, RolloutConfig
 from megatron_ibpo.engines import EngineError
-from megatron_ibpo.engines.registry import VLLM, engine_settings, start_engine
+from megatron_ibpo.engines.registry import VLLM, engine_settings, on_device, start_engine
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer.update_order import choose_transport
 
@@ -73,15 +73,18 @@ def config_of(job, family, *, graphs=False, name="model"):
     path = make_model(job, family, name)
     context = 1024 if job.on_gpu else 512
     settings = RolloutConfig(
-        rollout_max_response_len=context // 2, rollout_max_context_len=context, vllm_enforce_eager=not graphs,
-        vllm_gpu_memory_utilization=0.3, vllm_kv_cache_bytes=cache_bytes(job),
+        rollout_max_response_len=context // 2, rollout_max_context_len=context,
+        parameters={
+            "vllm_enforce_eager": not graphs, "vllm_gpu_memory_utilization": 0.3,
+            "vllm_kv_cache_bytes": cache_bytes(job),
+        },
         update_weight_timeout=TIMEOUT_S, check_weight_update_equal=True,
     )  # fmt: skip
     model = ModelConfig(hf_checkpoint=path, bf16=job.on_gpu, max_tokens_per_gpu=8192)
     model.allow_local_modules = True
     optimizer = OptimizerConfig(lr=LEARNING_RATE, lr_decay_style="constant", lr_warmup_fraction=0)
     config = Config(model=model, optimizer=optimizer, rollout=settings)
-    return on_device(config, on_gpu=job.on_gpu, has_delta_nets=read_hf_config(path).is_recurrent)
+    return on_device(config, read_hf_config(path), on_gpu=job.on_gpu)
 
 
 def cache_bytes(job):
@@ -138,7 +141,9 @@ def only_with(job):
 
 
 def _started(job, config, name, arguments, environment):
-    rollout = replace(config.rollout, vllm_arg=(*config.rollout.vllm_arg, *arguments))
+    before = config.rollout.parameters
+    parameters = before | {"vllm_arg": (*before.get("vllm_arg", ()), *arguments)}
+    rollout = replace(config.rollout, parameters=parameters)
     settings = engine_settings(
         rollout, config.model.hf_checkpoint, transport_of(job), gpus=(0,) if job.on_gpu else (),
         num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")),

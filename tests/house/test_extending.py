@@ -12,13 +12,20 @@ import pytest
 from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.config import Config, ConfigError, DataConfig
+from megatron_ibpo.config import Config, ConfigError, DataConfig, RolloutConfig, config_yaml
 from megatron_ibpo.credit import fill_batch, find_group_filter
 from megatron_ibpo.data import DataError, open_source
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.engines.registry import check_engine, engine_needs, samples_in_trainer, start_engine
+from megatron_ibpo.engines.registry import (
+    check_engine,
+    engine_needs,
+    engine_settings,
+    samples_in_trainer,
+    start_engine,
+)
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.rewards import LabelError, Score, check_labels, extracted_answer, open_verifier
+from megatron_ibpo.run.settings import parse_config
 from support.credit_cases import GSPO, RIGHT, Loop, algorithm, by_kind, group, prompt, scored, token_weights
 from support.documented_modules import write_modules
 from support.example_runs import finished, start_script
@@ -150,7 +157,7 @@ def test_the_credit_of_tokens_and_the_operators():
 
 def test_the_engine(tmp_path, monkeypatch):
     name = "counted_engine:CountedEngine"
-    check_engine(name)
+    check_engine(RolloutConfig(rollout_backend=name))
     assert not samples_in_trainer(name)
 
     def init(self, settings, log, again):  # vLLM takes ten seconds to start
@@ -165,7 +172,7 @@ def test_the_engine(tmp_path, monkeypatch):
 
 def test_the_needs_of_an_engine_are_vllms_unless_its_class_says_otherwise(tmp_path):
     config = Config()
-    config.rollout.vllm_max_num_seqs = 32
+    config.rollout.parameters["vllm_max_num_seqs"] = 32
     usual = engine_needs(config)
     assert (usual.most_running, usual.memory_share, usual.kv_cache_bytes) == (32, 0.6, None)
     assert engine_needs(config, on_gpu=False).kv_cache_bytes == 512 * 1024**2
@@ -188,9 +195,60 @@ class Frugal:
     assert engine_needs(config) == replace(usual, kv_cache_bytes=10**9, kv_cache_flag="--frugal-cache")
     assert engine_needs(config, on_gpu=False).kv_cache_bytes == 10**6
     with pytest.raises(ValueError, match="lacks wait_ready, take, abort"):
-        check_engine("own_engines:Half")
+        check_engine(RolloutConfig(rollout_backend="own_engines:Half"))
     with pytest.raises(ConfigError, match=r"--rollout-backend vlm: unknown engine.*vllm"):
-        check_engine("vlm")
+        check_engine(RolloutConfig(rollout_backend="vlm"))
+
+
+def test_an_engine_declares_settings_which_are_flags_and_recipe_keys_of_its_runs_alone(tmp_path, capsys):
+    (tmp_path / "echoing.py").write_text('''
+from dataclasses import dataclass
+from typing import Annotated
+from megatron_ibpo.config import COUNT, built
+from megatron_ibpo.engines import Engine
+
+@dataclass
+class Settings:
+    """Settings of the echo."""
+
+    echo_length: Annotated[int, COUNT] = 4
+    """Tokens of an answer."""
+
+class Echo(Engine):
+    parameters = Settings
+
+    @staticmethod
+    def make_settings(rollout, *arguments, **named):
+        return built(Settings, rollout.parameters).echo_length
+
+class Unbuilt(Engine):
+    parameters = Settings
+''')
+    name, recipe = f"{tmp_path}/echoing.py:Echo", tmp_path / "recipe.yaml"
+    recipe.write_text(f"rollout-backend: {name}\necho-length: 5\n")
+    from_recipe, by_flag = ["--config", str(recipe)], ["--config", str(recipe), "--echo-length", "6"]
+    for words, length in ((["--rollout-backend", name], 4), (from_recipe, 5), (by_flag, 6)):
+        config = parse_config(words)
+        assert config.rollout.parameters == {"echo_length": length}
+        assert engine_settings(config.rollout, tmp_path, "gloo", gpus=(), num_threads=1) == length
+    recipe.write_text(config_yaml(config))
+    assert parse_config(from_recipe) == config
+    other = parse_config([*from_recipe, "--rollout-backend", "vllm"])
+    assert "echo_length" not in other.rollout.parameters, "the flag replaces the recipe's engine"
+    with pytest.raises(SystemExit):
+        parse_config([*from_recipe, "--help-all"])
+    shown = capsys.readouterr().out
+    assert f"parameters of --rollout-backend {name}" in shown
+    assert re.search(r"--echo-length INT \[6\]\n +Tokens of an answer. Range: between 1 and", shown)
+    assert "--vllm-dtype" not in shown
+    with pytest.raises(ConfigError, match=r"--echo-length: no such flag"):
+        parse_config(["--echo-length", "3"])
+    with pytest.raises(ConfigError, match=r"--vllm-dtype: --rollout-backend .*Echo has no such parameter"):
+        parse_config([*from_recipe, "--vllm-dtype", "float32"])
+    with pytest.raises(ConfigError, match=r"--echo-length: must be between 1 .*, is 0"):
+        check_engine(parse_config([*from_recipe, "--echo-length", "0"]).rollout)
+    with pytest.raises(ValueError, match="needs make_settings"):
+        check_engine(RolloutConfig(rollout_backend=name.replace("Echo", "Unbuilt")))
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ibpo.config import Config, ModelConfig, RolloutConfig, eval_sampling, on_device
+from megatron_ibpo.config import Config, ModelConfig, RolloutConfig, eval_sampling
 from megatron_ibpo.credit.operator import NoOperator
-from megatron_ibpo.engines.registry import check_model
+from megatron_ibpo.engines.registry import check_model, on_device, sampling_precision
 from megatron_ibpo.engines.vllm.needs import HEAD_DIMS
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.evaluate import EvalSet, set_settings
@@ -126,10 +126,10 @@ def test_precision_is_what_serves_on_the_device_unless_it_is_said(models):
         (["--vllm-dtype", "float32"], "gpu", "dense", "float32", True),
     ):
         config = parse_config([*flags, "--rollout-max-context-len", "128"])
-        assert config.rollout.vllm_dtype == (flags[1] if "--vllm-dtype" in flags else "auto")
+        assert sampling_precision(config.rollout).dtype == (flags[1] if "--vllm-dtype" in flags else "auto")
         on_gpu, shape = device == "gpu", read_hf_config(models[family])
-        config = on_device(config, on_gpu=on_gpu, has_delta_nets=shape.is_recurrent)
-        assert (config.rollout.vllm_dtype, config.model.bf16) == (dtype, bf16)
+        config = on_device(config, shape, on_gpu=on_gpu)
+        assert (sampling_precision(config.rollout).dtype, config.model.bf16) == (dtype, bf16)
         settings = engine_settings(config.rollout, models[family], "gloo", gpus=(), num_threads=1)
         assert settings.dtype == dtype
         (engines,) = [
@@ -137,7 +137,7 @@ def test_precision_is_what_serves_on_the_device_unless_it_is_said(models):
         ]
         assert engines.meaning == f"vLLM, TP1, {dtype}"
         held_out = EvalSet("sums", False, [], eval_sampling(config), None)
-        assert set_settings(held_out, config, NoOperator(), "policy")["--vllm-dtype"] == dtype
+        assert set_settings(held_out, config, NoOperator(), "policy")["precision"] == dtype
 
 
 def test_what_vllm_cannot_compute_on_cpus_is_refused(models, tmp_path):
@@ -149,7 +149,7 @@ def test_what_vllm_cannot_compute_on_cpus_is_refused(models, tmp_path):
     ):
         content = json.loads((models[family] / "config.json").read_text(encoding="utf-8"))
         (tmp_path / "config.json").write_text(json.dumps(content | changes))
-        shape, rollout = read_hf_config(tmp_path), RolloutConfig(vllm_dtype=dtype)
+        shape, rollout = read_hf_config(tmp_path), RolloutConfig(parameters={"vllm_dtype": dtype})
         with pytest.raises(ValueError, match=says):
             check_model(rollout, shape, on_gpu=False)
         check_model(rollout, shape, on_gpu=True)

@@ -29,9 +29,10 @@ from megatron_ibpo.basics.record_lines import append_record, append_whole, open_
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.basics.reward_value import LARGEST_REWARD
 from megatron_ibpo.basics.sampling_mask import sampling_mask
-from megatron_ibpo.config import ConfigError, EvalSampling, on_device
+from megatron_ibpo.config import ConfigError, EvalSampling
 from megatron_ibpo.credit.explanation import GroupExplanation, Line, SampleExplanation
 from megatron_ibpo.data import load_tokenizer
+from megatron_ibpo.engines.registry import on_device
 from megatron_ibpo.evaluate import EvalSet, Evaluation, SetEvaluation
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.report import Report, Size, Stages, load_groups, prepare_run_dir, rollout_path, save_groups
@@ -460,8 +461,8 @@ def test_a_rule_over_ten_steps_names_its_metric_and_numbers():
         assert alarms(**{metric: without}) == []
 
 
-def resolved(*flags, on_gpu=False, has_delta_nets=False):
-    return on_device(parse_config(flags), on_gpu=on_gpu, has_delta_nets=has_delta_nets)
+def resolved(*flags, on_gpu=False, model="tiny_qwen3"):
+    return on_device(parse_config(flags), read_hf_config(ROOT / "examples" / model), on_gpu=on_gpu)
 
 
 def test_a_run_that_differs_from_its_engine_beyond_rounding_is_told_at_once():
@@ -470,7 +471,8 @@ def test_a_run_that_differs_from_its_engine_beyond_rounding_is_told_at_once():
     for config, differences, advice in (
         (resolved(), in_float32, None),
         (resolved("--vllm-dtype", "bfloat16"), in_bfloat16, "--vllm-dtype float32"),
-        (resolved(has_delta_nets=True), (0.001, 0.002, 0.003), None),  # as examples/run_qwen3_next_ibpo.sh
+        # as examples/run_qwen3_next_ibpo.sh
+        (resolved(model="tiny_qwen3_next"), (0.001, 0.002, 0.003), None),
         (resolved(), in_bfloat16, "--check-weight-update-equal"),  # such an engine has other weights
     ):
         bound = rounding_bound(config)

@@ -12,7 +12,9 @@ import pytest
 from megatron_ibpo.basics.entry_point import FAILED, guarded
 from megatron_ibpo.cluster.deaths import ProcessDiedError
 from megatron_ibpo.commands import train
-from megatron_ibpo.config import Config, on_device
+from megatron_ibpo.config import Config
+from megatron_ibpo.engines.registry import on_device, sampling_precision
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run import on_cluster
 from megatron_ibpo.run import open as run_open
 from megatron_ibpo.run.inputs import sampling_settings
@@ -126,8 +128,10 @@ def test_a_lost_node_is_waited_for_while_the_run_starts_again_but_not_for_good(m
 
 def test_the_journal_serves_a_run_that_goes_on_though_its_devices_have_decided_some_settings():
     asked = Config()
-    run = SimpleNamespace(config=on_device(asked, on_gpu=False, has_delta_nets=True))
+    run = SimpleNamespace(
+        config=on_device(asked, read_hf_config(ROOT / "examples/tiny_qwen3_next"), on_gpu=False)
+    )
     again = on_cluster.going_on(run, asked)
     assert (again.run.load, again.model.bf16) == (run.config.run.run_dir, False)
-    assert run.config.rollout.vllm_dtype == "bfloat16"
+    assert sampling_precision(run.config.rollout).dtype == "bfloat16"
     assert sampling_settings(again) == sampling_settings(asked)

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ibpo.cluster.placement import Engines, Node, plan_placement
 from megatron_ibpo.config import ConfigError
+from megatron_ibpo.engines.registry import sampling_precision
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.preflight import check_placement, preflight
 from megatron_ibpo.run.resolve import read_foundation, resolve, settle
@@ -32,14 +33,14 @@ def machine(count, *, gpus):
 def test_what_depends_on_devices_is_filled_in_by_their_placement_and_nothing_else_is_open():
     config, foundation, settled = settings()
     assert settled.rollout.rollout_max_context_len == foundation.shape.max_position_embeddings
-    assert (settled.model.bf16, settled.rollout.vllm_dtype, settled.cluster.num_trainers) == (
+    assert (settled.model.bf16, sampling_precision(settled.rollout).dtype, settled.cluster.num_trainers) == (
         None,
         "auto",
         None,
     )
     for gpus, precision in ((True, (True, "bfloat16")), (False, (False, "float32"))):
         resolved = resolve(settled, foundation, machine(2, gpus=gpus))
-        assert (resolved.config.model.bf16, resolved.config.rollout.vllm_dtype) == precision
+        assert (resolved.config.model.bf16, sampling_precision(resolved.config.rollout).dtype) == precision
         assert (resolved.config.cluster.num_trainers, resolved.world_size, resolved.accelerators) == (2, 2, 2)
     assert config.rollout.rollout_max_context_len is None, "what the user gave is not changed"
 

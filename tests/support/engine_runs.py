@@ -27,7 +27,8 @@ class CheckpointSource(DividedWeights):
 
 def make_config(run_dir, dtype):
     rollout = RolloutConfig(
-        rollout_max_context_len=CONTEXT, vllm_dtype=dtype, vllm_kv_cache_bytes=128 * 1024**2,
+        rollout_max_context_len=CONTEXT,
+        parameters={"vllm_dtype": dtype, "vllm_kv_cache_bytes": 128 * 1024**2},
         update_weight_buffer_size=100_000, check_weight_update_equal=True,  # several buckets
     )  # fmt: skip
     config = Config(rollout=rollout)
@@ -37,7 +38,7 @@ def make_config(run_dir, dtype):
 
 def start_engine(checkpoint, log, dtype="float32", vllm_arg=(), *, recompute_kv=True):
     rollout = make_config(log.parent, dtype).rollout
-    rollout.vllm_arg = vllm_arg
+    rollout.parameters["vllm_arg"] = vllm_arg
     rollout.recompute_kv_after_update = recompute_kv
     return Engine(engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1), log)
 

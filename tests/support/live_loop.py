@@ -17,7 +17,8 @@ import numpy as np
 from megatron_ibpo.basics.sampling_mask import sampling_mask
 from megatron_ibpo.cluster.deaths import ProcessDiedError
 from megatron_ibpo.cluster.placement import Node, plan_placement
-from megatron_ibpo.config import on_device
+from megatron_ibpo.engines.registry import on_device
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy.reports import About
 from megatron_ibpo.rewards import Outcome, Verifier, open_pool
 from megatron_ibpo.run.open import open_run
@@ -48,7 +49,7 @@ def reward(question, response, label, metadata):
 
 def config_of(run_dir, *flags):
     config = parse_config([*FLAGS, "--run-dir", str(run_dir), *flags])
-    return on_device(config, on_gpu=False, has_delta_nets=False)
+    return on_device(config, read_hf_config(MODEL), on_gpu=False)
 
 
 def written(request):

@@ -33,7 +33,15 @@ from megatron_ibpo.engines.vllm.messages import (
     Samples,
     Unsampled,
 )
-from megatron_ibpo.engines.vllm.needs import model_problems, sampling_mask_obstacle, vllm_needs
+from megatron_ibpo.engines.vllm.needs import (
+    changed_probabilities,
+    model_problems,
+    on_device,
+    precision,
+    sampling_mask_obstacle,
+    vllm_needs,
+)
+from megatron_ibpo.engines.vllm.parameters import VllmParameters
 
 SOCKET_BYTES = 37
 """Length of a slash and the 36 characters of the names of vLLM's sockets."""
@@ -59,6 +67,10 @@ class Engine:
     both. Any thread may call any method.
     """
 
+    parameters = VllmParameters
+    on_device = staticmethod(on_device)
+    precision = staticmethod(precision)
+    changed_probabilities = staticmethod(changed_probabilities)
     needs = staticmethod(vllm_needs)
     model_problems = staticmethod(model_problems)
     sampling_mask_obstacle = staticmethod(sampling_mask_obstacle)

@@ -2,9 +2,13 @@
 CPU kernels cannot compute, and the samples whose probabilities it does not describe. Importing this loads no
 vLLM."""
 
+from dataclasses import replace
+from typing import Literal
+
 from megatron_ibpo.config import Config, RolloutConfig, eval_sampling, named_values
-from megatron_ibpo.engines.settings import EngineNeeds
+from megatron_ibpo.engines.settings import EngineNeeds, Precision
 from megatron_ibpo.engines.vllm.model_runner import VARIABLE, uses_second_runner
+from megatron_ibpo.engines.vllm.parameters import vllm_parameters
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape
 
@@ -25,20 +29,20 @@ def vllm_needs(config: Config, on_gpu: bool) -> EngineNeeds:
     """Return an engine's memory needs.
 
     Args:
-        config: configuration with device-dependent values resolved (`config.on_device`).
+        config: configuration with device-dependent values resolved (`engines.registry.on_device`).
         on_gpu: False if the engine runs on CPUs, with its KV cache in main memory.
     """
-    rollout = config.rollout
-    given = named_values(rollout.vllm_arg)
-    element = 4 if rollout.vllm_dtype == "float32" else 2
+    own = vllm_parameters(config.rollout)
+    given = named_values(own.vllm_arg)
+    element = 4 if own.vllm_dtype == "float32" else 2
     quantization = given.get("quantization")
     state = given.get("mamba_ssm_cache_dtype", "auto")
     return EngineNeeds(
-        memory_share=rollout.vllm_gpu_memory_utilization,
+        memory_share=own.vllm_gpu_memory_utilization,
         memory_share_flag="--vllm-gpu-memory-utilization",
-        kv_cache_bytes=kv_cache_bytes(rollout, on_gpu=on_gpu),
+        kv_cache_bytes=kv_cache_bytes(config.rollout, on_gpu=on_gpu),
         kv_cache_flag="--vllm-kv-cache-bytes",
-        most_running=rollout.vllm_max_num_seqs,
+        most_running=own.vllm_max_num_seqs,
         most_running_flag="--vllm-max-num-seqs",
         element_bytes=element,
         # the layers' matrices are quantized; scales are left out
@@ -48,14 +52,45 @@ def vllm_needs(config: Config, on_gpu: bool) -> EngineNeeds:
         prefill_tokens=int(given.get("max_num_batched_tokens", PREFILL_TOKENS)),
         logit_bytes=SAMPLER_BYTES,
         buffer_bytes=BUFFERS_BYTES,
-        graph_bytes=0 if rollout.vllm_enforce_eager or not on_gpu else GRAPHS_BYTES,
+        graph_bytes=0 if own.vllm_enforce_eager or not on_gpu else GRAPHS_BYTES,
         communicators=COMMUNICATORS,
     )
 
 
 def kv_cache_bytes(rollout: RolloutConfig, *, on_gpu: bool) -> int | None:
     """Return the KV-cache bytes of each rank of an engine; None: the rest of its share of the GPU."""
-    return rollout.vllm_kv_cache_bytes or (None if on_gpu else CPU_KV_CACHE_BYTES)
+    return vllm_parameters(rollout).vllm_kv_cache_bytes or (None if on_gpu else CPU_KV_CACHE_BYTES)
+
+
+def on_device(config: Config, shape: ModelShape, on_gpu: bool) -> RolloutConfig:
+    """Return the settings of sampling with --vllm-dtype resolved: auto is the trainer's precision on GPUs and
+    float32 on CPUs, but bfloat16 where vLLM does not support float32, which is with quantized weights, and on
+    CPUs with delta nets.
+
+    Args:
+        config: configuration with the trainer's precision resolved.
+    """
+    rollout, own = config.rollout, vllm_parameters(config.rollout)
+    if own.vllm_dtype != "auto":
+        return rollout
+    rounds = config.model.bf16 if on_gpu else shape.is_recurrent
+    is_quantized = "quantization" in named_values(own.vllm_arg)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if is_quantized or rounds else "float32"
+    return replace(rollout, parameters=rollout.parameters | {"vllm_dtype": dtype})
+
+
+def precision(rollout: RolloutConfig) -> Precision:
+    """Return the precision of sampling."""
+    own = vllm_parameters(rollout)
+    quantizing = {"quantization", "kv_cache_dtype"} & named_values(own.vllm_arg).keys()
+    return Precision(own.vllm_dtype, bool(quantizing))
+
+
+def changed_probabilities(rollout: RolloutConfig) -> list[str]:
+    """Return the arguments of vLLM by which it samples from other probabilities than temperature, top-k and
+    top-p leave."""
+    names = named_values(vllm_parameters(rollout).vllm_arg).keys() & CHANGE_PROBABILITIES
+    return [f"--vllm-arg {name}" for name in sorted(names)]
 
 
 CHANGE_PROBABILITIES = {"logits_processors", "watermark_config"}
@@ -94,7 +129,7 @@ def model_problems(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -
     """Return what vLLM cannot compute of a model, one line each; on GPUs it is taken to compute all.
 
     Args:
-        rollout: settings with the precision resolved (`config.on_device`).
+        rollout: settings with the precision resolved (`on_device`).
     """
     problems: list[str] = []
     if on_gpu:
@@ -113,7 +148,7 @@ def model_problems(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -
                 f"kernels for delta nets need equal sizes that are multiples of {DELTA_NET_MULTIPLE}; take a "
                 "model with such sizes, or sample on GPUs"
             )
-        if rollout.vllm_dtype == "float32":
+        if precision(rollout).dtype == "float32":
             problems.append(
                 f"--vllm-dtype float32: vLLM's CPU kernels for the delta nets of {shape.family} support "
                 "bfloat16 only; leave the flag out"

@@ -10,6 +10,7 @@ from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.model_runner import VARIABLE, uses_second_runner
 from megatron_ibpo.engines.vllm.needs import kv_cache_bytes
+from megatron_ibpo.engines.vllm.parameters import vllm_parameters
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer.update_order import TransportName
 
@@ -84,10 +85,9 @@ def engine_settings(
     on_cpu = transport == "gloo"
     shape = read_hf_config(hf_dir)
     recorded = shape.num_experts if rollout.use_rollout_routing_replay else 0
-    assert rollout.vllm_dtype != "auto"  # config.on_device resolved it
-    arguments = _taking_new_weights(
-        vllm_arguments(rollout.vllm_arg), experts_on_gpu=shape.is_moe and not on_cpu
-    )
+    own = vllm_parameters(rollout)
+    assert own.vllm_dtype != "auto"  # `needs.on_device` resolved it
+    arguments = _taking_new_weights(vllm_arguments(own.vllm_arg), experts_on_gpu=shape.is_moe and not on_cpu)
     by_cache = recorded > 0 and uses_second_runner("cpu" if on_cpu else "cuda")
     if recorded and not by_cache and not on_cpu:
         raise ValueError(
@@ -125,12 +125,12 @@ def engine_settings(
         tensor_parallel_size=rollout.rollout_num_gpus_per_engine,
         num_threads=num_threads,
         transport=transport,
-        dtype=rollout.vllm_dtype,
+        dtype=own.vllm_dtype,
         max_model_len=rollout.rollout_max_context_len,
-        max_num_seqs=rollout.vllm_max_num_seqs,
+        max_num_seqs=own.vllm_max_num_seqs,
         kv_cache_bytes=kv_cache_bytes(rollout, on_gpu=not on_cpu),
-        gpu_memory_utilization=rollout.vllm_gpu_memory_utilization,
-        enforce_eager=on_cpu or rollout.vllm_enforce_eager,
+        gpu_memory_utilization=own.vllm_gpu_memory_utilization,
+        enforce_eager=on_cpu or own.vllm_enforce_eager,
         sleep_mode=transport == "ipc",
         prefix_caching=prefix_caching,
         recompute_kv_after_update=rollout.recompute_kv_after_update,
@@ -160,8 +160,9 @@ def _taking_new_weights(arguments: dict[str, Any], *, experts_on_gpu: bool) -> d
 
 def start_timeout(rollout: RolloutConfig, hf_dir: Path) -> float:
     """Return the seconds that an engine may take to start; by default from the size of the model's files."""
-    if rollout.vllm_start_timeout is not None:
-        return rollout.vllm_start_timeout
+    timeout = vllm_parameters(rollout).vllm_start_timeout
+    if timeout is not None:
+        return timeout
     weights = sum(file.stat().st_size for file in hf_dir.glob("*.safetensors"))
     return START_S + weights / READ_BYTES_PER_S
 

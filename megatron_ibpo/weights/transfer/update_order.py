@@ -1,12 +1,11 @@
 """Orders for a weight update: the driver gives them, trainers and engines carry them out. Needs no torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import yaml
 
-from megatron_ibpo.config import named_values
+from megatron_ibpo.config import RolloutConfig, named_values
 
 TransportName = Literal["gloo", "ipc", "nccl"]
 
@@ -26,14 +25,11 @@ class UpdateOrder:
     """Seconds that each step may take."""
 
 
-def drafts_with_own_layer(vllm_arguments: Sequence[str]) -> bool:
+def drafts_with_own_layer(rollout: RolloutConfig) -> bool:
     """Return whether engines speculate with the policy's multi-token prediction layer, and so take its
-    weights.
-
-    Args:
-        vllm_arguments: values of --vllm-arg, name=value.
-    """
-    chosen = yaml.safe_load(named_values(vllm_arguments).get("speculative_config", "{}"))
+    weights: whether vLLM's are told so."""
+    arguments = named_values(rollout.parameters.get("vllm_arg", ()))
+    chosen = yaml.safe_load(arguments.get("speculative_config", "{}"))
     method = chosen.get("method") if isinstance(chosen, dict) else None
     return isinstance(method, str) and method.endswith("mtp")
 
