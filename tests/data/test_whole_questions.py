@@ -85,7 +85,7 @@ def test_no_demonstration_is_learnt_without_its_question_or_answer(tmp_path, tem
     answers = chat_of("{{ m.content if m.role != 'assistant' }}"), ASKED
     source, messages = (LEAVES_OUT | {"answers": answers})[template]
     chat = [*messages, SAID[-1]]
-    with pytest.raises(DataError, match=r"leaves out the content of message|does not continue"):
+    with pytest.raises(DataError, match="leaves out the content of message"):
         demonstrated(tmp_path, byte_level(source), {"messages": chat})
 
 

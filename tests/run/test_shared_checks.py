@@ -8,10 +8,11 @@ from contextlib import ExitStack
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
 
 from megatron_ibpo.commands.data import Arguments, show_data
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.data import DataError, load_tokenizer
+from megatron_ibpo.data import DataError
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.inputs import open_inputs
 from megatron_ibpo.run.open import open_run
@@ -74,7 +75,7 @@ def untied_without_a_head(**config):
 
 def more_tokens(*tokens):
     def apply(model):
-        library = load_tokenizer(model).library
+        library = PreTrainedTokenizerFast.from_pretrained(model)
         library.add_tokens([*tokens])
         library.save_pretrained(model)
 
