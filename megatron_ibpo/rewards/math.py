@@ -39,6 +39,8 @@ _ENDLESS = re.compile(r"\d{101}")
 _END = 5_000
 """Characters at the end of a response that are searched for an unboxed answer, and the longest formula given
 to math-verify."""
+_LONGEST_FORMULA = 200
+"""Longest label in characters that is read as one formula; of a longer one with `$`, the last is read."""
 _LONGEST = 200_000
 """Longest label in characters; a longer answer does not count as one."""
 _IN_BOX = [LatexExtractionConfig(boxed_match_priority=0)]
@@ -69,6 +71,7 @@ _OR = re.compile(
 _ASSIGNED = re.compile(r"[A-Za-z](?:_\w|_\{\w+\})?\s*=\s*(?=[^=])")
 _MISREAD = re.compile(r"\d\s++\d|\d\s*+_")
 """What the library misreads: digits that stand apart as a product, and 12_7 without its base."""
+_AND = re.compile(r",?\s++and\b")
 _DIGIT = re.compile(r"\d")
 
 
@@ -106,8 +109,10 @@ def is_right(response: str, label: str, prompt: str = "") -> bool:
         return True
     choices = [part for part in _OR.split(answer.text) if part]
     if len(choices) > 1:  # right only if all of them are, or if the label has the same ones
-        return _equals_one(_boxed(",".join(map(_unassigned, choices))), accepted) or all(
-            _equals_one(_boxed(choice), accepted) for choice in choices
+        is_prose = not answer.is_box and answer.text == answer.context
+        as_answer = _in_prose if is_prose else _boxed
+        return _equals_one(as_answer(",".join(map(_unassigned, choices))), accepted) or all(
+            _equals_one(as_answer(choice), accepted) for choice in choices
         )
     return _equals_one(answer, accepted)
 
@@ -199,6 +204,10 @@ def _alternatives(line: str) -> str | None:
 
 def _boxed(text: str) -> _Answer:
     return _Answer(text, text, is_box=True)
+
+
+def _in_prose(text: str) -> _Answer:
+    return _Answer(text, f"\\boxed{{{text}}}")
 
 
 def _unassigned(text: str) -> str:
@@ -301,9 +310,10 @@ def _read(context: str, is_box: bool) -> list[Any]:
     context = _plain(context)
     if is_box and (formula := _ONE_FORMULA.fullmatch(context)) is not None:
         context = next(group for group in formula.groups() if group is not None)
+    if is_box and "$" in context:  # several formulas
+        context = _AND.sub(",", context.replace("$", " "))
     if is_box and _MISREAD.search(context):
         return []
-    is_box = is_box and "$" not in context  # else several formulas
     parsed = parse(
         f"\\boxed{{{context}}}" if is_box else context,
         extraction_config=_IN_BOX if is_box else _IN_TEXT,
@@ -346,7 +356,8 @@ def _gold(label: str) -> list[Any]:
     choices = _OR.split(label)
     marked = ",".join(map(_unassigned, choices)) if len(choices) > 1 else label
     boxes = final_boxes(marked)
-    marked = ",".join(map(_unassigned, boxes)) if len(boxes) > 1 else "".join(boxes) or marked
+    if len(boxes) == 1 and marked.strip(" $.") == f"\\boxed{{{boxes[0]}}}":
+        marked = boxes[0]
     try:
         with cpu_limit(CHECK_S):
             return _equal_to_itself(marked)
@@ -356,7 +367,8 @@ def _gold(label: str) -> list[Any]:
 
 def _equal_to_itself(label: str) -> list[Any]:
     try:
-        gold = _read(label, is_box=True)
+        is_solution = "\\boxed" in label or ("$" in label and len(label) > _LONGEST_FORMULA)
+        gold = _read(label, is_box=not is_solution)
         return gold if gold and verify(gold, gold, timeout_seconds=0, raise_on_error=True) else []
     except Exception:  # not mathematics then
         return []
