@@ -39,6 +39,8 @@ _ENDLESS = re.compile(r"\d{101}")
 _END = 5_000
 """Characters at the end of a response that are searched for an unboxed answer, and the longest formula given
 to math-verify."""
+_LONGEST_FORMULA = 200
+"""Longest label in characters that is read as one formula; of a longer one with `$`, the last is read."""
 _LONGEST = 200_000
 """Longest label in characters; a longer answer does not count as one."""
 _IN_BOX = [LatexExtractionConfig(boxed_match_priority=0)]
@@ -69,6 +71,7 @@ _OR = re.compile(
 _ASSIGNED = re.compile(r"[A-Za-z](?:_\w|_\{\w+\})?\s*=\s*(?=[^=])")
 _MISREAD = re.compile(r"\d\s++\d|\d\s*+_")
 """What the library misreads: digits that stand apart as a product, and 12_7 without its base."""
+_AND = re.compile(r",?\s++and\b")
 _DIGIT = re.compile(r"\d")
 
 
@@ -106,8 +109,10 @@ def is_right(response: str, label: str, prompt: str = "") -> bool:
         return True
     choices = [part for part in _OR.split(answer.text) if part]
     if len(choices) > 1:  # right only if all of them are, or if the label has the same ones
-        return _equals_one(_boxed(",".join(map(_unassigned, choices))), accepted) or all(
-            _equals_one(_boxed(choice), accepted) for choice in choices
+        is_prose = not answer.is_box and answer.text == answer.context
+        as_answer = _in_prose if is_prose else _boxed
+        return _equals_one(as_answer(",".join(map(_unassigned, choices))), accepted) or all(
+            _equals_one(as_answer(choice), accepted) for choice in choices
         )
     return _equals_one(answer, accepted)
 
@@ -153,7 +158,9 @@ class _Answer:
 
     text: str
     context: str
-    """Text in which math-verify looks for it: a box, or the end of the response."""
+    """Text in which math-verify looks for it: the same, or the end of the response."""
+    is_box: bool = False
+    """Whether the text is the whole context."""
 
 
 def _answer(text: str) -> _Answer | None:
@@ -196,6 +203,10 @@ def _alternatives(line: str) -> str | None:
 
 
 def _boxed(text: str) -> _Answer:
+    return _Answer(text, text, is_box=True)
+
+
+def _in_prose(text: str) -> _Answer:
     return _Answer(text, f"\\boxed{{{text}}}")
 
 
@@ -223,7 +234,7 @@ def _equal(answer: _Answer, label: str) -> bool:
     assigned = _assignments(ours), _assignments(theirs)
     if assigned[0] is not None and assigned[1] is not None and assigned[0].keys() == assigned[1].keys():
         return all(_equal(_boxed(value), assigned[1][name]) for name, value in assigned[0].items())
-    return bool(_gold(theirs)) and _same_mathematics(theirs, latex(answer.context))
+    return bool(_gold(theirs)) and _same_mathematics(theirs, latex(answer.context), answer.is_box)
 
 
 def _same_word(answer: str, label: str) -> bool:
@@ -271,13 +282,13 @@ def _equals_one(answer: _Answer, accepted: Sequence[str]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)  # responses of a group make the same mistakes
-def _same_mathematics(label: str, context: str) -> bool:
+def _same_mathematics(label: str, context: str, is_box: bool) -> bool:
     """
     Raises:
         ResponseError: math-verify fails on the answer, or takes too long.
     """
     gold = _gold(label)
-    if len(context) > _END + len(_boxed("").context):
+    if len(context) > _END:
         raise ResponseError(f"a formula of more than {_END:,} characters")
     if _depth(context) > _DEEPEST:
         raise ResponseError(f"braces are nested more than {_DEEPEST} deep")
@@ -285,7 +296,7 @@ def _same_mathematics(label: str, context: str) -> bool:
         raise ResponseError("a formula with a number of more than 100 digits")
     with cpu_limit(CHECK_S):
         try:
-            answers = _read(context)
+            answers = _read(context, is_box)
             if not answers or _plainly_differ(gold, answers):
                 return False
             return bool(verify(gold, answers, timeout_seconds=0, raise_on_error=True))
@@ -293,18 +304,18 @@ def _same_mathematics(label: str, context: str) -> bool:
             raise ResponseError(f"{type(error).__name__}: {error}") from error
 
 
-def _read(context: str) -> list[Any]:
+def _read(context: str, is_box: bool) -> list[Any]:
     """Return what math-verify reads: a box as a whole or not at all, or a formula or number at the end of
     another text. What it cannot read it returns as text; that is left out, since it may be a part."""
     context = _plain(context)
-    content = context.removeprefix("\\boxed{").removesuffix("}") if context.startswith("\\boxed{") else None
-    if content is not None and (formula := _ONE_FORMULA.fullmatch(content)) is not None:
-        content = next(group for group in formula.groups() if group is not None)
-    is_box = content is not None and "$" not in content and "\\boxed" not in content
-    if is_box and _MISREAD.search(content):
+    if is_box and (formula := _ONE_FORMULA.fullmatch(context)) is not None:
+        context = next(group for group in formula.groups() if group is not None)
+    if is_box and "$" in context:  # several formulas
+        context = _AND.sub(",", context.replace("$", " "))
+    if is_box and _MISREAD.search(context):
         return []
     parsed = parse(
-        f"\\boxed{{{content}}}" if is_box else context,
+        f"\\boxed{{{context}}}" if is_box else context,
         extraction_config=_IN_BOX if is_box else _IN_TEXT,
         extraction_mode="first_match" if is_box else "any_match",
         parsing_timeout=0,
@@ -344,8 +355,9 @@ def _gold(label: str) -> list[Any]:
     """Return the label as math-verify reads it; empty if it is not mathematics, or does not equal itself."""
     choices = _OR.split(label)
     marked = ",".join(map(_unassigned, choices)) if len(choices) > 1 else label
-    if "\\boxed" not in marked:
-        marked = f"\\boxed{{{marked}}}"
+    boxes = final_boxes(marked)
+    if len(boxes) == 1 and marked.strip(" $.") == f"\\boxed{{{boxes[0]}}}":
+        marked = boxes[0]
     try:
         with cpu_limit(CHECK_S):
             return _equal_to_itself(marked)
@@ -355,7 +367,8 @@ def _gold(label: str) -> list[Any]:
 
 def _equal_to_itself(label: str) -> list[Any]:
     try:
-        gold = _read(label)
+        is_solution = "\\boxed" in label or ("$" in label and len(label) > _LONGEST_FORMULA)
+        gold = _read(label, is_box=not is_solution)
         return gold if gold and verify(gold, gold, timeout_seconds=0, raise_on_error=True) else []
     except Exception:  # not mathematics then
         return []

@@ -164,7 +164,7 @@ def test_what_livecodebench_imports_is_there_and_exit_whose_status_counts():
         ("def deque(): pass\nclass Counter: pass\ndeque(Counter)", []),
         ("from __future__ import annotations\nimport math\nmath.pi", []),
     ):
-        assert offered_imports(program).splitlines()[2:] == lines
+        assert offered_imports(program).splitlines()[3:] == lines
 
 
 def test_asserts_see_plain_values_helpers_exceptions_and_changed_arguments():
