@@ -190,6 +190,9 @@ def test_a_users_operator_without_words_gets_the_general_lines_and_words_that_do
     operator.words = [[[Line("luck", "good")], []]]
     (explained,) = Loop(corrected).credit(made, config, operator=operator).explanations
     assert explained.responses[0]["luck"] == "good"
+    operator.words = [[["luck"], []]]
+    with pytest.raises(ValueError, match="explanations hold 'luck', which is no Line"):
+        Loop(corrected).credit(made, config, operator=operator)
     operator.words = [[[]]]
     with pytest.raises(ValueError, match=r"explanations are for groups of \[1\] responses instead of \[2\]"):
         Loop(corrected).credit(made, config, operator=operator)
