@@ -112,6 +112,9 @@ def comparisons(credit, groups, operator):
 def test_a_reader_recomputes_every_advantage_from_the_numbers_that_are_shown(name):
     config, credit, groups = of_case(name)
     method = find_method(config)
+    text = "\n".join(map(str, credit.explanations))
+    assert ("overlong penalty" in text) == (config.overlong_buffer_share > 0)
+    assert ("(−ρ)" in text) == (name == "ibpo-rewrite-penalty")
     sums = 0
     for lines, compared, sequence in comparisons(credit, groups, method.operator):
         reward, _ = lines["verified reward r"]
