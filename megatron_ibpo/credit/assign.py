@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar, cast
 
 from megatron_ibpo.basics.records import Group, TrainSequence
@@ -21,7 +22,7 @@ from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
 from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator, TokenWeights
 from megatron_ibpo.credit.registries import Method, find_method
 from megatron_ibpo.credit.shaping import shaped_rewards, with_overlong_penalty
-from megatron_ibpo.credit.step_explanation import StepCredit, explain_step
+from megatron_ibpo.credit.step_explanation import StepCredit, check_words, explain_step
 from megatron_ibpo.credit.token_credit import weigh_tokens
 from megatron_ibpo.credit.train_sequences import joining_rewards, plain_prompt_sequences, train_sequences
 from megatron_ibpo.credit.value_credit import value_credit
@@ -38,8 +39,13 @@ class Credit:
     metrics: dict[str, float]
     memory: Memory = field(default_factory=dict)
     """Memory for the context of the next step (`CreditContext.memory`)."""
-    explanations: list[GroupExplanation] = field(default_factory=list)
-    """How the advantage of every sample came about, group by group."""
+    parts: StepCredit | None = None
+    """What the explanations are made of."""
+
+    @cached_property
+    def explanations(self) -> list[GroupExplanation]:
+        """How the advantage of every sample came about, group by group. Written when it is first read."""
+        return [] if self.parts is None else explain_step(self.parts)
 
 
 def assign_credit(groups: Sequence[Group], context: CreditContext, method: Method | None = None) -> Credit:
@@ -97,7 +103,8 @@ def assign_credit(groups: Sequence[Group], context: CreditContext, method: Metho
     if needs_critic(estimator):
         sequences, of_critic, lines = value_credit(sequences, cast(ValueEstimator, estimator), context)
         metrics |= of_critic
-    step = StepCredit(
+    check_words(groups, judgement)
+    parts = StepCredit(
         groups=groups,
         judgement=judgement,
         operator=operator,
@@ -111,7 +118,7 @@ def assign_credit(groups: Sequence[Group], context: CreditContext, method: Metho
         token_note=factors.note,
     )
     metrics = metrics | judgement.metrics | factors.metrics
-    return Credit(sequences, metrics, judgement.memory, explain_step(step))
+    return Credit(sequences, metrics, judgement.memory, parts)
 
 
 def _compared_rewards(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ibpo.basics.records import Group, TrainSequence
-from megatron_ibpo.basics.text import counted
+from megatron_ibpo.basics.text import counted, shown
 from megatron_ibpo.credit.correction_advantages import compared_corrections
 from megatron_ibpo.credit.estimators import (
     ComparedSamples,
@@ -53,53 +53,52 @@ class StepCredit:
     """What the token credit's factors are."""
 
 
-def explain_step(step: StepCredit) -> list[GroupExplanation]:
-    """Return the explanation of every sample of every group.
+def check_words(groups: Sequence[Group], judgement: Judgement) -> None:
+    """Refuse lines of an operator that do not fit the groups.
 
     Raises:
-        ValueError: the operator's lines do not fit the groups.
+        ValueError: they are not a list of `Line` for every response.
     """
-    words = _words(step)
-    sequences = {(s.group, s.kind, s.index): s for s in step.sequences}
-    explanations = []
-    for place, group in enumerate(step.groups):
-        responses = [
-            _response(step, place, index, words[place][index], sequences.get((place, "response", index)))
-            for index in range(len(group.responses))
-        ]
-        corrections = [
-            _correction(step, place, index, sequences.get((place, "correction", index)))
-            for index in range(len(group.corrections))
-        ]
-        explanations.append(
-            GroupExplanation(
-                list(map(SampleExplanation, responses)), list(map(SampleExplanation, corrections))
-            )
-        )
-    return explanations
-
-
-def _words(step: StepCredit) -> list[list[list[Line]]]:
-    """Return the operator's lines for every response; none where it has no words."""
-    sizes = [len(group.responses) for group in step.groups]
-    words = step.judgement.explanations
+    words = judgement.explanations
     if words is None:
-        return [[[] for _ in range(size)] for size in sizes]
-    if [len(own) for own in words] != sizes:
+        return
+    sizes, own_sizes = [len(group.responses) for group in groups], [len(of_group) for of_group in words]
+    if own_sizes != sizes:
         raise ValueError(
-            f"the operator's explanations are for groups of {[len(own) for own in words]} responses instead "
-            f"of {sizes}: it gives a list of lines for every response"
+            f"the operator's explanations are for groups of {own_sizes} responses instead of {sizes}: it "
+            "gives a list of lines for every response"
         )
-    return words
+    lines = [line for of_group in words for of_response in of_group for line in of_response]
+    if other := next((line for line in lines if not isinstance(line, Line)), None):
+        raise ValueError(f"the operator's explanations hold {shown(other)}, which is no Line")
 
 
-def _response(
-    step: StepCredit, place: int, index: int, words: list[Line], sequence: TrainSequence | None
-) -> list[Line]:
+def explain_step(step: StepCredit) -> list[GroupExplanation]:
+    """Return the explanation of every sample of every group."""
+    sequences = {(s.group, s.kind, s.index): s for s in step.sequences}
+    return [
+        GroupExplanation(
+            [
+                SampleExplanation(_response(step, place, index, sequences.get((place, "response", index))))
+                for index in range(len(group.responses))
+            ],
+            [
+                SampleExplanation(
+                    _correction(step, place, index, sequences.get((place, "correction", index)))
+                )
+                for index in range(len(group.corrections))
+            ],
+        )
+        for place, group in enumerate(step.groups)
+    ]
+
+
+def _response(step: StepCredit, place: int, index: int, sequence: TrainSequence | None) -> list[Line]:
     response, compared = step.groups[place].responses[index], step.compared[place]
     reward, phi, weight = compared.rewards[index], step.judgement.phi[place][index], step.operator.ibpo_lambda
     if response.reward is None or reward is None:
         return [_NO_REWARD]
+    words = step.judgement.explanations[place][index] if step.judgement.explanations else []
     lines = [Line("verified reward r", response.reward), *words]
     if weight and is_wrong(response) and not any(line.name.startswith("φ") for line in words):
         lines.append(Line("φ", phi))

@@ -62,7 +62,7 @@ def try_credit(prompt: Prompt, context: CreditContext, details: Mapping[str, flo
         asked = operator.follow_ups(group, context)
         samples = [_sample(each.request, i, context, details) for i, each in enumerate(asked)]
         operator.attach(group, asked, samples)
-        assign_credit([group], context, method)
+        list(map(str, assign_credit([group], context, method).explanations))
     except Exception as error:
         place = f"{prompt.task}, prompt {prompt.index}, with a made-up group"
         raise ConfigError(

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.config import Config
+from megatron_ibpo.credit import Credit
 from megatron_ibpo.credit.explanation import GroupExplanation
 from megatron_ibpo.data.hub import with_local_copies
 from megatron_ibpo.data.hub_upload import prepare_upload, upload_export
@@ -34,8 +35,13 @@ class Step:
     """The step's prompts with their scored responses and corrections."""
     sequences: list[TrainSequence]
     """The sequences trained on, with advantage and weight."""
-    explanations: list[GroupExplanation]
-    """How every advantage came about, in the order of `groups`; `print(step.explanations[0])` shows it."""
+    credit: Credit
+    """The sequences with what made their advantages."""
+
+    @property
+    def explanations(self) -> list[GroupExplanation]:
+        """How every advantage came about, by group; `print(step.explanations[0])` shows the sums."""
+        return self.credit.explanations
 
 
 def steps(run: Run, stop: StopRequest | None = None) -> Iterator[Step]:
@@ -56,7 +62,7 @@ def steps(run: Run, stop: StopRequest | None = None) -> Iterator[Step]:
         metrics |= loop.update(run, credit.sequences)
         metrics |= loop.sync(run)
         step_report.report(run, groups, credit, metrics)
-        step = Step(dict(run.reporter.rows[-1]), groups, credit.sequences, credit.explanations)
+        step = Step(dict(run.reporter.rows[-1]), groups, credit.sequences, credit)
         saving.save_if_due(run)
         cuts_short(evaluate)
         yield step

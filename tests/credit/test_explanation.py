@@ -112,6 +112,9 @@ def comparisons(credit, groups, operator):
 def test_a_reader_recomputes_every_advantage_from_the_numbers_that_are_shown(name):
     config, credit, groups = of_case(name)
     method = find_method(config)
+    text = "\n".join(map(str, credit.explanations))
+    assert ("overlong penalty" in text) == (config.overlong_buffer_share > 0)
+    assert ("(−ρ)" in text) == (name == "ibpo-rewrite-penalty")
     sums = 0
     for lines, compared, sequence in comparisons(credit, groups, method.operator):
         reward, _ = lines["verified reward r"]
@@ -190,6 +193,9 @@ def test_a_users_operator_without_words_gets_the_general_lines_and_words_that_do
     operator.words = [[[Line("luck", "good")], []]]
     (explained,) = Loop(corrected).credit(made, config, operator=operator).explanations
     assert explained.responses[0]["luck"] == "good"
+    operator.words = [[["luck"], []]]
+    with pytest.raises(ValueError, match="explanations hold 'luck', which is no Line"):
+        Loop(corrected).credit(made, config, operator=operator)
     operator.words = [[[]]]
     with pytest.raises(ValueError, match=r"explanations are for groups of \[1\] responses instead of \[2\]"):
         Loop(corrected).credit(made, config, operator=operator)
