@@ -116,9 +116,10 @@ class SkyRLEnvironment:
         self._total = 0.0
 
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
-        """Make the environment for the prompt, with the label as `reward_spec.ground_truth`."""
+        """Make the environment for the prompt, with the label as `ground_truth`."""
         _seeded(seed)
-        extras = {"reward_spec": {"ground_truth": label}, "extra_info": dict(metadata), **metadata}
+        answer = {"ground_truth": label}  # most read it as `reward_spec`, aime as `reward_model`
+        extras = {"reward_spec": answer, "reward_model": answer, "extra_info": dict(metadata), **metadata}
         self._environment = self._make(**_accepted(self._make, {"extras": extras}))
         messages, _ = self._environment.init([_user(question)])
         return Opening(messages)

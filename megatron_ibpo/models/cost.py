@@ -71,12 +71,6 @@ def attention_cost(shape: ModelShape, layer: int) -> MixerCost:
 def kv_elements(shape: ModelShape, layer: int, ranks: int = 1) -> int:
     """Return the elements of keys and values that a token leaves on each of `ranks` ranks in one layer. Ranks
     divide key/value heads, and copy them if there are more ranks than heads."""
-    own = getattr(family_module(shape.family), "kv_elements", _attention_kv_elements)
-    elements: int = own(shape, layer, ranks)
-    return elements
-
-
-def _attention_kv_elements(shape: ModelShape, layer: int, ranks: int) -> int:
     return 2 * max(1, shape.num_key_value_heads // ranks) * shape.head_dim * shape.full_attention[layer]
 
 

@@ -27,15 +27,13 @@ def family_module(family: str) -> ModuleType:
     |-------------------------------------|-----------------------------------------------------------------|
     | `read(fields)`                      | ModelShape                                                      |
     | `mixer_cost(shape, layer)`          | MixerCost; only where some layers are not softmax attention     |
-    | `kv_elements(shape, layer, ranks)`  | as `cost.kv_elements`; only where keys and values differ        |
     | `layer_entries(shape, layer)`       | list[Entry] of the weight map                                   |
     | `mtp_entries(shape, layer)`         | the same, only where checkpoints hold multi-token prediction    |
     | `layer_spec(shape, layer, backend)` | LayerSpec, which is Megatron's ModuleSpec                       |
     | `megatron_fields(shape)`            | dict of fields for Megatron's TransformerConfig                 |
-    | `config_class()`                    | Megatron's class; only if it is another than TransformerConfig  |
     | `mtp_layer_spec(shape, backend)`    | LayerSpec, beside `mtp_entries`                                 |
 
-    The module and its functions of plain numbers (`read`, `mixer_cost`, `kv_elements`) import neither
-    torch nor Megatron; the other functions may, inside.
+    The module and its functions of plain numbers (`read`, `mixer_cost`) import neither torch nor
+    Megatron; the other functions may, inside.
     """
     return import_module(FAMILIES[family])

@@ -98,15 +98,6 @@ def _transformer_engine(libraries: Backends) -> Backend:
     )
 
 
-def config_class(shape: ModelShape) -> type:
-    """Return Megatron's class for the configuration of the family's models."""
-    from megatron.core.transformer import TransformerConfig
-
-    family = family_module(shape.family)
-    chosen: type = family.config_class() if hasattr(family, "config_class") else TransformerConfig
-    return chosen
-
-
 def block_spec(shape: ModelShape, backend: Backend, first_layer: int, layers: int) -> Any:
     """Return Megatron's TransformerBlockSubmodules for the layers [first_layer, first_layer + layers) and the
     final norm."""

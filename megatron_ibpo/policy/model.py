@@ -184,13 +184,9 @@ def transformer_config(
     Raises:
         ValueError: Megatron refuses the result of --model-override.
     """
-    from megatron_ibpo.models.spec import config_class
-
-    of_family = config_class(shape)
     fields = _own_fields(shape, config, use_te=use_te)
     fields["bias_activation_fusion"] |= ACTIVATION in fused
-    with blaming(MODEL, config.model.model_override):
-        core: Any = of_family(**fields | as_megatron(model_overrides(config), of_family))
+    core: Any = _megatron_config(fields, config)
     for name, value in config_attributes(shape.rope_scaling).items():
         setattr(core, name, value)
     core.context_parallel_size = config.parallel.context_parallel_size
@@ -206,13 +202,17 @@ def check_model(shape: ModelShape, config: Config) -> None:
         ValueError: Megatron refuses the result of --model-override.
     """
     cpu.activate()  # before Megatron, which would import the compiler: 3 s
-    from megatron_ibpo.models.spec import config_class
-
-    of_family = config_class(shape)
     fields = _own_fields(shape, config, use_te=True)
     fields |= {"apply_rope_fusion": False, "moe_permute_fusion": False}  # Megatron looks for their kernels
+    _megatron_config(fields, config)
+
+
+def _megatron_config(fields: dict[str, Any], config: Config) -> Any:
+    """Return Megatron's configuration with --model-override over these fields."""
+    from megatron.core.transformer import TransformerConfig
+
     with blaming(MODEL, config.model.model_override):
-        of_family(**fields | as_megatron(model_overrides(config), of_family))
+        return TransformerConfig(**{**fields, **as_megatron(model_overrides(config), TransformerConfig)})
 
 
 def _dtype(config: Config) -> torch.dtype:

@@ -302,7 +302,7 @@ def test_a_skyrl_environment_gets_the_row_and_its_rewards_are_added_up(made):
         def get_metrics(self): return {"steps": 2, "kind": "text"}
     """)
     texts = opening(environment, "6 * 7?", "42", max_turns=3)
-    assert texts == ["['extra_info', 'max_turns', 'reward_spec']", "6 * 7?"]
+    assert texts == ["['extra_info', 'max_turns', 'reward_model', 'reward_spec']", "6 * 7?"]
     assert environment.step(say("41")).messages == [{"role": "user", "content": ""}]
     environment.step(say("42"))
     assert environment.score() == {"steps": 2, "score": 1.5}

@@ -7,9 +7,7 @@ import pytest
 
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.models import ModelConfigError, check_layout, cost, read_hf_config
-from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.rope import RopeScaling
-from megatron_ibpo.models.spec import config_class
 from support.layouts import layout
 from support.paths import ROOT
 
@@ -162,20 +160,9 @@ def test_layouts_that_do_not_divide_are_refused(tmp_path, next_80b):
         assert check_layout(shape, parallel, world_size) == []
 
 
-def test_a_family_says_what_its_layers_cache_and_which_configuration_megatron_takes(tmp_path, monkeypatch):
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
+def test_ranks_divide_the_heads_that_a_layer_caches_and_recurrent_layers_cache_none(tmp_path):
     shape = read_hf_config(write(tmp_path, OSS_20B))
     assert [cost.kv_elements(shape, 0, ranks) for ranks in (1, 4, 16)] == [2 * 8 * 64, 2 * 2 * 64, 2 * 64]
     assert cost.cached_elements(shape, 1000, 4) == 12 * 2 * 2 * 64 * (1000 + 128)
     hybrid = read_hf_config(write(tmp_path, NEXT_80B))
     assert [cost.kv_elements(hybrid, layer) for layer in range(4)] == [0, 0, 0, 2 * 2 * 256]
-    assert config_class(shape) is TransformerConfig
-
-    compressed = replace(shape, num_layers=7)  # no result for it is remembered
-    module = family_module("gpt_oss")
-    monkeypatch.setattr(module, "kv_elements", lambda shape, layer, ranks: 576, raising=False)
-    monkeypatch.setattr(module, "config_class", lambda: MLATransformerConfig, raising=False)
-    assert cost.kv_elements_by_window(compressed, 8) == {128: 4 * 576, None: 3 * 576}
-    assert config_class(compressed) is MLATransformerConfig
