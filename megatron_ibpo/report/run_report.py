@@ -169,7 +169,8 @@ class Report:
                 self.note(f"{self._run_dir / name} could not be written: {error.strerror}")
         # the command's error handler prints last why a run failed
         self.note(f"{status.partition(':')[0]}: {counted(summary['steps'], 'step')}")
-        self._display.print(_results_table(summary))
+        if (results := _results_table(summary)).row_count:
+            self._display.print(results)
         self._display.print(_seconds_table(summary))
         for line in count_lines(summary["counts"]):
             self.note(line)
