@@ -2,7 +2,7 @@
 The streams are a stand-in on a CPU; the gather and vLLM's packed sender and receiver are the real ones."""
 
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +10,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unwatched
 
+from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.weights.layout import gather
 from megatron_ibpo.weights.layout.regions import pack
+from megatron_ibpo.weights.transfer.update import open_transport, update_engines
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from megatron_ibpo.weights.transfer.wire import checksum
+from support import transfer_stand_ins
+from support.engine_runs import WORLD
+from support.toy_engine import ToyEngine
 from support.weight_sources import DividedWeights
 
 
@@ -232,3 +239,67 @@ def test_a_worker_loads_what_has_arrived(device, packed_tensor):
         )  # fmt: skip
     assert all(torch.equal(parameters[name], tensor) for name, tensor in sent.items())
     assert device.races == []
+
+
+class WholeTensors:
+    """A worker that takes whole tensors by our NCCL receiver, of vLLM's, and keeps them."""
+
+    def __init__(self, rank):
+        from megatron_ibpo.engines.vllm.receivers import GroupInfo, NCCLWeightTransferUpdateInfo, NcclWorker
+
+        self.group_info, self.update_info = GroupInfo, NCCLWeightTransferUpdateInfo
+        self.rank, self.tensors = rank, {}
+        parallel = SimpleNamespace(rank=rank, world_size=2, data_parallel_index=0)
+        config = SimpleNamespace(parallel_config=parallel, model_config=None)
+        model = SimpleNamespace(load_weights=self.load_weights)
+        self.receiver = NcclWorker(None, config, torch.device("cpu"), model)
+
+    def load_weights(self, weights):
+        self.tensors |= {name: tensor.clone() for name, tensor in weights}
+
+    def init_weight_transfer(self, info):
+        self.receiver.init_transfer_engine(self.group_info(**info))
+
+    def start_weight_update(self, check):
+        pass
+
+    def update_weights(self, info):
+        self.receiver.receive_weights(self.update_info(**info))
+
+    def missing_weights(self):
+        return sorted(SHAPES.keys() - self.tensors.keys())
+
+    def finish_weight_update(self, version):
+        return {name: checksum(tensor) for name, tensor in self.tensors.items()}
+
+    def wake(self, part):
+        pass
+
+
+def test_both_workers_of_an_engine_get_whole_tensors_as_on_gpus(packed_tensor, monkeypatch):
+    """The transport, vLLM's packed sender and its receiver are those of GPUs; the wire is gloo."""
+    from vllm.distributed.device_communicators import pynccl
+
+    monkeypatch.setattr(pynccl, "PyNcclCommunicator", transfer_stand_ins.Communicator)
+    monkeypatch.setattr(torch.cuda, "Stream", transfer_stand_ins.Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", transfer_stand_ins.Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.accelerator, "device_index", nullcontext)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    options = {"workers_per_engine": 2, "bucket_bytes": 3 * BUCKET, "timeout": 20}
+    transport = open_transport(TRANSPORTS["nccl"], WORLD, **options)
+    workers = [WholeTensors(0), WholeTensors(1)]
+    links = {0: ToyEngine(*workers)}
+    tensors = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+    source = DividedWeights(tensors, 0, 1, {})
+    transport.connect(source, links, [0])
+    for version in (1, 2):  # the second goes to the group of the first
+        for number, tensor in enumerate(tensors.values()):
+            tensor.fill_(100 * version + number)
+        order = UpdateOrder(version=version, sleeping=False, check=True, timeout=20.0)
+        sent = update_engines(transport, WORLD, source, order, links, [0])
+        assert not sent.failures
+        for worker in workers:
+            assert worker.tensors.keys() == tensors.keys()
+            assert all(torch.equal(worker.tensors[name], tensor) for name, tensor in tensors.items())

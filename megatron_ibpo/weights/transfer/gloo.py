@@ -52,7 +52,8 @@ class Memory:
     gone.
 
     Touching memory for the first time costs as much as receiving into it, so a pass over the weights should
-    do that for a few buckets only.
+    do that for a few buckets only. With fresh memory for each message a trainer's peak rose by 2.2 buckets,
+    more than the two that are promised.
     """
 
     def __init__(self, step: int) -> None:
