@@ -119,8 +119,8 @@ class TemplateChat:
         self._tokenizer, self._ends, self._settings = tokenizer, ends, settings or {}
         self._same_ends = _same_ends(tokenizer)
         self._marks_call = self._shows_tools = False
-        check_shown([_USER], self._render)
         self._following([_USER])
+        check_shown([_USER], self._render)
         prompt = self._render([_USER])
         self._opened = open_at_end(prompt)  # the mark of thinking in which every turn begins
         self._read: Reader = self._text_reader(_call_decoder(tokenizer))

@@ -99,9 +99,14 @@ def test_a_demonstration_with_a_picture_is_refused(tmp_path):
 
 
 def test_an_episode_is_not_opened_with_such_a_template():
-    for template in ("the first part", "another field", "other roles"):
-        tokenizer = byte_level(LEAVES_OUT[template][0])
-        with pytest.raises(DataError, match="the chat template leaves out"):
+    spoken = chat_of("{{ m.content if m.role == 'assistant' else m.content[0].text }}")
+    for template, says in (
+        (spoken, r"leaves out the content of message 0 \(user\)"),
+        (LEAVES_OUT["the first part"][0], "does not show what the assistant said"),
+        (LEAVES_OUT["other roles"][0], "does not show what the assistant said"),
+    ):
+        tokenizer = byte_level(template)
+        with pytest.raises(DataError, match=says):
             TemplateChat(tokenizer, {tokenizer.eos_id})
 
 
