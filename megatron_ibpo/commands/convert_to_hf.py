@@ -15,19 +15,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.basics.entry_point import command, parsed
-from megatron_ibpo.commands.conversion import (
-    check_source,
-    checkpoint_bytes,
-    console,
-    progress_bar,
-    run,
-    verify,
-)
-from megatron_ibpo.weights.formats.convert import megatron_to_hf
-from megatron_ibpo.weights.formats.run_state import find_stored
+
+if TYPE_CHECKING:
+    from megatron_ibpo.basics.distributed import World
 
 
 @dataclass
@@ -44,6 +37,16 @@ class Arguments:
 
 
 def convert(arguments: Arguments, world: World) -> int:
+    from megatron_ibpo.commands.conversion import (
+        check_source,
+        checkpoint_bytes,
+        console,
+        progress_bar,
+        verify,
+    )
+    from megatron_ibpo.weights.formats.convert import megatron_to_hf
+    from megatron_ibpo.weights.formats.run_state import find_stored
+
     stored = find_stored(arguments.load)
     if arguments.verify:
         check_source(stored, world)
@@ -60,6 +63,8 @@ def convert(arguments: Arguments, world: World) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert a checkpoint. Return 1 if --verify finds a difference."""
     arguments = parsed(Arguments, __doc__, argv)
+    from megatron_ibpo.commands.conversion import run  # Megatron: 8 s that --help does not need
+
     return run(lambda world: convert(arguments, world))
 
 

@@ -15,19 +15,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.basics.entry_point import command, parsed
-from megatron_ibpo.commands.conversion import (
-    check_source,
-    checkpoint_bytes,
-    console,
-    progress_bar,
-    run,
-    verify,
-)
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.weights.formats.convert import hf_to_megatron
+
+if TYPE_CHECKING:
+    from megatron_ibpo.basics.distributed import World
 
 
 @dataclass
@@ -54,6 +48,15 @@ class Arguments:
 
 
 def convert(arguments: Arguments, world: World) -> int:
+    from megatron_ibpo.commands.conversion import (
+        check_source,
+        checkpoint_bytes,
+        console,
+        progress_bar,
+        verify,
+    )
+    from megatron_ibpo.weights.formats.convert import hf_to_megatron
+
     parallel = ParallelConfig(
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
@@ -87,6 +90,8 @@ def convert(arguments: Arguments, world: World) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert a checkpoint. Return 1 if --verify finds a difference."""
     arguments = parsed(Arguments, __doc__, argv)
+    from megatron_ibpo.commands.conversion import run  # Megatron: 8 s that --help does not need
+
     return run(lambda world: convert(arguments, world))
 
 

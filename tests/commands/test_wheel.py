@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -37,6 +36,24 @@ assert loss_command.main(["gspo"]) == 0
 files = [Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
 assert any(file.is_relative_to(site) for file in files)
 assert not [file for file in files if file.is_relative_to(clone / "megatron_ibpo")], "of the clone"
+"""
+HELPS = """
+import os, runpy, sys
+import megatron_ibpo.run.settings  # most commands take a second to import it; forked ones share it
+from megatron_ibpo.commands.main import COMMANDS
+
+for name, command in COMMANDS.items():
+    print("==", name, flush=True)
+    if (child := os.fork()) == 0:
+        try:
+            sys.argv = [*command.python[1:], "--help"]
+            runpy.run_module(command.python[1], run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            assert not ended.code, (name, ended.code)
+        finally:
+            sys.stdout.flush()
+            os._exit(sys.exc_info()[0] is not None)
+    assert os.waitpid(child, 0)[1] == 0, name
 """
 
 
@@ -79,13 +96,12 @@ def python(site, tmp_path_factory):
 
 
 def test_every_command_of_a_wheel_shows_its_help(python):
-    def helped(name):
-        return name, python("-m", "megatron_ibpo.commands.main", *name.split(), "--help")
-
-    with ThreadPoolExecutor(2) as pool:
-        for name, done in pool.map(helped, COMMANDS):
-            assert done.returncode == 0, (name, done.stderr)
-            assert "usage:" in done.stdout, name
+    done = python("-c", HELPS)
+    assert done.returncode == 0, done.stderr
+    helped = dict(part.split("\n", 1) for part in done.stdout.split("== ")[1:])
+    assert helped.keys() == COMMANDS.keys(), done.stderr
+    for name, said in helped.items():
+        assert "usage:" in said, (name, said, done.stderr)
 
 
 def test_a_wheel_holds_the_loss_the_edit_distance_their_kernels_and_its_types(python, site):
