@@ -32,6 +32,7 @@ from megatron_ibpo.basics.entry_point import DONE, command, guarded, parsed
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, ConfigError, path_of_user
 from megatron_ibpo.data.hub import with_local_copies
+from megatron_ibpo.engines.registry import samples_in_trainer
 from megatron_ibpo.run.checks import check_evaluation, check_installed
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.run_state import CONFIG, HF_FILES, find_stored, newest_step
@@ -156,10 +157,14 @@ def policy_of(words: Sequence[str]) -> Policy:
     config = parse_config(
         [*of_policy, *flags], program="ibpo evaluate", description=str(__doc__), common=FLAGS
     )
+    rollout = replace(config.rollout, colocate=False)  # there is no trainer to share with
+    if "--config" in of_policy and samples_in_trainer(rollout.rollout_backend):
+        # the run's trainer sampled for it, and none runs here
+        rollout = replace(rollout, rollout_backend=None, parameters={})
     config = replace(
         config,
         run=replace(config.run, load=None, load_debug_rollout_data=None, dry_run=False),
-        rollout=replace(config.rollout, colocate=False),  # there is no trainer to share with
+        rollout=rollout,
     )
     names_another = of_policy and any(word.startswith("--hf-checkpoint") for word in flags)
     is_run = "--config" in of_policy

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from megatron_ibpo.config.config_error import broken
+from megatron_ibpo.config.hooks import is_import_path, load_hook
 from megatron_ibpo.config.ranges import (
     AROUND_1,
     COUNT,
@@ -47,9 +48,6 @@ class AlgorithmConfig:
     import path, package.module:name or path/to/file.py:name."""
     parameters: Annotated[dict[str, Any], *NO_FLAG] = field(default_factory=dict)
     """Parameters of the three choices above, by name. A parameter left out has its default."""
-    trains_critic: Annotated[bool, *NO_FLAG] = False
-    """True if the estimator of --advantages declares `needs_critic`: a critic is trained beside the policy.
-    Filled in where the choices are read (`megatron_ibpo.config.presets`)."""
     group_filter: str | None = None
     """Import path (package.module:name or path/to/file.py:name) of a function that returns whether to train
     on a scored group; None trains on all groups."""
@@ -68,6 +66,18 @@ class AlgorithmConfig:
     overlong_buffer_share: Annotated[float, UNIT] = 0.0
     """DAPO: share of --rollout-max-response-len, at its end, in which a response loses reward, up to 1 at the
     full length. 0: off; DAPO uses 0.2 (4,096 of 20,480 tokens)."""
+
+    @property
+    def trains_critic(self) -> bool:
+        """True if the estimator of --advantages declares `needs_critic`: a critic is trained beside the
+        policy.
+
+        Raises:
+            ConfigError: the user's estimator cannot be loaded.
+        """
+        if not is_import_path(self.advantages):
+            return self.advantages == "critic"  # the only one of the package
+        return bool(getattr(load_hook("--advantages", self.advantages), "needs_critic", False))
 
     @property
     def num_models(self) -> int:

@@ -14,8 +14,6 @@ from megatron_ibpo.config.ranges import EVAL_SETS, JSON_OBJECT, NAMED_VALUES, OF
 
 PARAMETERS = "parameters"
 """Field of a section that holds the parameters of its choices."""
-TRAINS_CRITIC = "trains_critic"
-"""Field of AlgorithmConfig that follows from a choice."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def _entries() -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for section, kind in typing.get_type_hints(Config).items():
         for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-            if name in (PARAMETERS, TRAINS_CRITIC):
+            if name == PARAMETERS:
                 continue
             if name in entries:
                 raise AssertionError(f"two configuration fields are called {name}")

@@ -88,12 +88,6 @@ def entries_of(config: Config, registries: Sequence[Registry]) -> dict[str, Entr
     }
 
 
-def declares(config: Config, registries: Sequence[Registry], attribute: str) -> bool:
-    """Return whether one of the choices has this attribute, and it is true."""
-    choices = (registry.find(registry.choice_in(config)) for registry in registries)
-    return any(getattr(choice, attribute, False) for choice in choices)
-
-
 def not_a_parameter(
     name: str, chosen: Mapping[str, str | None], registries: Sequence[Registry]
 ) -> str | None:

@@ -10,7 +10,7 @@ from megatron_ibpo.config.all_fields import ENTRIES
 from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.hooks import MOVED_PARAMETERS, nearest_value
-from megatron_ibpo.config.parameters import Registry, declares, entries_of
+from megatron_ibpo.config.parameters import Registry, entries_of
 from megatron_ibpo.config.recipes import NO_FILE, Source, typed_value
 from megatron_ibpo.config.unknown_settings import nested_names, unknown_setting
 
@@ -100,23 +100,33 @@ class Layer:
 _WRITTEN_BY_0_1 = {"ciw_inverted", "gae_lambda", "token_credit_weight"}
 """Keys that occur together only in a config.yaml written by version 0.1, which wrote the parameters of all
 methods, whatever was chosen."""
+_OF_EVERY_ENGINE = {
+    "vllm_arg", "vllm_dtype", "vllm_enforce_eager", "vllm_gpu_memory_utilization", "vllm_kv_cache_bytes",
+    "vllm_max_num_seqs", "vllm_start_timeout",
+}  # fmt: skip
+"""Keys that occur together with another engine than vLLM only in a config.yaml from before engines had their
+own settings."""
 
 
 def of_this_version(layer: Layer, registries: Sequence[Registry]) -> Layer:
-    """Return a config.yaml of version 0.1 as this version writes it: only the parameters of the choices made,
-    and no operator instead of no corrections. From other layers, remove a gate that is off; a run between the
-    versions wrote it."""
+    """Return a config.yaml of version 0.1 as this version writes it: only the parameters of the choices
+    made, and no operator instead of no corrections. From other layers, remove what a run between the versions
+    wrote: a gate that is off, and vLLM's settings beside another engine."""
     others = {key.replace("-", "_"): value for key, value in layer.others.items()}
-    if others.get("ibpo_gate") is False:
-        del others["ibpo_gate"]
-        rest = {key: value for key, value in layer.others.items() if key.replace("-", "_") in others}
+    own = {name for registry in registries for name in registry.entries(layer.fields.get(registry.setting))}
+    idle = {"ibpo_gate"} if others.get("ibpo_gate") is False else set[str]()
+    if others.keys() >= _OF_EVERY_ENGINE:
+        idle |= _OF_EVERY_ENGINE - own
+    if idle:
+        rest = {key: value for key, value in layer.others.items() if key.replace("-", "_") not in idle}
         layer = replace(layer, others=rest)
+        others = {name: value for name, value in others.items() if name not in idle}
     if not others.keys() >= _WRITTEN_BY_0_1:
         return layer
     fields = dict(layer.fields)
     if fields["ibpo_operator"] == "compare-and-correct" and others["ibpo_corrections"] == 0:
         fields["ibpo_operator"] = "none"
-    own = {name for registry in registries for name in registry.entries(fields.get(registry.setting))}
+        own = {name for registry in registries for name in registry.entries(fields.get(registry.setting))}
     # keep a gate that is on, so that it is refused with a pointer to its new place
     kept = {name: value for name, value in others.items() if name in own or name in MOVED_PARAMETERS}
     return Layer(fields, kept, layer.source)
@@ -178,7 +188,6 @@ def _config(values: Mapping[str, Any], registries: Sequence[Registry]) -> Config
             ENTRIES[name].put(config, value)
     for name, entry in entries_of(config, registries).items():
         entry.put(config, values.get(name, entry.default))
-    config.algorithm.trains_critic = declares(config, registries, "needs_critic")
     return config
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import RECIPE_BYTES, UserFileError, read_user_file
-from megatron_ibpo.config.all_fields import ENTRIES, PARAMETERS, TRAINS_CRITIC, Entry
+from megatron_ibpo.config.all_fields import ENTRIES, PARAMETERS, Entry
 from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
 
@@ -155,7 +155,6 @@ def config_yaml(config: Config) -> str:
     text = io.StringIO()
     for section in dataclasses.fields(config):
         part = dict(vars(getattr(config, section.name)))
-        part.pop(TRAINS_CRITIC, None)
         part |= part.pop(PARAMETERS, {})
         flat = {name.replace("_", "-"): _plain(value) for name, value in part.items()}
         text.write(f"# {section.name}\n")

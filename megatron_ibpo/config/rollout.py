@@ -151,7 +151,7 @@ class RolloutConfig:
         context, longest = self.rollout_max_context_len, self.rollout_max_response_len
         groups = max(self.rollout_batch_size, self.over_sampling_batch_size or 0)
         corrections = algorithm.parameters.get("ibpo_corrections", 0)
-        compares = not algorithm.trains_critic and not is_import_path(algorithm.advantages)
+        compares = not is_import_path(algorithm.advantages) and not algorithm.trains_critic
         sequences = groups * self.n_samples_per_prompt * max(1, corrections)
         return broken(
             {

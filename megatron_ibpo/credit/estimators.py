@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import numpy as np
 
 from megatron_ibpo.basics.records import Sample, TrainSequence, Weights
-from megatron_ibpo.credit.explanation import digits_for, mean_and_std, number
+from megatron_ibpo.credit.explanation import ComparedRewards, number
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +161,7 @@ _SUMS: tuple[tuple[Estimator, str], ...] = (
 """(estimator, its advantage as a sum: in symbols, and in numbers)."""
 
 
-def advantage_sum(estimator: Estimator, symbol: str, reward: float, rewards: Sequence[float]) -> str:
+def advantage_sum(estimator: Estimator, symbol: str, reward: float, rewards: ComparedRewards) -> str:
     """Return the advantage of a reward among the compared ones as a sum for readers. It is empty if the
     rewards are equal, or if the estimator is a user's without a method `explain(reward, rewards)`.
 
@@ -169,16 +169,15 @@ def advantage_sum(estimator: Estimator, symbol: str, reward: float, rewards: Seq
         symbol: the reward's symbol.
     """
     if explain := getattr(estimator, "explain", None):
-        return str(explain(reward, rewards))
+        return str(explain(reward, rewards.values))
     written = next((text for own, text in _SUMS if own is estimator), None)
-    mean, std = mean_and_std(rewards)
-    if written is None or is_degenerate(rewards) or (estimator is maxrl and mean == 0):
+    mean, std, digits = rewards.mean, rewards.std, rewards.digits
+    if written is None or rewards.are_equal or (estimator is maxrl and mean == 0):
         return ""
-    digits = digits_for(rewards)
     values = {"r": number(reward, digits), "mean": number(mean, digits), "std": number(std, digits), "s": "σ"}
     if std < _VISIBLE_EPSILON:
         values |= {"std": f"({values['std']} + {_EPSILON:g})", "s": f"(σ + {_EPSILON:g})"}
-    return written.format(x=symbol, n=len(rewards), **values)
+    return written.format(x=symbol, n=len(rewards.values), **values)
 
 
 def advantages(batch: Sequence[ComparedSamples], estimator: Estimator) -> list[list[Advantage | None]]:

@@ -8,6 +8,7 @@ sums that all methods share. The page, the kept samples and `Step` in Python sho
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 MINUS = "\u2212"
 SampleKey = tuple[int, str, int]
@@ -68,15 +69,32 @@ def number(value: float, digits: int = _DIGITS) -> str:
     return f"{value:.{digits}g}".replace("-", MINUS)
 
 
-def digits_for(values: Sequence[float]) -> int:
-    """Return the digits with which the differences of the values keep about six."""
-    largest, spread = max(map(abs, values), default=0.0), max(values, default=0) - min(values, default=0)
-    if spread == 0:
-        return _DIGITS
-    return min(_MOST_DIGITS, _DIGITS + max(0, math.ceil(math.log10(largest / spread))))
+@dataclass(frozen=True)
+class ComparedRewards:
+    """Rewards that are compared with each other, without those of failed verifiers. What is told of each of
+    them is computed once."""
 
+    values: Sequence[float]
 
-def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the population standard deviation."""
-    mean = math.fsum(values) / len(values)
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    @cached_property
+    def mean(self) -> float:
+        """Mean reward."""
+        return math.fsum(self.values) / len(self.values)
+
+    @cached_property
+    def std(self) -> float:
+        """Population standard deviation."""
+        return math.sqrt(math.fsum((value - self.mean) ** 2 for value in self.values) / len(self.values))
+
+    @cached_property
+    def are_equal(self) -> bool:
+        """Whether there are no two different rewards."""
+        return len(set(self.values)) < 2
+
+    @cached_property
+    def digits(self) -> int:
+        """Digits with which the differences of the rewards keep about six."""
+        if self.are_equal:
+            return _DIGITS
+        largest, spread = max(map(abs, self.values)), max(self.values) - min(self.values)
+        return min(_MOST_DIGITS, _DIGITS + max(0, math.ceil(math.log10(largest / spread))))

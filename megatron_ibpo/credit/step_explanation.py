@@ -10,16 +10,15 @@ from megatron_ibpo.credit.estimators import (
     ComparedSamples,
     Estimator,
     advantage_sum,
-    is_degenerate,
     needs_critic,
 )
 from megatron_ibpo.credit.explanation import (
     MINUS,
+    ComparedRewards,
     GroupExplanation,
     Line,
     SampleExplanation,
     SampleKey,
-    mean_and_std,
     number,
 )
 from megatron_ibpo.credit.operator import Judgement, Operator
@@ -76,26 +75,52 @@ def check_words(groups: Sequence[Group], judgement: Judgement) -> None:
 def explain_step(step: StepCredit) -> list[GroupExplanation]:
     """Return the explanation of every sample of every group."""
     sequences = {(s.group, s.kind, s.index): s for s in step.sequences}
-    return [
-        GroupExplanation(
-            [
-                SampleExplanation(_response(step, place, index, sequences.get((place, "response", index))))
-                for index in range(len(group.responses))
-            ],
-            [
-                SampleExplanation(
-                    _correction(step, place, index, sequences.get((place, "correction", index)))
-                )
-                for index in range(len(group.corrections))
-            ],
-        )
-        for place, group in enumerate(step.groups)
+    return [_group(step, place, sequences) for place in range(len(step.groups))]
+
+
+def _group(step: StepCredit, place: int, sequences: Mapping[SampleKey, TrainSequence]) -> GroupExplanation:
+    group = step.groups[place]
+    among = _scored(step.compared[place].rewards)
+    beside = _beside(step, place, among)
+    responses = [
+        _response(step, place, index, among, sequences.get((place, "response", index)))
+        for index in range(len(group.responses))
     ]
+    corrections = [
+        _correction(step, place, index, beside[index], sequences.get((place, "correction", index)))
+        for index in range(len(group.corrections))
+    ]
+    return GroupExplanation(
+        list(map(SampleExplanation, responses)), list(map(SampleExplanation, corrections))
+    )
 
 
-def _response(step: StepCredit, place: int, index: int, sequence: TrainSequence | None) -> list[Line]:
-    response, compared = step.groups[place].responses[index], step.compared[place]
-    reward, phi, weight = compared.rewards[index], step.judgement.phi[place][index], step.operator.ibpo_lambda
+def _scored(rewards: Rewards) -> ComparedRewards:
+    return ComparedRewards([reward for reward in rewards if reward is not None])
+
+
+def _beside(step: StepCredit, place: int, among: ComparedRewards) -> dict[int, ComparedRewards]:
+    """Return the rewards that each correction of a group is compared with.
+
+    Args:
+        among: the rewards that its responses are compared with.
+    """
+    group = step.groups[place]
+    if not step.correction_rewards:
+        return dict.fromkeys(range(len(group.corrections)), among)
+    rewards = step.correction_rewards[place]
+    compared = [
+        (members, _scored([rewards[i] for i in members]))
+        for members in compared_corrections(group, step.operator)
+    ]
+    return {index: own for members, own in compared for index in members}
+
+
+def _response(
+    step: StepCredit, place: int, index: int, among: ComparedRewards, sequence: TrainSequence | None
+) -> list[Line]:
+    response, weight = step.groups[place].responses[index], step.operator.ibpo_lambda
+    reward, phi = step.compared[place].rewards[index], step.judgement.phi[place][index]
     if response.reward is None or reward is None:
         return [_NO_REWARD]
     words = step.judgement.explanations[place][index] if step.judgement.explanations else []
@@ -108,17 +133,19 @@ def _response(step: StepCredit, place: int, index: int, sequence: TrainSequence 
         lines += _shaped(response.reward, [], reward, note)
     else:
         lines += _shaped(response.reward, [("λφ", written, bonus)] if weight else [], reward)
-    lines += _compared(compared.rewards, reward, step.estimator, sequence, is_shaped=_is_shaped(lines))
+    lines += _compared(among, reward, step.estimator, sequence, is_shaped=_is_shaped(lines))
     return [*lines, *_trained(step, (place, "response", index), sequence)]
 
 
-def _correction(step: StepCredit, place: int, index: int, sequence: TrainSequence | None) -> list[Line]:
+def _correction(
+    step: StepCredit, place: int, index: int, among: ComparedRewards, sequence: TrainSequence | None
+) -> list[Line]:
     group = step.groups[place]
     correction = group.corrections[index]
     verified, beside = correction.response.reward, [f"response {n + 1}" for n in correction.references]
     shown = f", shown beside {', '.join(beside)}" if beside else ""
     lines = [Line("made for", f"response {correction.target + 1}{shown}")]
-    reward, among, estimator = _comparison(step, place, index)
+    reward = _correction_reward(step, place, index)
     if verified is None:
         return [*lines, _NO_REWARD]
     lines.append(Line("verified reward r", verified))
@@ -129,19 +156,18 @@ def _correction(step: StepCredit, place: int, index: int, sequence: TrainSequenc
     lines += _shaped(
         verified, [(f"({MINUS}ρ)", f"({number(penalty)})", penalty)] if is_penalised else [], reward
     )
+    estimator = step.correction_estimator if step.correction_rewards else step.estimator
     lines += _compared(among, reward, estimator, sequence, is_shaped=_is_shaped(lines))
     return [*lines, *_trained(step, (place, "correction", index), sequence)]
 
 
-def _comparison(step: StepCredit, place: int, index: int) -> tuple[float | None, Rewards, Estimator]:
-    """Return (reward of a correction as it is trained on, the rewards compared with it, their estimator)."""
-    if not step.correction_rewards:
-        rewards = step.compared[place].rewards
-        joining = rewards[len(step.groups[place].responses) :]
-        return joining[index] if joining else None, rewards, step.estimator
-    rewards = step.correction_rewards[place]
-    members = next(own for own in compared_corrections(step.groups[place], step.operator) if index in own)
-    return rewards[index], [rewards[i] for i in members], step.correction_estimator
+def _correction_reward(step: StepCredit, place: int, index: int) -> float | None:
+    """Return the reward of a correction as it is trained on; None if it is not."""
+    if step.correction_rewards:
+        return step.correction_rewards[place][index]
+    after_responses = len(step.groups[place].responses) + index
+    rewards = step.compared[place].rewards
+    return rewards[after_responses] if after_responses < len(rewards) else None
 
 
 _NO_REWARD = Line("verified reward r", None, note="the verifier failed: left out of comparison and training")
@@ -170,7 +196,7 @@ def _is_shaped(lines: Sequence[Line]) -> bool:
 
 
 def _compared(
-    rewards: Rewards,
+    among: ComparedRewards,
     reward: float,
     estimator: Estimator,
     sequence: TrainSequence | None,
@@ -180,26 +206,24 @@ def _compared(
     """Return the mean and spread of the compared rewards, and the advantage as a sum of them."""
     if needs_critic(estimator):
         return []
-    scored = [value for value in rewards if value is not None]
-    mean, std = mean_and_std(scored)
     lines = [
-        Line("group mean", mean, note=f"of {counted(len(scored), 'reward')}"),
-        Line("group σ", std),
+        Line("group mean", among.mean, note=f"of {counted(len(among.values), 'reward')}"),
+        Line("group σ", among.std),
     ]
     if sequence is None:
         return [*lines, Line("trained on", "no", note="it has no tokens of the policy's own")]
     if sequence.token_advantages is not None:
         note = "mean over its tokens, which have advantages of their own"
-    elif is_degenerate(scored):
+    elif among.are_equal and sequence.advantage == 0:
         equal = (
             "all compared rewards are equal"
-            if len(scored) > 1
+            if len(among.values) > 1
             else "there is no other reward to compare with"
         )
         note = f"{equal}: nothing to learn"
     else:
         note = ""
-    total = advantage_sum(estimator, "r′" if is_shaped else "r", reward, scored)
+    total = advantage_sum(estimator, "r′" if is_shaped else "r", reward, among)
     return [*lines, Line("advantage", sequence.advantage, total, note)]
 
 

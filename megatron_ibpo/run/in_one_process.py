@@ -20,7 +20,7 @@ from megatron_ibpo.engines import EngineLostError
 from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weights
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.process_start import trainer_rank
-from megatron_ibpo.run.inputs import Inputs
+from megatron_ibpo.run.inputs import Inputs, Judges
 from megatron_ibpo.run.processes import Launched, Processes, TrainersAlone
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig, check_model_layout
 
@@ -48,7 +48,9 @@ class InOneProcess:
         here = Node("here", "here", cpus=1, gpus=int(on_gpu))
         return plan_placement([here], num_trainers=1, engines=None, on_gpu=on_gpu)
 
-    def launch(self, resolved: ResolvedConfig, inputs: Inputs, stack: ExitStack) -> Launched[Processes]:
+    def launch(
+        self, resolved: ResolvedConfig, inputs: Inputs, judges: Judges, stack: ExitStack
+    ) -> Launched[Processes]:
         """Start nothing; the trainer is built in this process, and the engine with its weights."""
 
         def build(checkpoint: Path | None) -> Processes:
@@ -56,9 +58,9 @@ class InOneProcess:
             return Processes(
                 trainers=OwnRank(rank),
                 engines=LeanEngines(rank, resolved.foundation),
-                verifiers=inputs.pool,
-                environments=inputs.environments,
-                deaths=partial(_deaths, inputs),
+                verifiers=judges.pool,
+                environments=judges.environments,
+                deaths=partial(_deaths, judges),
                 where=ABOUT,
             )
 
@@ -179,10 +181,10 @@ def _trainer(config: Config, checkpoint: Path | None) -> Iterator[Any]:
         rank.world.close()
 
 
-def _deaths(inputs: Inputs) -> dict[str, int]:
+def _deaths(judges: Judges) -> dict[str, int]:
     """Return the number of dead processes, by metric."""
-    counts = {"verifier_deaths": inputs.pool.deaths}
+    counts = {"verifier_deaths": judges.pool.deaths}
     counts |= {"engine_deaths": 0, "engine_restarts": 0}
-    if inputs.environments is not None:
-        counts["environment_deaths"] = inputs.environments.deaths
+    if judges.environments is not None:
+        counts["environment_deaths"] = judges.environments.deaths
     return counts

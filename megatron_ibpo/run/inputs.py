@@ -1,4 +1,4 @@
-"""Inputs of a run, read and checked before its processes start: data, verifiers, the journal."""
+"""Inputs of a run, read before its processes start: data, the journal; and the processes that score."""
 
 import json
 from contextlib import ExitStack
@@ -33,24 +33,30 @@ class Inputs:
     """Trained tensor → number of its elements; empty for an evaluation."""
     rm_types: list[str]
     """Verifiers that a prompt names."""
-    pool: Pool
-    """Verifier processes of this machine."""
     targets: list[str]
     """Environments that a prompt names or may name."""
-    environments: EnvironmentPool | None
-    """Processes for episodes on this machine; None if no prompt names an environment."""
     chat: TemplateChat | PlainChat | None
     """The model's chat format, for episodes; None if no prompt names an environment."""
     trains: bool
     """False for an evaluation on its own."""
 
 
+@dataclass(frozen=True)
+class Judges:
+    """The processes of this machine that score."""
+
+    pool: Pool
+    """Verifiers."""
+    environments: EnvironmentPool | None
+    """Places for episodes; None if no prompt names an environment."""
+
+
 def open_inputs(config: Config, foundation: Foundation, stack: ExitStack, *, trains: bool = True) -> Inputs:
-    """Read data and headers of the weights, which takes seconds, start verifiers, and lock the run's
-    directory. `preflight.check_inputs` checks what was read.
+    """Read data and headers of the weights, which takes seconds, and lock the run's directory.
+    `preflight.check_inputs` checks what was read.
 
     Args:
-        stack: closes what is opened.
+        stack: unlocks the directory.
         trains: False for an evaluation on its own, which needs held-out prompts only.
 
     Raises:
@@ -65,8 +71,7 @@ def open_inputs(config: Config, foundation: Foundation, stack: ExitStack, *, tra
     elements = trained_elements(hf_dir, shape) if trains else {}
     first = data.first_prompts
     rm_types = named_rm_types(scored_by_verifiers(first), config.data)
-    pool = stack.enter_context(open_pool(config.data, rm_types))
-    environments = chat = None
+    chat = None
     allowed = config.environment.allowed_environments if first else ()
     targets = list(dict.fromkeys([*environments_of(first, config.environment), *allowed]))
     if targets:
@@ -76,8 +81,22 @@ def open_inputs(config: Config, foundation: Foundation, stack: ExitStack, *, tra
             applies_template=config.data.apply_chat_template,
             settings=template_settings(config.data),
         )
-        environments = stack.enter_context(EnvironmentPool(config.environment))
-    return Inputs(foundation, config, data, elements, rm_types, pool, targets, environments, chat, trains)
+    return Inputs(foundation, config, data, elements, rm_types, targets, chat, trains)
+
+
+def open_judges(inputs: Inputs, stack: ExitStack) -> Judges:
+    """Start the processes of this machine that score. `preflight.check_judges` tries them.
+
+    Args:
+        stack: ends them.
+
+    Raises:
+        ValueError: a function cannot be loaded, or there is no sandbox for running programs.
+    """
+    config = inputs.config
+    pool = stack.enter_context(open_pool(config.data, inputs.rm_types))
+    environments = stack.enter_context(EnvironmentPool(config.environment)) if inputs.targets else None
+    return Judges(pool, environments)
 
 
 def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, Recovered]:

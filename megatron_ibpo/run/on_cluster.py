@@ -34,8 +34,8 @@ from megatron_ibpo.engines.registry import (
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.models import ModelShape, least_world
 from megatron_ibpo.rewards import Verifier
-from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs
-from megatron_ibpo.run.preflight import check_inputs, check_placement
+from megatron_ibpo.run.inputs import Inputs, Judges, open_episodes, open_inputs, open_judges
+from megatron_ibpo.run.preflight import check_inputs, check_judges, check_placement
 from megatron_ibpo.run.processes import Launched, Processes, TrainersAlone
 from megatron_ibpo.run.resolve import ResolvedConfig, check_model_layout, read_foundation, resolve
 from megatron_ibpo.run.rollouts import Rollouts, open_rollouts
@@ -67,10 +67,12 @@ class OnCluster:
         """Place trainers and engines on the nodes of the cluster, once it has room for them."""
         return placed_within(self.node_wait, lambda: _placed(config, samples=samples))
 
-    def launch(self, resolved: ResolvedConfig, inputs: Inputs, stack: ExitStack) -> Launched[Processes]:
+    def launch(
+        self, resolved: ResolvedConfig, inputs: Inputs, judges: Judges, stack: ExitStack
+    ) -> Launched[Processes]:
         """Start the processes of trainers, engines and verifiers."""
         config, placement = resolved.config, resolved.placement
-        verifiers, environments = _judges(inputs, placement, stack)
+        verifiers, environments = _spread(inputs, judges, placement, stack)
         group = stack.enter_context(reserved(placement))
         trainers = Trainers(group, placement)
         stack.callback(trainers.close)
@@ -123,13 +125,15 @@ def _build(config: Config, checkpoint: Path | None, trainers: Trainers, engines:
         engines.meet_trainers()
 
 
-def _judges(inputs: Inputs, placement: Placement, stack: ExitStack) -> tuple[Verifiers, Environments | None]:
-    """Start verifiers, and places for episodes if a prompt names an environment, on all nodes."""
+def _spread(
+    inputs: Inputs, judges: Judges, placement: Placement, stack: ExitStack
+) -> tuple[Verifiers, Environments | None]:
+    """Start verifiers, and places for episodes if a prompt names an environment, on the other nodes too."""
     config, nodes = inputs.config, placement.nodes
-    verifiers = stack.enter_context(Verifiers(inputs.pool, nodes, config.data, inputs.rm_types))
-    if inputs.environments is None:
+    verifiers = stack.enter_context(Verifiers(judges.pool, nodes, config.data, inputs.rm_types))
+    if judges.environments is None:
         return verifiers, None
-    places = Environments(inputs.environments, nodes, config.environment, inputs.targets)
+    places = Environments(judges.environments, nodes, config.environment, inputs.targets)
     return verifiers, stack.enter_context(places)
 
 
@@ -182,6 +186,8 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         wait_connected = stack.enter_context(_starting(_ray_of(config)))
         inputs = open_inputs(config, foundation, stack, trains=False)
         check_inputs(inputs)
+        judges = open_judges(inputs, stack)
+        check_judges(inputs, judges)
         wait_connected()
         placement = _engines_placed(config)
         resolved = resolve(inputs.config, foundation, placement)
@@ -190,7 +196,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         kept = None
         if policy is not None:
             kept = stack.enter_context(_kept_samples(resolved, inputs.data, policy))
-        verifiers, environments = _judges(inputs, placement, stack)
+        verifiers, environments = _spread(inputs, judges, placement, stack)
         group = stack.enter_context(reserved(placement))
         no_trainers = Trainers(group, placement)
         engines = _launch_engines(resolved, no_trainers, group, stack, trains=False)

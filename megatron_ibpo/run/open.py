@@ -17,10 +17,16 @@ from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.report.stages import Forecast
 from megatron_ibpo.report.start_lines import StartLines
 from megatron_ibpo.rewards import Verifier
-from megatron_ibpo.run.checks import doubtful_settings
+from megatron_ibpo.run.checks import check_loss_of_run, doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
-from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs, open_journal
-from megatron_ibpo.run.preflight import check_inputs, check_model, check_placement, preflight
+from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs, open_journal, open_judges
+from megatron_ibpo.run.preflight import (
+    check_inputs,
+    check_judges,
+    check_model,
+    check_placement,
+    preflight,
+)
 from megatron_ibpo.run.processes import Backend, Processes
 from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation, resolve
 from megatron_ibpo.run.resume_point import ResumePoint, read_resume_point
@@ -48,18 +54,21 @@ def open_run(config: Config, node_wait: float = 0.0, started: float | None = Non
             starting("the model's configuration")
             foundation = read_foundation(config)
             point = read_resume_point(config.run, foundation.shape.vocab_size)
-            # Ray starts while data and journal are read
-            wait_connected = stack.enter_context(backend.connect(config))
             check_model(config, foundation.shape, backend)
+            # Ray starts while torch is imported for the loss, and data and journal are read
+            wait_connected = stack.enter_context(backend.connect(config))
+            check_loss_of_run(config)
             starting("data, verifiers and journal")
             inputs = open_inputs(config, foundation, stack)
             check_inputs(inputs)
+            judges = open_judges(inputs, stack)
+            check_judges(inputs, judges)
             journal = open_journal(inputs.config, point.step, stack)
             starting("places of the processes")
             wait_connected()
             resolved = resolve(inputs.config, foundation, backend.place(inputs.config))
             check_placement(resolved)
-            launched = backend.launch(resolved, inputs, stack)
+            launched = backend.launch(resolved, inputs, judges, stack)
             forecast = preflight(resolved, inputs.elements, launched.memory)
             starting("trainers and engines")
             processes = launched.build(point.checkpoint)

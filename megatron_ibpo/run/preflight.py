@@ -18,8 +18,8 @@ from megatron_ibpo.models.lora import adapter_elements
 from megatron_ibpo.report.run_dir import prepare_run_dir
 from megatron_ibpo.report.stages import Forecast
 from megatron_ibpo.rewards import check_labels, check_servers
-from megatron_ibpo.run.checks import check_loss_of_run, check_run
-from megatron_ibpo.run.inputs import Inputs
+from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.run.inputs import Inputs, Judges
 from megatron_ibpo.run.processes import Backend
 from megatron_ibpo.run.resolve import ResolvedConfig
 from megatron_ibpo.run.user_code import check_user_code, scored_by_verifiers, try_user_code
@@ -28,12 +28,12 @@ from megatron_ibpo.weights.formats.weight_files import has_weights
 
 
 def check_model(config: Config, shape: ModelShape, backend: Backend) -> None:
-    """Refuse what cannot work whatever the data are: a layout, a device's name, a loss.
+    """Refuse what cannot work whatever the data are, in milliseconds: a layout, a device's name.
 
     Raises:
         ValueError: what is wrong, and what to change.
     """
-    for check in (backend.check, check_hardware, _check_loss):
+    for check in (backend.check, check_hardware):
         check(config, shape)
 
 
@@ -43,8 +43,18 @@ def check_inputs(inputs: Inputs) -> None:
     Raises:
         ValueError, OSError: says which, where, and what to do.
     """
-    for check in (_check_weights, _make_directory, _check_verifiers, _check_environments, _try_user_code):
+    for check in (_check_weights, _make_directory, _check_servers):
         check(inputs)
+
+
+def check_judges(inputs: Inputs, judges: Judges) -> None:
+    """Refuse labels, environments and functions of the user that do not work, by trying them once.
+
+    Raises:
+        ValueError, OSError: says which, where, and what to do.
+    """
+    for check in (_check_labels, _check_environments, _try_user_code):
+        check(inputs, judges)
 
 
 def check_placement(resolved: ResolvedConfig, *, trains: bool = True) -> None:
@@ -56,8 +66,9 @@ def check_placement(resolved: ResolvedConfig, *, trains: bool = True) -> None:
     Raises:
         ValueError: what is wrong, and what to change.
     """
-    for check in (_check_engine, *([_check_truncation] if trains else [])):
-        check(resolved)
+    if resolved.placement.engines:
+        for check in (_check_engine, *([_check_truncation] if trains else [])):
+            check(resolved)
 
 
 def preflight(
@@ -124,10 +135,6 @@ def check_hardware(config: Config, shape: ModelShape) -> None:
         find_machine(config.run.dry_run_hardware)
 
 
-def _check_loss(config: Config, shape: ModelShape) -> None:
-    check_loss_of_run(config)
-
-
 def _check_weights(inputs: Inputs) -> None:
     from megatron_ibpo.weights.formats.convert import check_checkpoint  # imports torch
 
@@ -147,27 +154,29 @@ def disk_bytes(config: Config, shape: ModelShape, parameters: int) -> int:
     return kept_bytes(config, parameters=parameters, trained=trained)
 
 
-def _check_verifiers(inputs: Inputs) -> None:
+def _check_servers(inputs: Inputs) -> None:
     check_servers(inputs.config.data, inputs.rm_types)
-    check_labels(inputs.pool, scored_by_verifiers(inputs.data.first_prompts), inputs.config.data)
 
 
-def _check_environments(inputs: Inputs) -> None:
-    if inputs.environments is not None:
+def _check_labels(inputs: Inputs, judges: Judges) -> None:
+    check_labels(judges.pool, scored_by_verifiers(inputs.data.first_prompts), inputs.config.data)
+
+
+def _check_environments(inputs: Inputs, judges: Judges) -> None:
+    if judges.environments is not None:
         for target in inputs.targets:
-            inputs.environments.check(target)
+            judges.environments.check(target)
 
 
-def _try_user_code(inputs: Inputs) -> None:
+def _try_user_code(inputs: Inputs, judges: Judges) -> None:
     config, context = inputs.config, inputs.foundation.max_context
     logs, trains = config.run.run_dir / "logs", inputs.trains
-    try_user_code(config, context, inputs.data, inputs.pool, inputs.environments, trains=trains, logs=logs)
+    try_user_code(config, context, inputs.data, judges.pool, judges.environments, trains=trains, logs=logs)
 
 
 def _check_engine(resolved: ResolvedConfig) -> None:
-    if resolved.placement.engines:
-        rollout, on_gpu = resolved.config.rollout, resolved.placement.on_gpu
-        check_engine_model(rollout, resolved.shape, on_gpu=on_gpu)
+    on_gpu = resolved.placement.on_gpu
+    check_engine_model(resolved.config.rollout, resolved.shape, on_gpu=on_gpu)
 
 
 def _check_truncation(resolved: ResolvedConfig) -> None:

@@ -12,7 +12,7 @@ from megatron_ibpo.environments import Sessions
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.group import RankCalls
 from megatron_ibpo.rewards import Pool
-from megatron_ibpo.run.inputs import Inputs
+from megatron_ibpo.run.inputs import Inputs, Judges
 from megatron_ibpo.run.resolve import ResolvedConfig
 from megatron_ibpo.run.state import Engines
 
@@ -83,7 +83,9 @@ class Backend(Protocol):
         """
         ...
 
-    def launch(self, resolved: ResolvedConfig, inputs: Inputs, stack: ExitStack) -> Launched[Processes]:
+    def launch(
+        self, resolved: ResolvedConfig, inputs: Inputs, judges: Judges, stack: ExitStack
+    ) -> Launched[Processes]:
         """Start the processes of trainers, engines and verifiers. `stack` ends them. This, and `build`, raise
         ValueError, OSError, EngineError or ProcessDiedError if one does not start."""
         ...

@@ -471,6 +471,18 @@ def test_the_configuration_of_a_run_of_version_0_1_means_the_same(parsed):
             parsed(yaml.safe_dump(older | {"ibpo-gate": True}))
 
 
+def test_the_configuration_of_a_run_from_before_engines_had_settings_of_their_own_means_the_same(parsed):
+    """It wrote vLLM's settings whatever the engine was."""
+    written = config_yaml(parse_config(["--rollout-backend", "vllm", "--vllm-max-num-seqs", "64"]))
+    assert parsed(written).rollout.parameters["vllm_max_num_seqs"] == 64
+    for engine in ("lean", "transformers"):
+        older = yaml.safe_load(written) | {"rollout-backend": engine}
+        config = parsed(yaml.safe_dump(older))
+        assert config_yaml(config) == config_yaml(parse_config(["--rollout-backend", engine]))
+    with pytest.raises(ConfigError, match=r"line 2: vllm-dtype: --rollout-backend lean has no such param"):
+        parsed("rollout-backend: lean\nvllm-dtype: float32")
+
+
 def test_naming_another_loss_variant_forgets_the_parameters_of_the_previous_one(parsed):
     base = "advantage-estimator: ibpo\neps-clip: 3e-3\nloss-param: {a: 1}"
 

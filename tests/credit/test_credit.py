@@ -13,6 +13,7 @@ from tiny_tokenizer import make_tiny_tokenizer
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.basics.sampling_mask import sampling_mask
 from megatron_ibpo.config import PRESETS, Config, RolloutConfig
+from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.credit import (
     ESTIMATORS,
     Judgement,
@@ -24,7 +25,7 @@ from megatron_ibpo.credit import (
     is_informative,
     leaves_gradient,
 )
-from megatron_ibpo.credit.estimators import group_z_score, maxrl
+from megatron_ibpo.credit.estimators import group_z_score, maxrl, needs_critic
 from megatron_ibpo.credit.gae import Critic
 from megatron_ibpo.credit.metrics import response_metrics
 from megatron_ibpo.credit.pairing import draw_references
@@ -607,6 +608,8 @@ def test_an_estimator_that_needs_a_critic_has_one_trained_and_gives_a_number_for
     settings = algorithm("ppo", advantages=f"{__name__}:CutShort")
     assert (settings.trains_critic, settings.num_models) == (True, 2)
     assert (algorithm("gspo").trains_critic, algorithm("gspo").num_models) == (False, 1)
+    for name, estimator in ESTIMATORS.items():
+        assert AlgorithmConfig(advantages=name).trains_critic == needs_critic(estimator), "also by hand"
     with pytest.raises(ValueError, match=r"arrays of shapes \[\(1,\)\] .* \[2\] tokens .* one finite number"):
         Loop(fix_last).credit([group([14])], settings, values=lambda sequences: [np.zeros(2, np.float32)])
 

@@ -208,3 +208,15 @@ def test_rewards_that_differ_little_are_shown_with_the_digits_that_their_differe
     assert value == near(credit.sequences[2].advantage)
     assert value > 0.05
     assert total == near(value)
+
+
+def test_equal_rewards_are_said_to_teach_nothing_only_where_the_estimator_gives_nothing():
+    made = [Group(prompt(), [response([10, 11], 1.0), response([10, 12], 1.0)])]
+    for estimator, note in ((f"{__name__}:everything", ""), ("group", "nothing to learn")):
+        credit = Loop(corrected).credit(made, algorithm("gspo", advantages=estimator))
+        assert [s.advantage for s in credit.sequences] == ([0.0] * 2 if note else [1.0, 1.0])
+        assert ("nothing to learn" in str(credit.explanations[0])) == bool(note)
+
+
+def everything(rewards):
+    return list(rewards)

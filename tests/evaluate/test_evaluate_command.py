@@ -17,7 +17,7 @@ import torch
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.commands.evaluate import main, policy_of
-from megatron_ibpo.config import Config, EvalSampling, ParallelConfig, write_config
+from megatron_ibpo.config import Config, ConfigError, EvalSampling, ParallelConfig, write_config
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import KeptSamples, SetEvaluation, evaluate, open_eval_sets
 from megatron_ibpo.evaluate.sets import finish_results
@@ -25,6 +25,7 @@ from megatron_ibpo.evaluate.stored_samples import read_samples
 from megatron_ibpo.report.evaluation_report import report_evaluation
 from megatron_ibpo.report.summary import measures
 from megatron_ibpo.run.checks import check_evaluation
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study.paired_evaluations import compare_evaluations
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
 from support.eval_samples import judged
@@ -75,6 +76,17 @@ def test_a_policy_is_a_run_whose_settings_yield_to_flags_or_a_checkpoint(run_dir
     assert (policy.stored, policy.config.model.hf_checkpoint) == (None, TINY)
     assert policy.config.run.run_dir == tmp_path / "b"
     assert policy_of([str(TINY)]).config.model.hf_checkpoint == TINY
+
+
+def test_a_run_that_sampled_in_its_trainer_is_evaluated_by_an_engine_of_its_own(run_dir):
+    settings = run_dir / "config.yaml"
+    write_config(parse_config(["--config", str(settings), "--rollout-backend", "lean"]), settings)
+    config = policy_of([str(run_dir)]).config
+    check_evaluation(config)
+    assert config.rollout.rollout_backend is None
+    assert policy_of([str(run_dir), "--rollout-backend", "transformers"]).config.rollout.parameters
+    with pytest.raises(ConfigError, match="--rollout-backend lean: only for runs that train"):
+        check_evaluation(policy_of([str(TINY), "--rollout-backend", "lean"]).config)
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(run_dir, capsys):

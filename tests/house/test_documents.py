@@ -172,9 +172,19 @@ def test_imports_run_down_and_libraries_are_declared_and_heavy_ones_stay_in_thei
         "ray": {"cluster"},
         "triton": {"kernels"}, "scipy": {"study", "plan"},  # statistics; the fit of a calibration
         "pyarrow": {"data", "evaluate"}, "huggingface_hub": {"data"}, "msgpack": {"journal"},
-        "starlette": {"report"}, "uvicorn": {"report"}, "aiohttp": {"rewards"}, "renderers": {"environments"},
+        "starlette": {"report"}, "uvicorn": {"report"}, "renderers": {"environments"},
+        "aiohttp": {"rewards", "environments"}, "verifiers": {"environments"},
     }  # fmt: skip
-    apart = {"torch", "torchvision", "triton", "megatron", "vllm", "gguf", "wandb"}  # or optional
+    apart = {
+        "torch",
+        "torchvision",
+        "triton",
+        "megatron",
+        "vllm",
+        "gguf",
+        "wandb",
+        "verifiers",
+    }  # or optional
     apart |= {"transformer_engine", "apex", "fla", "yaml", "megatron_ibpo"}
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.match(r"[\w-]+", dependency)[0].lower().replace("-", "_") for dependency in declared}

@@ -241,7 +241,7 @@ class Unbuilt(Engine):
     assert f"parameters of --rollout-backend {name}" in shown
     assert re.search(r"--echo-length INT \[6\]\n +Tokens of an answer. Range: between 1 and", shown)
     assert "--vllm-dtype" not in shown
-    with pytest.raises(ConfigError, match=r"--echo-length: no such flag"):
+    with pytest.raises(ConfigError, match=r"--echo-length: no such setting"):
         parse_config(["--echo-length", "3"])
     with pytest.raises(ConfigError, match=r"--vllm-dtype: --rollout-backend .*Echo has no such parameter"):
         parse_config([*from_recipe, "--vllm-dtype", "float32"])

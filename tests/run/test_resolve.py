@@ -2,13 +2,17 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
 from megatron_ibpo.cluster.placement import Engines, Node, plan_placement
 from megatron_ibpo.config import ConfigError
+from megatron_ibpo.config.all_fields import ENTRIES
 from megatron_ibpo.engines.registry import sampling_precision
+from megatron_ibpo.run.on_cluster import OnCluster
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.preflight import check_placement, preflight
 from megatron_ibpo.run.resolve import read_foundation, resolve, settle
@@ -77,10 +81,14 @@ def test_an_engine_that_cannot_compute_the_model_is_refused_before_a_process_sta
     placement = plan_placement([node], num_trainers=1, engines=own, on_gpu=False)
     check_placement(resolve(settled, foundation, placement))
     narrow = replace(foundation, shape=replace(foundation.shape, head_dim=16))
+    resolved = resolve(settled, narrow, placement)
+    assert resolved.config.rollout.rollout_backend == "transformers", "of a run that names no engine"
+    check_placement(resolved)
+    named = replace(settled, rollout=replace(settled.rollout, rollout_backend="vllm"))
     with pytest.raises(ValueError, match=r"head_dim 16 in config\.json"):
-        check_placement(resolve(settled, narrow, placement))
+        check_placement(resolve(named, narrow, placement))
     alone = plan_placement([node], num_trainers=1, engines=None, on_gpu=False)
-    check_placement(resolve(settled, narrow, alone))
+    check_placement(resolve(named, narrow, alone))
 
 
 def test_overrides_are_read_once_and_are_data():
@@ -104,4 +112,51 @@ def test_a_small_disk_and_unknown_hardware_are_refused_before_a_process_starts(f
     config = config_of(tmp_path / "other")
     config.run.dry_run_hardware = "a100x"
     with in_place(StandIns()), pytest.raises(ValueError, match="a100x"), open_run(config):
+        pytest.fail("the run began")
+
+
+class Unconnected(StandIns):
+    """A back end whose cluster must not be started."""
+
+    def connect(self, config):
+        pytest.fail("a cluster was started")
+
+
+def with_fault(run_dir, **values):
+    """A configuration with these fields, whatever their section."""
+    config = config_of(run_dir)
+    for name, value in values.items():
+        ENTRIES[name].put(config, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"tensor_model_parallel_size": 3}, "this layout cannot hold the model"),
+        ({"dry_run_hardware": "a100x"}, "a100x"),
+    ],
+)
+def test_what_needs_no_torch_is_refused_before_a_cluster_is_started(fault, words, tmp_path):
+    backend = Unconnected()
+    backend.check = OnCluster().check
+    with in_place(backend), pytest.raises(ValueError, match=words), open_run(with_fault(tmp_path, **fault)):
+        pytest.fail("the run began")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"run_dir": Path("/proc/run")}, "/proc/run"),
+        ({"rm_type": "http_score", "rm_url": "http://127.0.0.1:9/score"}, "127.0.0.1:9"),
+        ({"loss_variant": "grop"}, "grop"),
+    ],
+)
+def test_what_needs_no_verifier_is_refused_before_one_is_started(fault, words, tmp_path):
+    with (
+        in_place(StandIns()),
+        patch("megatron_ibpo.run.inputs.open_pool", lambda *_: pytest.fail("verifiers were started")),
+        pytest.raises((ValueError, OSError), match=words),
+        open_run(with_fault(tmp_path, **fault)),
+    ):
         pytest.fail("the run began")

@@ -16,7 +16,7 @@ from megatron_ibpo.data import DataError
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.inputs import open_inputs
 from megatron_ibpo.run.open import open_run
-from megatron_ibpo.run.preflight import dry_run
+from megatron_ibpo.run.preflight import check_inputs, dry_run
 from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.supervised import open_supervised
@@ -140,7 +140,7 @@ def evaluate(tmp_path):
     more = ("--eval-num-prompts", "4", "--eval-prompt-data", "import://support.live_loop:questions")
     config = config_of(tmp_path / "r", *flags(tmp_path)[:2], *more)
     with in_place(StandIns()), ExitStack() as stack:
-        open_inputs(config, read_foundation(config), stack, trains=False)
+        check_inputs(open_inputs(config, read_foundation(config), stack, trains=False))
 
 
 def plan(tmp_path):

@@ -10,8 +10,8 @@ from megatron_ibpo.commands import train
 from megatron_ibpo.config import ConfigError, DataConfig
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.rewards import Verifier, open_pool
-from megatron_ibpo.run.inputs import open_inputs
-from megatron_ibpo.run.preflight import check_inputs
+from megatron_ibpo.run.inputs import open_inputs, open_judges
+from megatron_ibpo.run.preflight import check_judges
 from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.run.settings import parse_config
@@ -196,8 +196,11 @@ def test_a_dry_run_an_evaluation_and_a_training_refuse_it_by_the_same_code(direc
     assert re.search("KeyError: 'answer' .*own_code.py:[0-9]+ in misses_key. on rows, prompt 0", line), line
     for trains in (True, False):
         config = parse_config([*bad, "--eval-num-prompts", "1"])
-        with ExitStack() as stack, pytest.raises(ConfigError, match="KeyError: 'answer'"):
-            check_inputs(open_inputs(config, read_foundation(config), stack, trains=trains))
+        with ExitStack() as stack:
+            inputs = open_inputs(config, read_foundation(config), stack, trains=trains)
+            judges = open_judges(inputs, stack)
+            with pytest.raises(ConfigError, match="KeyError: 'answer'"):
+                check_judges(inputs, judges)
     elsewhere = flags("--prompt-data", "nowhere.jsonl", "--dry-run")
     assert "not on this machine" in check_user_code(parse_config(elsewhere))
 

@@ -205,9 +205,9 @@ class StandIns:
         here = Node("here", "here", cpus=1, gpus=0)
         return plan_placement([here], num_trainers=1, engines=None, on_gpu=False)
 
-    def launch(self, resolved, inputs, stack):
+    def launch(self, resolved, inputs, judges, stack):
         processes = Processes(
-            trainers=self.trainers, engines=self.engines, deaths=dict, verifiers=inputs.pool,
+            trainers=self.trainers, engines=self.engines, deaths=dict, verifiers=judges.pool,
             where="in a test", wait_ready=self.wait_ready,
         )  # fmt: skip
         return Launched({}, lambda checkpoint: processes)
