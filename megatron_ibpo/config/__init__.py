@@ -21,6 +21,7 @@ from megatron_ibpo.config.paths import (
     user_directory,
 )
 from megatron_ibpo.config.presets import PRESETS, algorithm_of
+from megatron_ibpo.config.python_objects import has_objects, stored_settings
 from megatron_ibpo.config.ranges import (
     COUNT,
     NOT_NEGATIVE,
@@ -70,6 +71,7 @@ __all__ = [
     "display_name",
     "environment_in",
     "eval_sampling",
+    "has_objects",
     "hub_id",
     "known_or_path",
     "load_hook",
@@ -84,6 +86,7 @@ __all__ = [
     "read_yaml",
     "rm_type_in",
     "searched",
+    "stored_settings",
     "user_directory",
     "within",
     "write_config",

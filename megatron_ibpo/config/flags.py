@@ -21,7 +21,7 @@ from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.help import COMMON_FLAGS, HELP_FLAGS, help_text, usage_text
 from megatron_ibpo.config.parameters import Registry, entries_of
-from megatron_ibpo.config.paths import path_in_recipe, path_of_user
+from megatron_ibpo.config.paths import path_in_recipe, path_of_user, recipe_file
 from megatron_ibpo.config.peer_flags import peer_override
 from megatron_ibpo.config.presets import Layer, of_this_version, resolve
 from megatron_ibpo.config.recipes import config_yaml, read_recipe, type_words, typed_settings
@@ -61,7 +61,7 @@ def parse_config(
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early.add_argument("--help", nargs="*")
     early.add_argument("--help-all", "--help_all", action="store_true")
-    early.add_argument("--config", type=path_of_user, action="append", default=[])
+    early.add_argument("--config", action="append", default=[])
     early.add_argument("--print-config", "--print_config", action="store_true")
     # these decide which values of earlier layers still apply, and which parameters exist
     for name in _DECIDE:
@@ -78,7 +78,8 @@ def parse_config(
         raise ConfigError(f"{name}: {said}") from None
     flags = _with_values(flags)
 
-    layers = [layer for path in known.config for layer in _recipe_layers(path, registries)]
+    recipes = [recipe_file(name, path_of_user) for name in known.config]
+    layers = [layer for path in recipes for layer in _recipe_layers(path, registries)]
     typed = {name: value for name, value in vars(known).items() if name in ENTRIES}
     if specs := typed.get("eval_prompt_data"):
         typed["eval_prompt_data"] = specs[0] if len(specs) == 1 else tuple(specs)
@@ -108,9 +109,10 @@ def load_recipe(path: Path | str, settings: Mapping[str, Any], registries: Seque
         ConfigError: the recipe cannot be read; an unknown key, a value of the wrong type, an unknown preset
             or choice, or a parameter that the choice does not have.
     """
-    recipe = _recipe_layers(path_in_recipe(path), registries)
+    recipe = _recipe_layers(recipe_file(path, path_in_recipe), registries)
     listed = {name: list(own) if isinstance(own, tuple) else own for name, own in settings.items()}
-    config = resolve([*recipe, Layer(*typed_settings(listed))], registries)
+    layers = [*recipe, Layer(*typed_settings(listed))]
+    config = resolve(_held_out_with_their_prompts(layers, names_prompts=False), registries)
     _locate(config, registries)
     return config
 

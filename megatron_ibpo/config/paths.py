@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
+from megatron_ibpo.config.config_error import ConfigError, nearest
+
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _REVISION = r"refs/pr/\d+|refs/convert/[\w.-]+|[\w.-]+"
 _ID = re.compile(
@@ -88,6 +90,8 @@ def display_name(path: Path) -> str:
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPES = (Path(__file__).parents[1] / "recipes").resolve()
+"""Recipes of the package: examples/recipes in a clone, through a link."""
 
 
 class Kind(Enum):
@@ -114,6 +118,24 @@ def path_in_recipe(path: Path | str) -> Path:
     candidates = [path_of_user(path), REPOSITORY / path]
     # os.path instead of pathlib: it accepts names that no file can have
     return next((found for found in candidates if os.path.exists(found)), candidates[0])
+
+
+def recipe_file(text: Path | str, locate: Callable[[str], Path]) -> Path:
+    """Return the absolute path of a recipe: a file, or by its name alone one of those in the package.
+
+    Raises:
+        ConfigError: the name has no ending, and neither a file nor a recipe is called so.
+    """
+    name, path = Path(text), locate(str(text))
+    if os.path.exists(path) or name.name != str(text) or name.suffix not in ("", ".yaml"):
+        return path
+    recipes = {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
+    if name.stem in recipes or name.suffix:
+        return recipes.get(name.stem, path)
+    raise ConfigError(
+        f"--config {text}: no file {path}, and no recipe of that name; there are {', '.join(recipes)}"
+        f"{nearest(name.stem, recipes)}"
+    )
 
 
 def hub_id(text: Path | str) -> HubId | None:

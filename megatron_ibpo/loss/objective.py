@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ibpo.loss.backend import LossBackend
-from megatron_ibpo.loss.variants import Variant, resolve_variant
+from megatron_ibpo.loss.variants import Variant, name_of_variant, resolve_variant
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -53,7 +53,7 @@ class Objective:
     """
 
     name: str
-    """The variant's name, by which the kernels know it."""
+    """The variant's name, for messages."""
     variant: Variant
     params: Mapping[str, float]
     """All parameters of the variant, in its order."""
@@ -97,7 +97,7 @@ class Objective:
 
 
 def make_objective(
-    variant: str,
+    variant: str | Variant,
     params: Mapping[str, float] | None = None,
     *,
     aggregation: str | float | None = None,
@@ -117,7 +117,7 @@ def make_objective(
     """
     chosen, resolved = resolve_variant(variant, params)
     return Objective(
-        variant,
+        name_of_variant(variant),
         chosen,
         resolved,
         chosen.aggregation if aggregation is None else aggregation,

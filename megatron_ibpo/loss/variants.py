@@ -96,20 +96,27 @@ class Variant:
         return self.sequence_term is None
 
 
-def resolve_variant(name: str, params: Mapping[str, float] | None = None) -> tuple[Variant, dict[str, float]]:
+def name_of_variant(variant: str | Variant) -> str:
+    """Return the name of a variant for messages."""
+    if isinstance(variant, str):
+        return variant
+    return next((name for name, registered in VARIANTS.items() if registered is variant), "of your own")
+
+
+def resolve_variant(
+    name: str | Variant, params: Mapping[str, float] | None = None
+) -> tuple[Variant, dict[str, float]]:
     """The variant of that name and all its parameters, in its order: those given, and its defaults.
 
     Args:
-        name: in VARIANTS, or where to import one: package.module:VARIANT.
+        name: in VARIANTS, or where to import one: package.module:VARIANT; or the variant itself.
 
     Raises:
         ValueError: an unknown variant or parameter, a value outside the parameter's range, or an import
             path with no Variant.
     """
-    variant = known_or_path("--loss-variant", name, VARIANTS, "loss variant")
-    variant = variant or load_hook("--loss-variant", name)
-    if not isinstance(variant, Variant):
-        raise ValueError(f"loss variant {name!r} is a {type(variant).__name__}, wanted a Variant")
+    variant = _named_variant(name) if isinstance(name, str) else name
+    name = name_of_variant(name)
     given = dict(params or {})
     unknown = sorted(given.keys() - variant.params.keys())
     if unknown:
@@ -121,6 +128,14 @@ def resolve_variant(name: str, params: Mapping[str, float] | None = None) -> tup
         except ValueError as error:
             raise ValueError(f"{parameter} of loss variant {name!r} {error}") from error
     return variant, {key: float(given.get(key, known.default)) for key, known in variant.params.items()}
+
+
+def _named_variant(name: str) -> Variant:
+    variant = known_or_path("--loss-variant", name, VARIANTS, "loss variant")
+    variant = variant or load_hook("--loss-variant", name)
+    if not isinstance(variant, Variant):
+        raise ValueError(f"loss variant {name!r} is a {type(variant).__name__}, wanted a Variant")
+    return variant
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:

@@ -94,13 +94,20 @@ def load_recipe(path: Path | str, **settings: Any) -> config.Config:
     """Return the configuration of a recipe, as `--config` reads it, with `settings` on top.
 
     Args:
-        path: the recipe's YAML file; a relative path counts from the working directory, or from the
-            repository if nothing is there.
-        settings: the names of flags with underscores and their values, such as `num_rollout=2`.
+        path: the name of a recipe of the package, such as "small_cpu"; or a YAML file. A relative path counts
+            from the working directory, or from the repository if nothing is there.
+        settings: the names of flags with underscores and their values, such as `num_rollout=2`. Where a flag
+            names code, the object itself is taken too, and where it names prompts, a list of rows or a
+            `datasets.Dataset`: they are stored under the run's directory, and the configuration names the
+            files (`megatron_ibpo.config.python_objects`).
 
     Raises:
-        ConfigError: as `megatron_ibpo.config.load_recipe`.
+        ConfigError: as `megatron_ibpo.config.load_recipe`; or an object or a row cannot be stored.
     """
+    if config.has_objects(settings):
+        of_run = {name: settings[name] for name in ("run_dir",) if name in settings}
+        run_dir = config.load_recipe(path, of_run, REGISTRIES).run.run_dir
+        settings = config.stored_settings(settings, run_dir)
     loaded = config.load_recipe(path, settings, REGISTRIES)
     fitted, notes = fit_to_model(loaded, settings.keys())
     for line in notes.values():

@@ -33,6 +33,8 @@ loss.backward()
 assert math.isfinite(loss.item()) and logits_NV.grad.abs().sum() > 0
 assert loss_command.main(["gspo"]) == 0
 
+assert mi.load_recipe("tiny_qwen3_next_ibpo", num_rollout=3).run.num_rollout == 3
+
 files = [Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
 assert any(file.is_relative_to(site) for file in files)
 assert not [file for file in files if file.is_relative_to(clone / "megatron_ibpo")], "of the clone"
@@ -62,7 +64,8 @@ def site(tmp_path_factory):
     """Directory with the wheel's content and nothing else."""
     clone, site = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("site")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    needed = ("megatron_ibpo", "kernels", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+    needed = ("megatron_ibpo", "kernels", "csrc", "examples/recipes", "setup.py", "pyproject.toml")
+    needed += ("README.md", "LICENSE")
     for name in filter(None, listed.stdout.split("\0")):
         if name.startswith(needed):
             (clone / name).parent.mkdir(parents=True, exist_ok=True)

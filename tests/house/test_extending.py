@@ -254,9 +254,16 @@ class Unbuilt(Engine):
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
 
 
+CHECKS = [
+    "assert third.metrics['step'] == 3",
+    "assert second.metrics['step'] == 2",
+    "assert {group.prompt.text for group in own_step.groups} == {*answers}",
+]
+
+
 def test_the_parts_that_are_used_alone():
     found = {}
-    exec("\n".join(["import megatron_ibpo as mi", *BLOCKS[2:]]), found)
+    exec("\n".join(["import megatron_ibpo as mi", *BLOCKS[3:]]), found)
     assert found["distances"].tolist() == [0.4, 0.0]
     assert found["kept"].tolist() == [True, False, True, True]
     assert found["edits"].tolist() == [2]
@@ -271,7 +278,7 @@ def test_the_parts_that_are_used_alone():
 @pytest.mark.slow
 def test_a_run_is_stepped_and_resumed(tmp_path):
     """The page is run as a program without a main guard, in a directory of the user's."""
-    (tmp_path / "program.py").write_text("\n".join([*BLOCKS[:2], "assert third.metrics['step'] == 3", ""]))
+    (tmp_path / "program.py").write_text("\n".join([*BLOCKS[:3], *CHECKS, ""]))
     command, environment = [sys.executable, "program.py"], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

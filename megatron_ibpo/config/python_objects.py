@@ -1,0 +1,209 @@
+"""Settings given as Python objects: stored as files in the run's directory, so that settings stay plain data.
+
+Code becomes an import path. A function or class that a module defines is named where it stands. Any other
+object, such as a lambda or what a notebook defines, is pickled by cloudpickle beside a small module that
+loads it, and the setting names this module. Rows become a JSONL file. Only the user's own Python writes such
+files, never a model's text or a data row; a module loads no pickle but the one it was written for.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from megatron_ibpo.basics.faults import user_files
+from megatron_ibpo.config.config_error import ConfigError
+from megatron_ibpo.config.paths import path_of_user
+
+CODE = (
+    "rm_type", "advantages", "group_filter", "environment", "loss_variant", "ibpo_operator", "token_credit",
+)  # fmt: skip
+"""Settings that name code, which may be given as an object."""
+PROMPTS = ("prompt_data", "eval_prompt_data")
+"""Settings that name prompts, which may be given as rows."""
+FOLDER = "from_python"
+"""Folder of a run's directory that holds the stored objects."""
+_NAME = "stored"
+_PLAIN = (str, bytes, int, float, list, tuple, dict, Path, type(None))
+_MODULE = '''\
+"""Loads `{setting}`, an object of Python that was stored beside this file when its run was configured."""
+
+import sys
+from pathlib import Path
+
+from megatron_ibpo.config.python_objects import load_object
+
+sys.path += [folder for folder in {folders!r} if folder not in sys.path]
+{name} = load_object(Path(__file__).with_suffix(".pickle"), {digest!r}, {version!r})
+'''
+
+
+def stored_settings(settings: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
+    """Return settings as plain data, with objects and rows stored under the run's directory.
+
+    Raises:
+        ConfigError: an object cannot be pickled, or a row cannot be written as JSON.
+        OSError: the files cannot be written.
+    """
+    folder, plain = path_of_user(run_dir) / FOLDER, dict(settings)
+    for name in CODE:
+        if not isinstance(plain.get(name), _PLAIN):
+            plain[name] = import_path_of(name, plain[name], folder)
+    for name in PROMPTS:
+        if name in plain:
+            plain[name] = _stored_prompts(name, plain[name], folder)
+    return plain
+
+
+def has_objects(settings: Mapping[str, Any]) -> bool:
+    """Return whether `stored_settings` may have something to store."""
+    return any(not isinstance(settings.get(name), _PLAIN) for name in CODE) or any(
+        not isinstance(settings.get(name), str | Path | None) for name in PROMPTS
+    )
+
+
+def import_path_of(setting: str, value: Any, folder: Path) -> str:
+    """Return the import path of an object, which is stored in `folder` if no module defines it.
+
+    Raises:
+        ConfigError: it cannot be pickled.
+        OSError: the files cannot be written.
+    """
+    import cloudpickle  # only programs in Python need it
+
+    if (path := _defined_in(value)) is not None:
+        return path
+    try:
+        content = cloudpickle.dumps(value)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{setting}: {_name_of(value)} cannot be copied to the run's processes ({reason}); make what "
+            "cannot be copied inside the function, or put the function into a file and name it as "
+            "path/to/file.py:name"
+        ) from error
+    # two runs of one process may store the same object, and modules differ by name alone
+    stem = f"{setting}_{_digest(str(folder).encode() + content)[:12]}"
+    module = _MODULE.format(
+        setting=setting,
+        folders=_folders_of_user(),
+        name=_NAME,
+        digest=_digest(content),
+        version=list(sys.version_info[:2]),
+    )
+    _write(folder / f"{stem}.pickle", content)
+    return f"{_write(folder / f'{stem}.py', module.encode())}:{_NAME}"
+
+
+def load_object(path: Path, digest: str, version: list[int]) -> Any:
+    """Return the object of a pickle that `import_path_of` has written.
+
+    Args:
+        digest: SHA-256 of the pickle when it was written.
+        version: major and minor version of the Python that wrote it.
+
+    Raises:
+        ValueError: the file has changed, or another version of Python reads it.
+        OSError: it cannot be read.
+    """
+    if list(sys.version_info[:2]) != version:
+        raise ValueError(
+            f"{path.name} was stored by Python {'.'.join(map(str, version))}, and code stored by one version "
+            "cannot be read by another; run with that one, or give the object again"
+        )
+    content = path.read_bytes()
+    if _digest(content) != digest:
+        raise ValueError(f"{path.name} is not the file that was stored; give the object again")
+    value = pickle.loads(content)
+    if isinstance(value, FunctionType):
+        user_files.add(value.__code__.co_filename)
+    return value
+
+
+def store_rows(setting: str, rows: Iterable[Any], folder: Path) -> str:
+    """Write rows as a JSONL file in `folder` and return its path.
+
+    Raises:
+        ConfigError: there are none, or one is no dictionary or cannot be written as JSON.
+        OSError: the file cannot be written.
+    """
+    lines = [_line(setting, number, row) for number, row in enumerate(rows)]
+    if not lines:
+        raise ConfigError(f"{setting}: there are no rows")
+    content = "".join(lines).encode()
+    return str(_write(folder / f"{setting}_{_digest(content)[:12]}.jsonl", content))
+
+
+def _stored_prompts(name: str, value: Any, folder: Path) -> Any:
+    if _is_table(value) or _are_rows(value):
+        return store_rows(name, value, folder)
+    if isinstance(value, list | tuple):
+        return [
+            store_rows(name, item, folder) if _is_table(item) or _are_rows(item) else item for item in value
+        ]
+    return value
+
+
+def _is_table(value: Any) -> bool:
+    """Return whether a value is a `datasets.Dataset`, streamed or not; a `DatasetDict` is refused later, as a
+    mapping."""
+    return hasattr(value, "features") and hasattr(value, "__iter__") and not isinstance(value, dict)
+
+
+def _are_rows(value: Any) -> bool:
+    """Return whether a value is a list of rows. A mapping with `path` is a source, as in recipes."""
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(row, dict) and "path" not in row for row in value)
+    )
+
+
+def _line(setting: str, number: int, row: Any) -> str:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{setting}, row {number}: expected a dictionary, found {type(row).__name__}")
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{setting}, row {number}: cannot be written as JSON: {error}") from error
+
+
+def _defined_in(value: Any) -> str | None:
+    """Return the import path of a function or class that a module defines; None for other objects."""
+    name = getattr(value, "__qualname__", "")
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__" or getattr(module, name, None) is not value:
+        return None
+    file = getattr(module, "__file__", None) or ""
+    is_single_file = file.endswith(".py") and Path(file).stem == module.__name__
+    return f"{os.path.abspath(file) if is_single_file else module.__name__}:{name}"
+
+
+def _folders_of_user() -> list[str]:
+    """Return where this process finds modules that are not installed, for what a stored object imports."""
+    folders = map(os.path.abspath, sys.path)
+    installed = (sys.prefix, sys.base_prefix)
+    return [folder for folder in folders if os.path.isdir(folder) and not folder.startswith(installed)]
+
+
+def _name_of(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or f"an object of type {type(value).__name__}"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _write(path: Path, content: bytes) -> Path:
+    """Write a file whose name tells its content, unless it is there."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    return path
