@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.models import check_layout, read_hf_config
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.transfer.update_order import drafts_with_own_layer
@@ -187,11 +188,15 @@ def test_a_resumed_layer_goes_on_bit_for_bit_and_is_in_every_export(world, check
 
 
 def test_engines_get_the_layer_where_they_draft_with_it():
+    def drafts(*arguments):
+        return drafts_with_own_layer(RolloutConfig(parameters={"vllm_arg": arguments}))
+
     config = '{"method": "%s", "num_speculative_tokens": 1}'
-    assert drafts_with_own_layer(["speculative-config=" + config % "mtp"])
-    assert drafts_with_own_layer(["speculative_config=" + config % "qwen3_next_mtp"])
-    assert not drafts_with_own_layer(["speculative_config=" + config % "ngram", "max_logprobs=3"])
-    assert not drafts_with_own_layer([])
+    assert drafts("speculative-config=" + config % "mtp")
+    assert drafts("speculative_config=" + config % "qwen3_next_mtp")
+    assert not drafts("speculative_config=" + config % "ngram", "max_logprobs=3")
+    assert not drafts()
+    assert not drafts_with_own_layer(RolloutConfig())
 
 
 @pytest.mark.world(1)
