@@ -312,8 +312,10 @@ class HuggingFaceTokenizer:
         if self._spaceless is None:
             return self._at_the_start(text)
         added, backend = self._tokenizer.added_tokens_decoder, self._tokenizer.backend_tokenizer
-        whole = backend.encode(text, add_special_tokens=False)
-        starts = (start for token, (start, _) in zip(whole.ids, whole.offsets, strict=True) if token in added)
+        encoded = backend.encode(text, add_special_tokens=False)
+        starts = (
+            start for token, (start, _) in zip(encoded.ids, encoded.offsets, strict=True) if token in added
+        )
         cut = next(starts, len(text))
         ids: list[int] = self._spaceless.encode(text[:cut], add_special_tokens=False).ids
         return ids + self._at_the_start(text[cut:]) if text[cut:] else ids

@@ -70,8 +70,8 @@ def check_engine(rollout: RolloutConfig) -> None:
     built(find_parameters(name), rollout.parameters)
     if known_or_path(FLAG, name, dict.fromkeys(ENGINES, True), "engine"):
         return
-    found = load_hook(FLAG, name, called_with=_CALLED_WITH)
-    lacking = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    engine = load_hook(FLAG, name, called_with=_CALLED_WITH)
+    lacking = [method for method in _METHODS if not callable(getattr(engine, method, None))]
     if lacking:
         raise ValueError(
             f"{FLAG} {name}: lacks {', '.join(lacking)}; an engine needs {', '.join(_METHODS)} "

@@ -204,8 +204,10 @@ class TemplateChat:
             return None
         turn = self._tokenizer.encode(_beyond(text, prompt))
         first_end = next((place for place, token in enumerate(turn) if token in self._ends), len(turn))
-        known = family_readers(self._tokenizer, self._tokenizer.encode_rendered(prompt))
-        readers: dict[str, Reader] = {reader.family: reader for reader in known}
+        rendered = self._tokenizer.encode_rendered(prompt)
+        readers: dict[str, Reader] = {
+            reader.family: reader for reader in family_readers(self._tokenizer, rendered)
+        }
         decode = self._tokenizer.decode_all  # a special token in an argument belongs to it
         for family, read_call in (("Hermes", None), ("Qwen3.5", QWEN3_5), ("GLM-4.5", GLM4_5)):
             readers[family] = self._text_reader(decode, read_call)

@@ -61,7 +61,7 @@ def call_reward_functions(
     values: dict[str, float] = {}
     logged: dict[str, float] = {}
     columns = {name: [value] for name, value in row.items() if name != "prompt"}
-    given = {
+    arguments_of_trl = {
         "prompts": [row["prompt"]],
         "completions": [list(completion)],
         "environments": [environment],
@@ -70,7 +70,7 @@ def call_reward_functions(
         "log_extra": lambda *_: None,
     }
     for name, function in functions.items():
-        value = list(awaited(function(**{**columns, **given})))
+        value = list(awaited(function(**{**columns, **arguments_of_trl})))
         if len(value) != 1:
             raise ValueError(f"{name}() returned {len(value)} rewards for one episode")
         if value[0] is not None:

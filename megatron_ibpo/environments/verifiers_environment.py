@@ -22,9 +22,9 @@ _MOST_EMPTY_REPLIES = 64
 """Empty messages after which an episode without turns or tokens left must have ended."""
 
 
-def is_verifiers(found: Any) -> bool:
+def is_verifiers(environment: Any) -> bool:
     """Return whether this is an environment of verifiers: `vf.load_environment(...)` returns one."""
-    return all(callable(getattr(found, name, None)) for name in ("run_episode", "serving"))
+    return all(callable(getattr(environment, name, None)) for name in ("run_episode", "serving"))
 
 
 class VerifiersEnvironment:
@@ -56,19 +56,19 @@ class VerifiersEnvironment:
 
     def step(self, message: Message) -> Turn:
         """Give the policy's message to the episode, and return what its next request adds."""
-        said = len(self._messages)
+        num_messages = len(self._messages)
         before = self._messages
         self._server.reply(message)
         request = self._next()
         if isinstance(request, Ended):
             return Turn(done=True)
-        if request.messages[:said] != before or len(request.messages) <= said + 1:
+        if request.messages[:num_messages] != before or len(request.messages) <= num_messages + 1:
             raise EpisodeFaultError(
                 "error",
                 "the episode does not continue the policy's conversation: its harness rewrote the context, "
                 "or several agents ask the policy",
             )
-        return Turn(request.messages[said + 1 :])
+        return Turn(request.messages[num_messages + 1 :])
 
     def score(self) -> dict[str, float]:
         """Return the trace's reward, and its rewards and metrics by name."""

@@ -79,8 +79,8 @@ def _sentence(composition: str, standing: dict[str, Any]) -> str:
         f"{resample['estimate']:.0%} of retries succeed."
     )
     if resample["estimate"] == 0:
-        told = "no retry succeeded" + (", and no correction" if skill["estimate"] == 0 else "")
-        return f"{rates} Whether corrections are worth their cost cannot be told: {told}."
+        reason = "no retry succeeded" + (", and no correction" if skill["estimate"] == 0 else "")
+        return f"{rates} Whether corrections are worth their cost cannot be told: {reason}."
     if needed <= 1:
         return f"{rates} Corrections are worth their cost from {needed:.0%} on{_VERDICT[standing['pays']]}."
     sure = "" if standing["pays"] is False else "; there were too few to be sure"

@@ -346,15 +346,15 @@ def _verdicts(executor: Executor, program: str, problem: Problem, settings: Code
         return
     for stdin, expected in zip(problem.inputs, problem.outputs, strict=True):
         done = executor.run(program, first, stdin, limits())
-        said = done.stdout.decode(errors="replace")
-        yield done.reached or _verdict(done.status == 0 and same_output(said, expected, tolerance))
+        output = done.stdout.decode(errors="replace")
+        yield done.reached or _verdict(done.status == 0 and same_output(output, expected, tolerance))
 
 
 def _verdict(is_right: bool) -> str:
     return "passed" if is_right else "failed"
 
 
-def same_output(said: str, expected: str, tolerance: float = 0.0) -> bool:
+def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:
     """Compare two outputs line by line, without surrounding space; lines that differ as text may be exactly
     equal as numbers.
 
@@ -364,22 +364,22 @@ def same_output(said: str, expected: str, tolerance: float = 0.0) -> bool:
 
     Source: LiveCodeBench, grade_stdio.
     """
-    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (said, expected))
+    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (output, expected))
     return len(ours) == len(theirs) and all(map(partial(_same_line, tolerance=tolerance), ours, theirs))
 
 
-def _same_line(said: str, expected: str, tolerance: float) -> bool:
-    if said == expected:
+def _same_line(output: str, expected: str, tolerance: float) -> bool:
+    if output == expected:
         return True
-    ours, theirs = said.split(), expected.split()
+    ours, theirs = output.split(), expected.split()
     return len(ours) == len(theirs) and all(map(partial(_same_word, tolerance=tolerance), ours, theirs))
 
 
-def _same_word(said: str, expected: str, tolerance: float) -> bool:
-    if tolerance and said == expected:
+def _same_word(output: str, expected: str, tolerance: float) -> bool:
+    if tolerance and output == expected:
         return True
     try:
-        ours, theirs = Decimal(said), Decimal(expected)
+        ours, theirs = Decimal(output), Decimal(expected)
         if ours == theirs:
             return True
     except InvalidOperation:

@@ -243,18 +243,18 @@ def _same_word(answer: str, label: str) -> bool:
     label, answer = unwrapped(label), without_fonts(answer).replace("\\ ", " ").strip()
     pattern = _LETTER if re.fullmatch(r"\(?[A-Z]\)?", label) else _VERDICT
     if pattern is _LETTER:
-        found = pattern.fullmatch(answer)
+        match = pattern.fullmatch(answer)
     else:
-        found = pattern.match(answer) if pattern.fullmatch(label) else None
-    return found is not None and next(filter(None, found.groups())).casefold() == label.strip("()").casefold()
+        match = pattern.match(answer) if pattern.fullmatch(label) else None
+    return match is not None and next(filter(None, match.groups())).casefold() == label.strip("()").casefold()
 
 
 def _assignments(text: str) -> dict[str, str] | None:
     """Return the values by name of a text such as `x=1, y=2`; None for anything else, also one assignment."""
     parts = ["".join(part.split()).strip("$") for part in _BREAK.split(unwrapped(text))]
-    found = [_ASSIGNMENT.fullmatch(part) for part in parts if part]
-    values = {each[1]: each[2] for each in found if each is not None}
-    return values if 1 < len(values) == len(found) else None
+    matches = [_ASSIGNMENT.fullmatch(part) for part in parts if part]
+    values = {each[1]: each[2] for each in matches if each is not None}
+    return values if 1 < len(values) == len(matches) else None
 
 
 def _equals_one(answer: _Answer, accepted: Sequence[str]) -> bool:

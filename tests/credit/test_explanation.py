@@ -22,6 +22,7 @@ ON_GSPO = {"advantage_estimator": "gspo"}
 CASES: dict[str, dict] = {
     **{name: {"advantage_estimator": name} for name in PRESETS},
     "graded": {"advantage_estimator": "ibpo", "ibpo_lambda": 0.1},
+    "withheld": {"advantage_estimator": "ibpo"},
     "overlong": {"advantage_estimator": "ibpo", "overlong_buffer_share": 0.5},
     "bessel": ON_GSPO | {"advantages": "group-bessel"},
     "leave-one-out": ON_GSPO | {"advantages": "leave-one-out"},
@@ -52,18 +53,23 @@ def corrected(prompt_ids):
     return [10, 11, 12, 13] if sum(prompt_ids) % 3 else [10, 13, 7, 8, 9, 14]
 
 
-def graded(answer):
-    return 1.0 if answer.content_ids[-1:].tolist() == [13] else 0.1 * (len(answer.token_ids) % 3)
+def graded(step):
+    """Rewards that are partial for wrong answers: 0, one step or two."""
+    return lambda answer: (
+        1.0 if answer.content_ids[-1:].tolist() == [13] else step * (len(answer.token_ids) % 3)
+    )
 
 
 def of_case(name):
     """The settings of a case, the credit of a step, and its groups."""
     config = algorithm(**CASES[name])
     groups = [group(RIGHT, [10, 11, 14], [10, 12, 13], [15, 16, 17, 18, 14], index=1), *some_groups(4)]
-    if name == "graded":
+    reward = {"graded": graded(0.1), "withheld": graded(0.4)}.get(name)
+    if reward is not None:
         for own in groups:
-            own.responses = [replace(r, reward=graded(r), correct=graded(r) >= 1) for r in own.responses]
-    loop = Loop(corrected, graded if name == "graded" else None)
+            own.responses = [replace(r, reward=reward(r), correct=reward(r) >= 1) for r in own.responses]
+    groups[0].responses.append(response([10, 14], None))
+    loop = Loop(corrected, reward)
     return config, loop.credit(groups, config, **lent()), groups
 
 
@@ -92,11 +98,13 @@ def comparisons(credit, groups, operator):
         responses, corrections = (
             list(map(shown, own)) for own in (explained.responses, explained.corrections)
         )
+        scored = [lines for lines in responses if lines["verified reward r"][0] != "none"]
+        assert len(scored) == len(responses) - (place == 0), "one verifier failed"
         joined = (
             [lines for lines in corrections if "trained on" not in lines] if not operator.ibpo_joint else []
         )
-        for index, lines in enumerate(responses):
-            yield lines, [*responses, *joined], sequences[place, "response", index]
+        for index, lines in enumerate(scored):
+            yield lines, [*scored, *joined], sequences[place, "response", index]
         for index, lines in enumerate(corrections if operator.ibpo_joint else ()):
             own = made.corrections[index].target
             by_pair = operator.ibpo_correction_group == "pair"
@@ -115,12 +123,13 @@ def test_a_reader_recomputes_every_advantage_from_the_numbers_that_are_shown(nam
     text = "\n".join(map(str, credit.explanations))
     assert ("overlong penalty" in text) == (config.overlong_buffer_share > 0)
     assert ("(−ρ)" in text) == (name == "ibpo-rewrite-penalty")
+    assert ("is withheld" in text) == (name == "withheld")
     sums = 0
     for lines, compared, sequence in comparisons(credit, groups, method.operator):
         reward, _ = lines["verified reward r"]
         if (shaped := lines.get("shaped reward r′")) is not None:
             assert shaped[0] == near(shaped[1] if shaped[1] is not None else reward)
-            if "φ = Δ" in lines and shaped[1] is not None and name != "overlong":
+            if "φ = Δ" in lines and shaped[1] is not None and name not in ("overlong", "withheld"):
                 assert shaped[0] == near(reward + method.operator.ibpo_lambda * lines["φ = Δ"][0])
         assert sequence.reward == near((shaped or lines["verified reward r"])[0])
         value, total = lines["advantage"]

@@ -603,7 +603,7 @@ def verifiers(directory, monkeypatch):
     v1 = ModuleType("verifiers.v1")
     for name in ("EvalClientConfig", "ModelContext"):
         setattr(v1, name, SimpleNamespace)
-    package = ModuleType("verifiers")
+    package: Any = ModuleType("verifiers")
     package.v1 = v1
     monkeypatch.setitem(sys.modules, "verifiers", package)
     monkeypatch.setitem(sys.modules, "verifiers.v1", v1)

@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -136,7 +137,8 @@ def test_values_have_the_types_that_the_schema_allows_and_text_stays_text(read, 
               "switch": ("maybe", "maybe")}  # fmt: skip
     keys = ("path", "note", "optional", "nullable", "mode", "choice", "fixed", "deep", "either")
     texts = ("00501", "1", "true", "True", "False", "1e3", "{}", "[1", "nullable", '"quoted"')
-    for expected in (python, values, *(dict.fromkeys(keys, (text, text)) for text in texts)):
+    cases: list[dict[str, Any]] = [python, values, *(dict.fromkeys(keys, (text, text)) for text in texts)]
+    for expected in cases:
         message = read(family, written(family, {key: text for key, (text, _) in expected.items()}))
         (arguments,) = arguments_of(message)
         assert json.dumps(arguments) == json.dumps({key: value for key, (_, value) in expected.items()})

@@ -33,10 +33,10 @@ def vllm_needs(config: Config, on_gpu: bool) -> EngineNeeds:
         on_gpu: False if the engine runs on CPUs, with its KV cache in main memory.
     """
     own = vllm_parameters(config.rollout)
-    given = named_values(own.vllm_arg)
+    arguments = named_values(own.vllm_arg)
     element = 4 if own.vllm_dtype == "float32" else 2
-    quantization = given.get("quantization")
-    state = given.get("mamba_ssm_cache_dtype", "auto")
+    quantization = arguments.get("quantization")
+    state = arguments.get("mamba_ssm_cache_dtype", "auto")
     return EngineNeeds(
         memory_share=own.vllm_gpu_memory_utilization,
         memory_share_flag="--vllm-gpu-memory-utilization",
@@ -49,7 +49,7 @@ def vllm_needs(config: Config, on_gpu: bool) -> EngineNeeds:
         matrix_bytes=element if quantization is None else 0.5 if "fp4" in quantization else 1,
         # vLLM keeps recurrent states in the model's dtype unless told otherwise
         state_bytes={"float32": 4, "float16": 2, "bfloat16": 2}.get(state, element),
-        prefill_tokens=int(given.get("max_num_batched_tokens", PREFILL_TOKENS)),
+        prefill_tokens=int(arguments.get("max_num_batched_tokens", PREFILL_TOKENS)),
         logit_bytes=SAMPLER_BYTES,
         buffer_bytes=BUFFERS_BYTES,
         graph_bytes=0 if own.vllm_enforce_eager or not on_gpu else GRAPHS_BYTES,
