@@ -1,7 +1,9 @@
-"""The pictures of docs/reading_a_run.md, of a run on this machine.
+"""The pictures of docs/reading_a_run.md, of two runs on this machine: three minutes each on two cores.
 
-RUN_DIR=runs/a bash examples/run_qwen3_next_ibpo.sh --num-rollout 20 --save-debug-rollout-data
-RUN_DIR=runs/b bash examples/run_qwen3_next_ibpo.sh --num-rollout 20 --advantage-estimator gspo
+FLAGS="--rollout-backend lean --eval-num-prompts 0 --num-rollout 40 --save-debug-rollout-data"
+STUDY="--config examples/recipes/tiny_qwen3_study.yaml"
+bash tools/ibpo.sh train $STUDY $FLAGS --advantage-estimator ibpo --run-dir runs/a
+bash tools/ibpo.sh train $STUDY $FLAGS --advantage-estimator gspo --run-dir runs/b
 PYTHONPATH=.:tests python tools/page_pictures.py runs/a runs/b
 """
 

@@ -48,6 +48,10 @@ FLAGS = (
 )  # fmt: skip
 """Fields that --help shows."""
 OF_TRAINING = {"--load", "--load-debug-rollout-data", "--dry-run"}
+_OTHER_ENGINE = (
+    "the run's trainer sampled for it (--rollout-backend lean), and none runs here: the evaluation samples "
+    "as a run that names no engine"
+)
 
 
 @dataclass(frozen=True)
@@ -159,8 +163,8 @@ def policy_of(words: Sequence[str]) -> Policy:
     )
     rollout = replace(config.rollout, colocate=False)  # there is no trainer to share with
     if "--config" in of_policy and samples_in_trainer(rollout.rollout_backend):
-        # the run's trainer sampled for it, and none runs here
         rollout = replace(rollout, rollout_backend=None, parameters={})
+        print(_OTHER_ENGINE, file=sys.stderr, flush=True)
     config = replace(
         config,
         run=replace(config.run, load=None, load_debug_rollout_data=None, dry_run=False),

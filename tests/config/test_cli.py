@@ -479,7 +479,7 @@ def test_the_configuration_of_a_run_from_before_engines_had_settings_of_their_ow
         older = yaml.safe_load(written) | {"rollout-backend": engine}
         config = parsed(yaml.safe_dump(older))
         assert config_yaml(config) == config_yaml(parse_config(["--rollout-backend", engine]))
-    with pytest.raises(ConfigError, match=r"line 2: vllm-dtype: --rollout-backend lean has no such param"):
+    with pytest.raises(ConfigError, match=r"line 2: --vllm-dtype: --rollout-backend lean has no such par"):
         parsed("rollout-backend: lean\nvllm-dtype: float32")
 
 
@@ -602,7 +602,7 @@ def test_wrong_flags_and_those_of_other_trainers_are_all_answered_with_flags_tha
 
 def test_a_name_that_is_no_setting_has_the_same_answer_on_the_command_line_in_recipes_and_in_python(tmp_path):
     names = {name.replace("-", "_") for flags in (*FLAGS.values(), SYNONYMS) for name in flags} - EVERY_FLAG
-    misspelt = {f"{name[:2]}x{name[2:]}" for name in ENTRIES if len(name) > 6}
+    misspelt = {f"{name[:2]}x{name[2:]}" for name in [*ENTRIES][::8] if len(name) > 6}
     names = sorted(names | misspelt | {key for keys in KEYS.values() for key in keys})
     dashed = [name if "." in name else name.replace("_", "-") for name in names]
     empty, recipe = tmp_path / "empty.yaml", tmp_path / "recipe.yaml"

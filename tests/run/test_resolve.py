@@ -122,7 +122,7 @@ class Unconnected(StandIns):
         pytest.fail("a cluster was started")
 
 
-def with_fault(run_dir, **values):
+def with_fault(run_dir, /, **values):
     """A configuration with these fields, whatever their section."""
     config = config_of(run_dir)
     for name, value in values.items():
