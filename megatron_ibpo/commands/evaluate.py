@@ -33,7 +33,7 @@ from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, ConfigError, path_of_user
 from megatron_ibpo.data.hub import with_local_copies
 from megatron_ibpo.run.checks import check_evaluation, check_installed
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import parse_config, with_engine
 from megatron_ibpo.weights.formats.run_state import CONFIG, HF_FILES, find_stored, newest_step
 
 if TYPE_CHECKING:
@@ -153,8 +153,8 @@ def policy_of(words: Sequence[str]) -> Policy:
         of_policy, stored = _named_policy(flags.pop(0))
     if strays := OF_TRAINING & {word.partition("=")[0] for word in flags}:
         raise ConfigError(f"{', '.join(sorted(strays))}: only for training; leave it out")
-    config = parse_config(
-        [*of_policy, *flags], program="ibpo evaluate", description=str(__doc__), common=FLAGS
+    config = with_engine(
+        parse_config([*of_policy, *flags], program="ibpo evaluate", description=str(__doc__), common=FLAGS)
     )
     config = replace(
         config,
