@@ -77,6 +77,17 @@ def test_a_policy_is_a_run_whose_settings_yield_to_flags_or_a_checkpoint(run_dir
     assert policy_of([str(TINY)]).config.model.hf_checkpoint == TINY
 
 
+def test_a_run_that_sampled_in_its_trainer_is_evaluated_by_engines_and_a_line_says_so(run_dir, capsys):
+    by_default = policy_of([str(run_dir)]).config.rollout
+    recipe = run_dir / "config.yaml"
+    recipe.write_text(recipe.read_text().replace("rollout-backend: null", "rollout-backend: lean"))
+    config = policy_of([str(run_dir)]).config
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--rollout-backend lean samples in a trainer's process; without one, vllm or transformers" in line
+    assert config.rollout == by_default
+    check_evaluation(config)
+
+
 def test_what_cannot_work_is_refused_before_anything_starts(run_dir, capsys):
     (run_dir / "hf").rmdir()
     of_tiny = ["--hf-checkpoint", str(TINY)]
