@@ -17,9 +17,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from functools import partial, wraps
+from dataclasses import replace
+from functools import partial, reduce, wraps
+from operator import or_
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec
+from types import NoneType, UnionType
+from typing import Any, NoReturn, ParamSpec, get_args
 
 from megatron_ibpo.basics.faults import place_in_users_code
 from megatron_ibpo.basics.redaction import keep_keys_from_logs, without_keys
@@ -69,7 +72,10 @@ def parsed(arguments: Any, description: str | None, words: Sequence[str] | None 
     """
     import tyro
 
-    read = partial(tyro.cli, arguments, args=words, prog=Path(sys.argv[0]).name, description=description)
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_optional)
+    program = Path(sys.argv[0]).name
+    read = partial(tyro.cli, arguments, args=words, prog=program, description=description, registry=registry)
     box = io.StringIO()  # no terminal, so that it is drawn without frame and colours
     try:
         with redirect_stdout(box), redirect_stderr(box):
@@ -81,6 +87,25 @@ def parsed(arguments: Any, description: str | None, words: Sequence[str] | None 
     said = " ".join(what.split()).replace(" (required)", "").replace("Error parsing ", "")
     said = re.sub("Missing from .*?: ", "missing: ", said).replace("Unrecognized options", "no such flag")
     raise ValueError(f"{said.removesuffix('.')}; --help lists all flags")
+
+
+def _optional(info: Any) -> Any:
+    """Return how tyro reads a value that may be None: like others of its type, which the help then shows
+    alone, and the word None. None for other values."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+    if not isinstance(info.type, UnionType) or NoneType not in get_args(info.type):
+        return None
+    type_of_others = reduce(or_, (kind for kind in get_args(info.type) if kind is not NoneType))
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(type_of_others, info.markers))
+    if not isinstance(spec, PrimitiveConstructorSpec):
+        return spec
+    return replace(
+        spec,
+        instance_from_str=lambda words: None if words == ["None"] else spec.instance_from_str(words),
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: ["None"] if value is None else spec.str_from_instance(value),
+    )
 
 
 def guarded(work: Callable[[], int | None], *, logs: Path | None = None, stopped: str = "stopped") -> int:

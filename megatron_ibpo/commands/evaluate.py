@@ -32,9 +32,8 @@ from megatron_ibpo.basics.entry_point import DONE, command, guarded, parsed
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, ConfigError, path_of_user
 from megatron_ibpo.data.hub import with_local_copies
-from megatron_ibpo.engines.registry import samples_in_trainer
 from megatron_ibpo.run.checks import check_evaluation, check_installed
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import parse_config, with_engine
 from megatron_ibpo.weights.formats.run_state import CONFIG, HF_FILES, find_stored, newest_step
 
 if TYPE_CHECKING:
@@ -48,10 +47,6 @@ FLAGS = (
 )  # fmt: skip
 """Fields that --help shows."""
 OF_TRAINING = {"--load", "--load-debug-rollout-data", "--dry-run"}
-_OTHER_ENGINE = (
-    "the run's trainer sampled for it (--rollout-backend lean), and none runs here: the evaluation samples "
-    "as a run that names no engine"
-)
 
 
 @dataclass(frozen=True)
@@ -158,13 +153,10 @@ def policy_of(words: Sequence[str]) -> Policy:
         of_policy, stored = _named_policy(flags.pop(0))
     if strays := OF_TRAINING & {word.partition("=")[0] for word in flags}:
         raise ConfigError(f"{', '.join(sorted(strays))}: only for training; leave it out")
-    config = parse_config(
-        [*of_policy, *flags], program="ibpo evaluate", description=str(__doc__), common=FLAGS
+    config = with_engine(
+        parse_config([*of_policy, *flags], program="ibpo evaluate", description=str(__doc__), common=FLAGS)
     )
     rollout = replace(config.rollout, colocate=False)  # there is no trainer to share with
-    if "--config" in of_policy and samples_in_trainer(rollout.rollout_backend):
-        rollout = replace(rollout, rollout_backend=None, parameters={})
-        print(_OTHER_ENGINE, file=sys.stderr, flush=True)
     config = replace(
         config,
         run=replace(config.run, load=None, load_debug_rollout_data=None, dry_run=False),

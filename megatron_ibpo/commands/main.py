@@ -91,7 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(version_text())
         return 0
-    print(f"error: no command {name!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+    from megatron_ibpo.config import nearest  # takes a while to import
+
+    print(
+        f"error: no command {name!r}; there are {', '.join(COMMANDS)}{nearest(name, COMMANDS)}",
+        file=sys.stderr,
+    )
     return BAD_INPUT
 
 

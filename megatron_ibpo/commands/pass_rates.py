@@ -31,7 +31,7 @@ from megatron_ibpo.data.pass_rates import (
     read_pass_rates,
 )
 from megatron_ibpo.run.checks import check_installed, check_settings
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import parse_config, with_engine
 
 FLAGS = (
     "hf_checkpoint", "prompt_data", "rm_type", "apply_chat_template", "pass_rates", "n_samples_per_prompt",
@@ -78,7 +78,7 @@ def settings_of(config: Config) -> tuple[Config, Path]:
         load_debug_rollout_data=None,
     )
     data = replace(config.data, pass_rates=None, filter_pass_rate=None)
-    rollout = replace(config.rollout, colocate=False)  # there is no trainer to share with
+    rollout = replace(with_engine(config).rollout, colocate=False)  # there is no trainer to share with
     return replace(config, run=run, data=data, rollout=rollout), path
 
 

@@ -31,7 +31,7 @@ class ResumePoint:
     remembered: Mapping[int, Mapping[str, Any]]
     """Step → state that the credit of the next step needs from it, as in `Progress`."""
     notes: tuple[str, ...]
-    """A line for the user if --load names no checkpoint."""
+    """A line for the user that says where a resumed run starts."""
 
 
 def read_resume_point(run: RunConfig, vocab_size: int) -> ResumePoint:
@@ -54,7 +54,9 @@ def read_resume_point(run: RunConfig, vocab_size: int) -> ResumePoint:
     if not isinstance(remembered, dict):
         raise ValueError(f"--load {checkpoint}: {RUN_STATE}: remembered must be an object")
     step, notes = int(state["step"]), tuple[str, ...]()
-    if run.load is not None and checkpoint is None:
+    if checkpoint is not None:
+        notes = (f"resumes after step {step}, from {checkpoint}",)
+    elif run.load is not None:
         notes = (f"--load {run.load}: no checkpoint was saved there; the run starts at step 0",)
     return ResumePoint(checkpoint, state, spent, step, {step: remembered} if remembered else {}, notes)
 

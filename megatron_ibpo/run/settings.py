@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo import config, credit
+from megatron_ibpo.engines.registry import DEFAULTS, samples_in_trainer
 from megatron_ibpo.engines.registry import PARAMETERS as ENGINE_PARAMETERS
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 
@@ -49,6 +50,24 @@ def parse_config(
         return fitted
 
     return config.parse_config(argv, REGISTRIES, fit=fit, **about)
+
+
+def with_engine(parsed: config.Config, note: Callable[[str], None] = _to_stderr) -> config.Config:
+    """Return the configuration for sampling without a trainer. An engine that samples inside a trainer is
+    replaced by the default one, with its default settings.
+
+    Args:
+        note: gets a line if the engine is replaced.
+    """
+    backend = parsed.rollout.rollout_backend
+    if not samples_in_trainer(backend):
+        return parsed
+    note(
+        f"--rollout-backend {backend} samples in a trainer's process; without one, "
+        f"{' or '.join(DEFAULTS)} does: the first that can compute the model"
+    )
+    defaults = {name: entry.default for name, entry in ENGINE_PARAMETERS.entries(None).items()}
+    return replace(parsed, rollout=replace(parsed.rollout, rollout_backend=None, parameters=defaults))
 
 
 def fit_to_model(parsed: config.Config, typed: Set[str]) -> tuple[config.Config, dict[str, str]]:

@@ -195,6 +195,7 @@ def test_a_wrong_input_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
         ("pass_rates", a_run, "--pass-rates: required"),
         ("choose_recipe", ["--hf-checkpoint", "nowhere"], "nowhere"),
         ("main", ["konvert"], "convert to-megatron, convert to-hf"),
+        ("main", ["trian"], "did you mean 'train'?"),
         (compare, [], "missing: --save PATH"),
         (compare, ["missing.yaml", *save], "a study needs baseline, budget"),
         (compare, ["task.yaml", *save], "task t: warm-start must be `key: value` lines"),

@@ -78,16 +78,15 @@ def test_a_policy_is_a_run_whose_settings_yield_to_flags_or_a_checkpoint(run_dir
     assert policy_of([str(TINY)]).config.model.hf_checkpoint == TINY
 
 
-def test_a_run_that_sampled_in_its_trainer_is_evaluated_by_an_engine_of_its_own(run_dir, capsys):
-    settings = run_dir / "config.yaml"
-    write_config(parse_config(["--config", str(settings), "--rollout-backend", "lean"]), settings)
+def test_a_run_that_sampled_in_its_trainer_is_evaluated_by_engines_and_a_line_says_so(run_dir, capsys):
+    by_default = policy_of([str(run_dir)]).config.rollout
+    recipe = run_dir / "config.yaml"
+    recipe.write_text(recipe.read_text().replace("rollout-backend: null", "rollout-backend: lean"))
     config = policy_of([str(run_dir)]).config
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--rollout-backend lean samples in a trainer's process; without one, vllm or transformers" in line
+    assert config.rollout == by_default
     check_evaluation(config)
-    assert config.rollout.rollout_backend is None
-    assert "samples as a run that names no engine" in capsys.readouterr().err
-    assert policy_of([str(run_dir), "--rollout-backend", "transformers"]).config.rollout.parameters
-    with pytest.raises(ConfigError, match="--rollout-backend lean: only for runs that train"):
-        check_evaluation(policy_of([str(TINY), "--rollout-backend", "lean"]).config)
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(run_dir, capsys):

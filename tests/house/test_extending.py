@@ -275,8 +275,11 @@ def test_the_parts_that_are_used_alone():
     assert found["rewards"] == [1.0, 0.0]
 
 
+@pytest.mark.engine
+@pytest.mark.ray
 @pytest.mark.slow
-def test_a_run_is_stepped_and_resumed(tmp_path):
+@pytest.mark.timeout(700)
+def test_runs_are_stepped_resumed_and_evaluated(tmp_path):
     """The page is run as a program without a main guard, in a directory of the user's."""
     (tmp_path / "program.py").write_text("\n".join([*BLOCKS[:3], *CHECKS, ""]))
     command, environment = [sys.executable, "program.py"], os.environ | {"PYTHONPATH": str(ROOT)}
@@ -287,6 +290,12 @@ def test_a_run_is_stepped_and_resumed(tmp_path):
     assert f"\n2 {rows[1]['reward']} {rows[1]['loss']}\n" in done.stdout
     summary = json.loads((tmp_path / "runs/notebook/summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 3)
+    command = [sys.executable, "-m", "megatron_ibpo.commands.evaluate", "runs/notebook"]
+    command += ["--eval-num-prompts", "4"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "vllm or transformers does" in done.stderr
+    assert (tmp_path / "runs/notebook/evaluate/results.json").exists()
 
 
 @pytest.mark.engine
