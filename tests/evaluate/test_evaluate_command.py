@@ -17,7 +17,7 @@ import torch
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.commands.evaluate import main, policy_of
-from megatron_ibpo.config import Config, ConfigError, EvalSampling, ParallelConfig, write_config
+from megatron_ibpo.config import Config, EvalSampling, ParallelConfig, write_config
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.evaluate import KeptSamples, SetEvaluation, evaluate, open_eval_sets
 from megatron_ibpo.evaluate.sets import finish_results
@@ -25,7 +25,6 @@ from megatron_ibpo.evaluate.stored_samples import read_samples
 from megatron_ibpo.report.evaluation_report import report_evaluation
 from megatron_ibpo.report.summary import measures
 from megatron_ibpo.run.checks import check_evaluation
-from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study.paired_evaluations import compare_evaluations
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
 from support.eval_samples import judged
