@@ -72,13 +72,29 @@ _LAYOUT = re.compile(
 )
 _LONGEST = 5_000
 """Characters of a text that is spelled anew; a longer one is no formula that anything here reads."""
+
+
+def _brace(found: re.Match[str]) -> str:
+    return "\\{" if found[1] == "l" else "\\}"
+
+
 _RULES = [
     (re.compile(r"\\(?:dots[cbmio]?|cdots|ldots|hdots)(?![A-Za-z])|(?<!\.)\.\.\.(?!\.)"), r"\\ldots "),
     (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])|<="), r"\\le "),
     (re.compile(r"\\(?:geqslant|geq)(?![A-Za-z])|>="), r"\\ge "),
     (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne "),
+    (re.compile(r"\\degrees?(?![A-Za-z])"), r"^{\\circ}"),
+    (re.compile(r"\\[bB]igg?[lrm]?(?![A-Za-z])"), ""),
+    (re.compile(r"\\([lr])brace(?![A-Za-z])"), _brace),
+    (re.compile(r"\{([:,])\}(?!\d{3})"), r"\1"),
+    (re.compile(r"(\\[dtc]?frac)\s*+(\d)\s*+(\d)"), r"\1{\2}{\3}"),
+    (re.compile(r"([_^]|\\sqrt)\s*+(\d)(?=\s)"), r"\1{\2}"),
+    (re.compile(r"_\{\\(?:text|mathrm)\{(\d+)\}\}"), r"_{\1}"),
+    (re.compile(r"(?<![\w.}])(\d+)_\{10\}"), r"\1"),
+    (re.compile(r"(?<![A-Za-z\\])(ln|log|sin|cos|tan)(?=\s*\(|\s+\d)"), r"\\\1"),
+    (re.compile(r"(?<=\d)\^\{?(?:\\(?:text|mathrm)\{)?(?:st|nd|rd|th)\}{0,2}$"), ""),
     (re.compile(r"\+/-"), r"\\pm "),
-    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"(?<=[\w)}\]])\*\*(?=[\w({\\+-])"), "^"),  # other ones are bold text of Markdown
     (re.compile(r"(?<![A-Za-z\\])(pi|theta|infinity|alpha|beta)(?![A-Za-z])"), r"\\\1 "),
     (re.compile(r"\\infinity(?![A-Za-z])|(?<![A-Za-z\\])inf(?![A-Za-z])"), r"\\infty "),
     (re.compile(r"(?<=\d)\s{0,9}[xX]\s{0,9}(?=10\s{0,9}\^)"), r"\\times "),
