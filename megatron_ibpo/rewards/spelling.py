@@ -72,12 +72,6 @@ _LAYOUT = re.compile(
 )
 _LONGEST = 5_000
 """Characters of a text that is spelled anew; a longer one is no formula that anything here reads."""
-
-
-def _brace(found: re.Match[str]) -> str:
-    return "\\{" if found[1] == "l" else "\\}"
-
-
 _RULES = [
     (re.compile(r"\\(?:dots[cbmio]?|cdots|ldots|hdots)(?![A-Za-z])|(?<!\.)\.\.\.(?!\.)"), r"\\ldots "),
     (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])|<="), r"\\le "),
@@ -85,7 +79,8 @@ _RULES = [
     (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne "),
     (re.compile(r"\\degrees?(?![A-Za-z])"), r"^{\\circ}"),
     (re.compile(r"\\[bB]igg?[lrm]?(?![A-Za-z])"), ""),
-    (re.compile(r"\\([lr])brace(?![A-Za-z])"), _brace),
+    (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
+    (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
     (re.compile(r"\{([:,])\}(?!\d{3})"), r"\1"),
     (re.compile(r"(\\[dtc]?frac)\s*+(\d)\s*+(\d)"), r"\1{\2}{\3}"),
     (re.compile(r"([_^]|\\sqrt)\s*+(\d)(?=\s)"), r"\1{\2}"),
