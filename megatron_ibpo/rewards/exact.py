@@ -11,7 +11,9 @@ _LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])(?![A-Za-z])|~|\\\$|
 _DEGREES = re.compile(r"(?<=\d)\s*+(?:\^\s*+(?:\{\s*+)?\\circ\s*+(?:\}\s*+)?|°\s*+)$")
 _FRAC = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _WRAPPED = re.compile(
-    r"\\(?:f?boxed|text|textbf|textrm|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}", re.DOTALL
+    r"\\(?:f?boxed|text(?:bf|rm|it|sf)?|math(?:rm|bf|sf)|mbox|operatorname|boldsymbol|bm|underline|emph)"
+    r"\s*\{([^{}]*)\}",
+    re.DOTALL,
 )
 _DELIMITED = re.compile(r"(?:\\\((.*)\\\)|\\\[(.*)\\\]|\{([^{},]*)\})", re.DOTALL)
 _GAP = re.compile(r"(?<=\d)\s+(?=\d)")

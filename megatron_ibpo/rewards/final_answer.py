@@ -18,6 +18,8 @@ _STATED = re.compile(
     r"answer\s+is:?\s*([^\n]+)|^\#{4}\s*([^\n]+)|^[^\w\n]*+(?:(?:final\s+)?answer|A):[\s*]*([^\n]+)",
     re.IGNORECASE | re.MULTILINE,
 )
+_BOLD = re.compile(r"(?<![\w)}\]])\*\*|\*\*(?![\w({\\+-])")
+"""Markdown's marks of bold text, but no powers of Python such as `2**3`."""
 _LONGEST_SOUGHT = 200
 """Characters used to find an answer again in a text."""
 _SHORTEST_QUOTE = 20
@@ -51,7 +53,7 @@ def final_boxes(text: str) -> list[str]:
 def stated_answer(text: str) -> str | None:
     """Return the rest of the line after the last "answer is", "answer:" or "####"; None without one."""
     found = _STATED.findall(text)
-    return "".join(found[-1]).strip() if found else None
+    return _BOLD.sub("", "".join(found[-1])).strip() if found else None
 
 
 def answer_place(text: str, answer: str) -> int | None:

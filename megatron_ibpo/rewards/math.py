@@ -69,6 +69,8 @@ _OR = re.compile(
     r"(?:(?<!\s)\s++or(?=\s)|(?:(?<!\s)\s++)?+(?:\\text\s*+\{\s*+(?:,\s*+)?or\s*+\}|,\s++or(?=\s)))\s*+"
 )
 _ASSIGNED = re.compile(r"[A-Za-z](?:_\w|_\{\w+\})?\s*=\s*(?=[^=])")
+_BEFORE_VALUE = re.compile(r"\A\s*+(?:=|\\(?:approx|bf|rm|it)(?![A-Za-z])|≈)\s*+")
+"""What may stand before a value in a box without meaning anything more."""
 _MISREAD = re.compile(r"\d\s++\d|\d\s*+_")
 """What the library misreads: digits that stand apart as a product, and 12_7 without its base."""
 _AND = re.compile(r",?\s++and\b")
@@ -310,6 +312,9 @@ def _read(context: str, is_box: bool) -> list[Any]:
     context = _plain(context)
     if is_box and (formula := _ONE_FORMULA.fullmatch(context)) is not None:
         context = next(group for group in formula.groups() if group is not None)
+    if is_box:
+        context = _BEFORE_VALUE.sub("", context)
+        context = context if context.endswith("..") else context.removesuffix(".")
     if is_box and "$" in context:  # several formulas
         context = _AND.sub(",", context.replace("$", " "))
     if is_box and _MISREAD.search(context):

@@ -160,7 +160,7 @@ KINDS = {
         r"3\times 10^8": (["3×10⁸", "3·10^8", "3e8", "300000000"], ["3×10⁷"]),
         r"2\theta": (["2θ", "2*theta"], ["θ"]),
         "5": (["５"], ["６"]),
-        r"60^\circ": (["60°", "60º", "60 degrees"], ["61°"]),
+        r"60^\circ": (["60°", "60º", "60 degrees", r"60\degree"], ["61°"]),
         r"A\cap B": (["A∩B"], ["A∪B"]),
         r"2\pi r": (["2πr", "2·π·r"], ["πr"]),
         r"\lfloor x \rfloor": (["⌊x⌋"], ["⌈x⌉"]),
@@ -226,8 +226,16 @@ KINDS = {
         "y = 2x+1": (["2x+1 = y", "y=1+2x"], ["y = 2x-1", "2x+1=z"]),
         "x=5": (["5", "x = 5"], ["x=6"]),
     },
+    "digits that are arguments, and signs before a value": {
+        r"\log_2 3": ([r"\log_{2}{3}", r"\log_2(3)", r"\frac{\ln 3}{\ln 2}"], [r"\log_3 2", "3", "23"]),
+        "1/2": ([r"\frac 1 2", r"\frac1 2"], ["12", r"\frac 1 3", "1 2"]),
+        "3x^2": (["x^2 3", r"\bf 3x^2"], ["x^{23}", "x^3"]),
+        "12": (["= 12", r"\approx 12", r"\bf 12", "12_{10}", "12.", "x=12."], ["12_{7}", "= 13", ">12"]),
+        "7": (["7^{th}", r"7^{\text{th}}", r"\underline{7}", r"\boldsymbol{7}"], ["7^{t}", "8^{th}"]),
+        r"\ln 2": (["ln 2", "ln(2)"], ["ln 3", "2"]),
+    },
     "sets, units and layout": {
-        r"\{1,2,3\}": ([r"\{3, 1, 2\}", "1, 2, 3"], [r"\{1, 2\}"]),
+        r"\{1,2,3\}": ([r"\{3, 1, 2\}", "1, 2, 3", r"\lbrace 1,2,3 \rbrace"], [r"\{1, 2\}"]),
         r"50\%": (["50%", "0.5", r"50\%", "50 %"], ["5%", "51%"]),
         "1,234,567": (
             [
@@ -248,7 +256,8 @@ KINDS = {
                 r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}",
             ],
         ),
-        "(1, 2)": (["(1,2)", r"\left(1, 2\right)"], ["(2,1)", "1", "[1,2]"]),
+        "(1, 2)": (["(1,2)", r"\left(1, 2\right)", r"\big(1,2\big)"], ["(2,1)", "1", "[1,2]"]),
+        "3:30": ([r"3{:}30", r"3\!:\!30"], ["3:31", "330"]),
         r"(-1,1)\cup(2,3)": (["(2,3)∪(-1,1)", r"(-1,1) \cup (2,3)"], ["(-1,1)", "(-1,1)∩(2,3)"]),
         r"5\text{ cm}": (["5", "5 cm", r"5\,\mathrm{cm}"], ["6 cm"]),
     },
@@ -272,3 +281,15 @@ def test_answers_of_a_kind_are_judged_as_a_whole(kind):
         if judged(f"So it is $\\boxed{{{answer}}}$.", label) is not expected
     ]
     assert wrong == []
+
+
+def test_markdown_around_an_answer_is_no_part_of_it():
+    for label, right, wrong in (
+        ("12", "The answer is **12**.", "The answer is **13**."),
+        ("18", "The total is **$18**.", "The total is **$19**."),
+        ("B", "**Answer: B**", "**Answer: C**"),
+        ("Evelyn", "The answer is **Evelyn**.", "The answer is **Debra**."),
+        ("8", "The answer is 2**3", "The answer is 3**2"),
+    ):
+        assert judged(right, label)
+        assert not judged(wrong, label)
