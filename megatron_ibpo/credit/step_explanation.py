@@ -74,7 +74,7 @@ def check_words(groups: Sequence[Group], judgement: Judgement) -> None:
 
 def explain_step(step: StepCredit) -> list[GroupExplanation]:
     """Return the explanation of every sample of every group."""
-    sequences = {(s.group, s.kind, s.index): s for s in step.sequences}
+    sequences: dict[SampleKey, TrainSequence] = {(s.group, s.kind, s.index): s for s in step.sequences}
     return [_group(step, place, sequences) for place in range(len(step.groups))]
 
 
