@@ -17,6 +17,7 @@ import yaml
 
 from megatron_ibpo.basics.user_files import RECIPE_BYTES, read_user_file
 from megatron_ibpo.config import Config
+from megatron_ibpo.engines.registry import PARAMETERS as ENGINES
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.plan.hardware import Hardware, hardware_of, read_hardware
 
@@ -133,7 +134,7 @@ def workload_of(config: Config, shape: ModelShape, world_size: int) -> str:
         f"{shape.hidden_size}, vocabulary {shape.vocab_size}, on {world_size} trainers as "
         f"TP{parallel.tensor_model_parallel_size} PP{parallel.pipeline_model_parallel_size} "
         f"CP{parallel.context_parallel_size} EP{parallel.expert_model_parallel_size}, engines of "
-        f"{rollout.rollout_num_gpus_per_engine} {where} ({rollout.rollout_backend})"
+        f"{rollout.rollout_num_gpus_per_engine} {where} ({ENGINES.name_of(rollout.rollout_backend)})"
     )
 
 
