@@ -40,7 +40,9 @@ class PolicyServer:
 
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[Request | Ended] = queue.SimpleQueue()
-        self._replies: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        # of the server's loop: a thread that waited for a reply would outlive an episode that is left
+        self._replies: asyncio.Queue[Message] = asyncio.Queue()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def next(self) -> Request | Ended:
         """Wait for the next request, or the end."""
@@ -48,12 +50,14 @@ class PolicyServer:
 
     def reply(self, message: Message) -> None:
         """Answer the last request."""
-        self._replies.put(message)
+        assert self._loop is not None  # `next` gave a request
+        self._loop.call_soon_threadsafe(self._replies.put_nowait, message)
 
     async def run(self, play: Callable[[str, Any], Awaitable[Any]], argument: Any) -> None:
         """Serve on a port of this machine, and run `play(base_url, argument)`."""
         from aiohttp import web  # others need no server
 
+        self._loop = asyncio.get_running_loop()
         application = web.Application(client_max_size=_LARGEST_REQUEST)
         application.router.add_post("/v1/chat/completions", self._answer)
         runner = web.AppRunner(application)
@@ -74,7 +78,7 @@ class PolicyServer:
         body = await request.json()
         tools = [tool["function"] for tool in body.get("tools") or () if tool.get("type") == "function"]
         self._requests.put(Request([_as_text(message) for message in body["messages"]], tools))
-        message = await asyncio.get_running_loop().run_in_executor(None, self._replies.get)
+        message = await self._replies.get()
         if not body.get("stream"):
             return web.json_response(_completion(message))
         lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(message)]

@@ -7,7 +7,9 @@ import random
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import accumulate
 from threading import Thread
@@ -627,7 +629,15 @@ def test_an_episode_of_verifiers_asks_the_policy_for_its_messages(name):
 
 
 @pytest.mark.usefixtures("verifiers")
-def test_what_fails_in_an_episode_of_verifiers_is_a_fault():
+def test_what_fails_in_an_episode_of_verifiers_is_a_fault(monkeypatch):
+    in_threads, submit = [], ThreadPoolExecutor.submit
+
+    def noted(executor, call, *arguments):
+        in_threads.append((call, submit(executor, call, *arguments)))
+        return in_threads[-1][1]
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", noted)
+
     def environment_of(name):
         return load_environment(f"mine:{name}")()
 
@@ -641,5 +651,9 @@ def test_what_fails_in_an_episode_of_verifiers_is_a_fault():
     opening(endless)
     with pytest.raises(EpisodeFaultError, match="it has not ended after 64 empty messages"):
         endless.score()
+    # those of the stand-in's client, `partial` of `asyncio.to_thread`, end by its time-out
+    unfinished = [call for call, work in in_threads if not work.done() and not isinstance(call, partial)]
+    assert in_threads
+    assert not unfinished, "Python would wait for them when it ends"
     with pytest.raises(ConfigError, match="a taskset of verifiers; name an environment that plays it"):
         load_environment("mine:Taskset")
