@@ -43,6 +43,7 @@ TESTED = {
     "aiohttp": "3.14.5",
     "httpx2": "2.16.2",
     "huggingface_hub": "2.4.0",
+    "cloudpickle": "3.1.2",
     "renderers": "0.1.12",
     "docstring_parser": "0.18.0",
     "websockets": "17.4",
@@ -108,36 +109,44 @@ def main(requirements: list[str]) -> int:
     for name, (here, tested) in differences(installed_versions()).items():
         print(f"warning: {name} {here} is installed, {tested} was tested", file=sys.stderr)
     lacks = _not_installed()
+    needed, files = _to_install(lacks)
     if (torch := _version("torch")) and not torch.endswith("+cpu"):
         for name in (name for name in _ON_GPUS if not _version(name)):
             print(f"warning: no {name}: runs on GPUs need it, or --allow-local-modules", file=sys.stderr)
-    commands = _install_arguments(lacks)
     for file in requirements:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
         names = [line.partition("==")[0] for line in lines if line and not line.startswith("#")]
         lacks_of_file = [name for name in names if not _version(name)]
         lacks += lacks_of_file
-        commands += [f"--no-deps -r {file}"] if lacks_of_file else []
+        files += [file] if lacks_of_file else []
     if lacks:
-        print(
-            f"error: {sys.executable} lacks {', '.join(lacks)}; to install, in this order:", file=sys.stderr
-        )
-        for arguments in commands:
-            print(f"  {sys.executable} -m pip install {arguments}", file=sys.stderr)
+        print(f"error: {sys.executable} lacks {', '.join(lacks)}; to install:", file=sys.stderr)
+        print(f"  {_install_command(needed, files)}", file=sys.stderr)
+        if _PINNED in files:
+            print("  (on GPUs requirements/cuda.txt in place of requirements/cpu.txt)", file=sys.stderr)
     return 1 if lacks else 0
 
 
-def _install_arguments(lacks: list[str]) -> list[str]:
-    """Return the arguments of pip, one command each."""
-    commands = []
+_PINNED = "requirements/cpu.txt"
+
+
+def _to_install(lacks: list[str]) -> tuple[list[str], list[str]]:
+    """Return the packages to install by name, and the requirements files that hold the others."""
     others = [name for name in lacks if name != "megatron-core"]
+    files = ["requirements/megatron-core.txt"] if "megatron-core" in lacks else []
     if {"torch", "vllm"} & set(others):
-        commands.append("--no-deps -r requirements/cpu.txt   # on GPUs: requirements/cuda.txt")
-    elif others:
-        commands.append(" ".join(f"{name}=={TESTED[name]}" for name in others))
-    if "megatron-core" in lacks:
-        commands.append("--ignore-requires-python --no-deps -r requirements/megatron-core.txt")
-    return commands
+        return [], [_PINNED, *files]
+    return [f"{name}=={TESTED[name]}" for name in others], files
+
+
+def _install_command(packages: list[str], files: list[str]) -> str:
+    """Return one line for a shell. Files are complete, so nothing is resolved; packages bring their own."""
+    pip = f"{sys.executable} -m pip install"
+    # megatron-core declares a newer Python than it needs
+    listed = " ".join(f"-r {file}" for file in files)
+    commands = [f"{pip} --no-deps --ignore-requires-python {listed}"] if files else []
+    commands += [f"{pip} {' '.join(packages)}"] if packages else []
+    return " && ".join(commands)
 
 
 def _not_installed() -> list[str]:

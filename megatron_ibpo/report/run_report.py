@@ -31,6 +31,7 @@ from megatron_ibpo.report.run_dir import (
 )
 from megatron_ibpo.report.stages import Forecast, error_line
 from megatron_ibpo.report.summary import HELD_OUT_LOSS, summarise
+from megatron_ibpo.report.supervised_table import supervised_table
 
 
 class Report:
@@ -169,7 +170,9 @@ class Report:
                 self.note(f"{self._run_dir / name} could not be written: {error.strerror}")
         # the command's error handler prints last why a run failed
         self.note(f"{status.partition(':')[0]}: {counted(summary['steps'], 'step')}")
-        if (results := _results_table(summary)).row_count:
+        is_supervised = self._command == "sft"
+        results = supervised_table(self._log.rows) if is_supervised else _results_table(summary)
+        if results.row_count:
             self._display.print(results)
         self._display.print(_seconds_table(summary))
         for line in count_lines(summary["counts"]):

@@ -12,6 +12,7 @@ import pytest
 from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Group
+from megatron_ibpo.commands import loss
 from megatron_ibpo.config import Config, ConfigError, DataConfig, RolloutConfig, config_yaml
 from megatron_ibpo.credit import fill_batch, find_group_filter
 from megatron_ibpo.data import DataError, open_source
@@ -296,6 +297,20 @@ def test_runs_are_stepped_resumed_and_evaluated(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "vllm or transformers does" in done.stderr
     assert (tmp_path / "runs/notebook/evaluate/results.json").exists()
+
+
+@pytest.mark.kernel
+def test_the_readmes_transcript_of_a_new_loss_is_what_the_command_prints(tmp_path, capsys):
+    page = (ROOT / "README.md").read_text()
+    (code,) = re.findall(r"`my\.py`:\n\n```python\n(.*?)```", page, re.DOTALL)
+    (transcript,) = re.findall(r"\$ bash tools/ibpo\.sh loss my\.py:MINE\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my.py").write_text(code)
+    assert loss.main(["my.py:MINE"]) == 0
+    printed = capsys.readouterr().out
+    parts = [re.sub(r"\d\.\de-\d\d", "ERROR", text) for text in (printed, *transcript.split("…\n"))]
+    places = [parts[0].find(part.strip()) for part in parts[1:]]
+    assert places == sorted(places)
+    assert min(places) == 0, "every part of the transcript is there, in its order"
 
 
 @pytest.mark.engine

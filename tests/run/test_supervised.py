@@ -1,8 +1,10 @@
 """Supervised training: its loss is transformers' cross-entropy, and a run that resumes equals a whole one."""
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stdout
 
 import pytest
 import torch
@@ -77,10 +79,11 @@ def train(rows, run_dir, *more):
 
 
 @pytest.mark.forked
-def test_a_run_in_one_process_learns_and_exports(rows, tmp_path):
+def test_a_run_in_one_process_learns_exports_and_ends_with_a_table_of_its_own(rows, tmp_path):
     flags = "--rollout-backend lean --num-rollout 4 --rollout-batch-size 8 --export-interval 2"
     flags += f" --eval-num-prompts 8 --eval-prompt-data {rows} --lr 1e-3 --run-dir {tmp_path}/run"
-    assert sft.main(flags_for(rows, *flags.split())) == 0
+    with redirect_stdout(io.StringIO()) as printed:
+        assert sft.main(flags_for(rows, *flags.split())) == 0
     found = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     steps = {row["step"]: row for row in found if row["kind"] == "step"}
     assert list(steps) == [1, 2, 3, 4]
@@ -91,6 +94,12 @@ def test_a_run_in_one_process_learns_and_exports(rows, tmp_path):
     assert {"clip_fraction", "ratio_mean", "tokens_trained"}.isdisjoint(steps[1])
     exported = {path.parent.name for path in tmp_path.glob("run/*/model.safetensors")}
     assert exported == {"hf_step_000002", "hf_step_000004", "hf"}
+    lines = [[cell.strip() for cell in line.split("│")] for line in printed.getvalue().splitlines()]
+    table = {first: rest for first, *rest in lines}
+    assert table["training loss per token"] == [f"{steps[step]['loss']:.4f}" for step in (1, 4)]
+    assert float(table["held-out loss per token"][1]) < float(table["held-out loss per token"][0])
+    assert table["tokens in the loss"][-1] == f"{sum(row['loss_tokens'] for row in steps.values()):,}"
+    assert {"training reward", "accuracy, sampled"}.isdisjoint(table)
 
 
 @pytest.mark.slow
