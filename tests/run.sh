@@ -5,8 +5,9 @@
 #
 # bubblewrap and a Chromium, which some tests need, are installed where apt-get may; pytest says at its end what is
 # missing all the same, which tests were the slowest and which files took more than a minute. --all adds the tests marked
-# slow and, if it stands alone, runs what computes numbers once more, rounded as on another processor, and leaves the
-# results of both in tools/results/tests.json. The rules marked lint are .ci/lint's.
+# slow and, if it stands alone, runs what computes numbers once more, rounded as on another processor, leaves the results
+# of both in tools/results/tests.json, and takes a user's first day (tests/first_day.sh). The rules marked lint are
+# .ci/lint's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -40,4 +41,5 @@ rm -f "$results"
 "$python" -m pytest "${side_by_side[@]}" "${selection[@]}" --results "$results" || status=$?
 # MKL takes other code on AMD than on Intel; so it takes neither's, and last bits differ from both
 MKL_CBWR=COMPATIBLE "$python" -m pytest "${side_by_side[@]}" --results "$results" -m "not slow" "${numeric[@]}" || status=$?
+bash tests/first_day.sh || status=$?
 exit "$status"

@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# A user's first day, as far as a script can take it: commands, and what each must print.
+#
+#   bash tests/first_day.sh [DIRECTORY]
+#
+# Takes some minutes. DIRECTORY, by default a new temporary one, receives the runs and the output of each command. The
+# status is 1 if something was not printed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+python=$(bash tools/bootstrap.sh dev) || exit
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+work=$(realpath "${1:-$(mktemp -d)}")
+mkdir -p "$work"
+failed=()
+
+# point NAME PATTERN… -- COMMAND…: run the command; its output must match every extended regular expression. Whether it
+# succeeds does not matter, since some of these commands are refused.
+point() {
+    local name=$1 patterns=() pattern started=$SECONDS missing=()
+    shift
+    while [[ $1 != -- ]]; do
+        patterns+=("$1")
+        shift
+    done
+    shift
+    timeout 300 "$@" >"$work/$name.log" 2>&1 </dev/null
+    for pattern in "${patterns[@]}"; do
+        grep -Eq -- "$pattern" "$work/$name.log" || missing+=("$pattern")
+    done
+    if ((${#missing[@]})); then
+        failed+=("$name")
+        echo "FAILED $name, $((SECONDS - started)) s: not printed: ${missing[*]} ($work/$name.log)"
+        return
+    fi
+    echo "passed $name, $((SECONDS - started)) s: $*"
+    for pattern in "${patterns[@]}"; do
+        grep -Em1 -- "$pattern" "$work/$name.log" | cut -c1-160 | sed 's/^/    /'
+    done
+}
+
+# ibpo NAME PATTERN… -- WORDS…: a point whose command is `ibpo WORDS…`.
+ibpo() {
+    local words=()
+    while [[ $1 != -- ]]; do
+        words+=("$1")
+        shift
+    done
+    shift
+    point "${words[@]}" -- "$python" -m megatron_ibpo.commands.main "$@"
+}
+
+tiny=(--hf-checkpoint examples/tiny_qwen3 --rollout-backend lean)
+ibpo train "the model's configuration" "trainers and engines" "finished: 2 steps" -- \
+    train --config small_cpu "${tiny[@]}" --num-rollout 2 --eval-num-prompts 0 --save --run-dir "$work/run"
+ibpo resumed "resumes after step 2" "finished: [13] step" -- \
+    train --config "$work/run/config.yaml" --load "$work/run" --num-rollout 3
+ibpo samples "^ +verified reward r: " "^ +group mean: " "^ +advantage: .* = .* = " -- samples "$work/run"
+ibpo page "page\.html" -- page "$work/run"
+ibpo evaluate "vllm or transformers does" "accuracy" -- evaluate "$work/run" --eval-num-prompts 4
+
+ibpo hint-flag "here --lr|did you mean" -- train --learning-rate 1e-5
+ibpo hint-value "ppo-clip" -- train --config small_cpu "${tiny[@]}" --loss-variant ppo --dry-run
+point hint-python "here --lr|did you mean .?lr" -- "$python" -c \
+    'import megatron_ibpo as mi; mi.load_recipe("small_cpu", learning_rate=1e-5)'
+ibpo misspelt "did you mean .?train" -- trian
+ibpo help "--save PATH" -- page --help
+
+cat >"$work/notebook.py" <<'PYTHON'
+import sys
+
+import megatron_ibpo as mi
+
+answers = {"3+4=": "7", "2+2=": "4", "9-5=": "4", "1+7=": "8"}
+config = mi.load_recipe(
+    "small_cpu", hf_checkpoint="examples/tiny_qwen3", rollout_backend="lean", run_dir=sys.argv[1],
+    num_rollout=1, rollout_batch_size=4, eval_num_prompts=0,
+    prompt_data=[{"prompt": question, "label": label} for question, label in answers.items()],
+    rm_type=lambda prompt, response, label, metadata: float(response.strip().endswith(label)),
+    advantages=lambda rewards: [reward - sum(rewards) / len(rewards) for reward in rewards],
+)
+with mi.open_run(config) as run:
+    print("reward of the step:", next(run).metrics["reward"])
+PYTHON
+point notebook "reward of the step: [0-9]" -- "$python" "$work/notebook.py" "$work/notebook"
+
+cat >"$work/my.py" <<'PYTHON'
+from megatron_ibpo.loss import Parameter, Variant
+
+def smooth_clip(log_ratio, advantages, *, eps):
+    away = (log_ratio.clamp(max=80.0).exp() - 1.0) / eps
+    return -advantages * eps * away.tanh(), away.abs() > 1.0
+
+MINE = Variant(token_term=smooth_clip, params={"eps": Parameter(0.2, above=0.0)})
+PYTHON
+ibpo loss "@triton.jit" "Triton code of the token term: right" "gradient of the token term: right" -- \
+    loss "$work/my.py:MINE"
+
+point one-gpu "qwen3_0_6b_one_gpu|fits|GiB" -- env HF_CHECKPOINT=examples/models/qwen3_0_6b GPUS_PER_NODE=1 \
+    bash examples/run.sh --dry-run --dry-run-gpu-memory-gib 24
+ibpo environment-reward "--environment-reward" -- train --help-all
+ibpo version "megatron_ibpo [0-9]" -- --version
+
+if ((${#failed[@]})); then
+    echo "failed: ${failed[*]}"
+    exit 1
+fi
+echo "all points passed in $SECONDS s; their output is in $work"
