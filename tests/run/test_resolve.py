@@ -157,6 +157,6 @@ def test_what_needs_no_verifier_is_refused_before_one_is_started(fault, words, t
         in_place(StandIns()),
         patch("megatron_ibpo.run.inputs.open_pool", lambda *_: pytest.fail("verifiers were started")),
         pytest.raises((ValueError, OSError), match=words),
-        open_run(with_fault(**{"run_dir": tmp_path} | fault)),
+        open_run(with_fault(tmp_path, **fault)),
     ):
         pytest.fail("the run began")
