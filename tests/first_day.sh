@@ -4,7 +4,7 @@
 #   bash tests/first_day.sh [DIRECTORY]
 #
 # Takes some minutes. DIRECTORY, by default a new temporary one, receives the runs and the output of each command. The
-# status is 1 if something was not printed.
+# status is 1 if something was not printed, or a command ended otherwise than it should.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 python=$(bash tools/bootstrap.sh dev) || exit
@@ -13,23 +13,24 @@ work=$(realpath "${1:-$(mktemp -d)}")
 mkdir -p "$work"
 failed=()
 
-# point NAME PATTERN… -- COMMAND…: run the command; its output must match every extended regular expression. Whether it
-# succeeds does not matter, since some of these commands are refused.
+# point NAME PATTERN… -- COMMAND…: run the command; its output must match every extended regular expression, and it must
+# succeed, or fail if NAME begins with "refused".
 point() {
-    local name=$1 patterns=() pattern started=$SECONDS missing=()
+    local name=$1 patterns=() pattern started=$SECONDS missing=() status=0 wanted=0
     shift
     while [[ $1 != -- ]]; do
         patterns+=("$1")
         shift
     done
     shift
-    timeout 300 "$@" >"$work/$name.log" 2>&1 </dev/null
+    timeout 300 "$@" >"$work/$name.log" 2>&1 </dev/null || status=$?
     for pattern in "${patterns[@]}"; do
         grep -Eq -- "$pattern" "$work/$name.log" || missing+=("$pattern")
     done
-    if ((${#missing[@]})); then
+    [[ $name == refused* ]] && wanted='[12]' # a time-out is 124, and a signal more
+    if ((${#missing[@]})) || [[ ! $status =~ ^$wanted$ ]]; then
         failed+=("$name")
-        echo "FAILED $name, $((SECONDS - started)) s: not printed: ${missing[*]} ($work/$name.log)"
+        echo "FAILED $name, $((SECONDS - started)) s, status $status: not printed: ${missing[*]} ($work/$name.log)"
         return
     fi
     echo "passed $name, $((SECONDS - started)) s: $*"
@@ -56,14 +57,23 @@ ibpo resumed "resumes after step 2" "finished: [13] step" -- \
     train --config "$work/run/config.yaml" --load "$work/run" --num-rollout 3
 ibpo samples "^ +verified reward r: " "^ +group mean: " "^ +advantage: .* = .* = " -- samples "$work/run"
 ibpo page "page\.html" -- page "$work/run"
+point downloads '\.csv., "text/csv"' '\.json., "application/json"' -- cat "$work/run/page.html"
 ibpo evaluate "vllm or transformers does" "accuracy" -- evaluate "$work/run" --eval-num-prompts 4
 
-ibpo hint-flag "here --lr|did you mean" -- train --learning-rate 1e-5
-ibpo hint-value "ppo-clip" -- train --config small_cpu "${tiny[@]}" --loss-variant ppo --dry-run
-point hint-python "here --lr|did you mean .?lr" -- "$python" -c \
+ibpo refused-flag "here --lr" -- train --learning-rate 1e-5
+ibpo refused-value "did you mean 'ppo-clip'" -- train --config small_cpu "${tiny[@]}" --loss-variant ppo --dry-run
+point refused-name "here --lr" -- "$python" -c \
     'import megatron_ibpo as mi; mi.load_recipe("small_cpu", learning_rate=1e-5)'
-ibpo misspelt "did you mean .?train" -- trian
+ibpo refused-command "did you mean .train" -- trian
 ibpo help "--save PATH" -- page --help
+
+for a in {1..9}; do
+    for b in {1..9}; do
+        printf '{"prompt": "%s", "response": "%s"}\n' "$a+$b\\n" "$a+$b=$((a + b))#$((a + b))"
+    done
+done >"$work/rows.jsonl"
+ibpo fine-tuning "^training loss per token" "^tokens in the loss" -- sft "${tiny[@]}" --prompt-data "$work/rows.jsonl" \
+    --num-rollout 2 --rollout-batch-size 8 --lr 1e-3 --run-dir "$work/warm"
 
 cat >"$work/notebook.py" <<'PYTHON'
 import sys
@@ -95,10 +105,11 @@ PYTHON
 ibpo loss "@triton.jit" "Triton code of the token term: right" "gradient of the token term: right" -- \
     loss "$work/my.py:MINE"
 
-point one-gpu "qwen3_0_6b_one_gpu|fits|GiB" -- env HF_CHECKPOINT=examples/models/qwen3_0_6b GPUS_PER_NODE=1 \
+point one-gpu "qwen3_0_6b_one_gpu.yaml" "^This fits" -- env HF_CHECKPOINT=examples/models/qwen3_0_6b GPUS_PER_NODE=1 \
     bash examples/run.sh --dry-run --dry-run-gpu-memory-gib 24
 ibpo environment-reward "--environment-reward" -- train --help-all
 ibpo version "megatron_ibpo [0-9]" -- --version
+point front-door "git clone" "IBPO or GSPO first" "pip install \." "how to remove it all" -- cat README.md
 
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}"
