@@ -6,8 +6,10 @@ next argument or by the end of the call. A call of which that leaves text over i
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from megatron_ibpo.environments.argument_types import argument_values
@@ -40,20 +42,29 @@ class TaggedFormat:
             return None, start
         texts, place = dict[str, str](), name.end()
         while (key := self.key.match(text, place)) is not None:
-            value_end = self.value_end.search(text, key.end())
-            if value_end is None:
+            starts, ends = _value_ends(self.value_end, text)
+            following = bisect_right(ends, key.end())
+            if following == len(ends):
                 return None, len(text)
-            value = text[key.end() : value_end.start()]
-            if (cut := _NEXT_CALL.search(value)) is not None:
-                return None, key.end() + cut.start()
+            value_start, value_stop = key.end(), max(key.end(), starts[following])
+            if (cut := _NEXT_CALL.search(text, value_start, value_stop)) is not None:
+                return None, cut.start()
             if key[1] in texts:
-                return None, value_end.end()
-            texts[key[1]], place = value, value_end.end()
+                return None, ends[following]
+            texts[key[1]], place = text[value_start:value_stop], ends[following]
         end = self.end.match(text, place)
         if end is None:
             return None, place
         call = tool_call(name[1], argument_values(texts, name[1], tools), number)
         return call, place if call is None else end.end()
+
+
+@lru_cache(maxsize=1)
+def _value_ends(value_end: re.Pattern[str], text: str) -> tuple[list[int], list[int]]:
+    """Return where the ends of values in a text start and stop. They are looked for once: many calls without
+    an end of their own would each look through the whole rest of the text."""
+    spans = [match.span() for match in value_end.finditer(text)]
+    return [start for start, _ in spans], [stop for _, stop in spans]
 
 
 QWEN3_5 = TaggedFormat(

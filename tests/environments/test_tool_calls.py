@@ -1,12 +1,15 @@
 """Arguments of calls: what stands in them is what the tool gets, or there is no call."""
 
 import json
+import time
 from functools import cache
 from typing import Any
 
 import pytest
 
 from megatron_ibpo.environments.chat import open_chat
+from megatron_ibpo.environments.hermes import read_text
+from megatron_ibpo.environments.tagged_calls import QWEN3_5
 from support.byte_tokenizers import end_ids, family_tokenizer
 
 IN_JSON = ("qwen2_5", "qwen3", "qwen3_instruct_2507")
@@ -177,3 +180,12 @@ def test_a_draft_in_reasoning_is_no_call_whether_or_not_the_reasoning_ends(read)
     message = read("gpt_oss", f"<|channel|>analysis<|message|>a<|end|>{broken}{call}")
     assert "tool_calls" not in message
     assert len(message["malformed_tool_calls"]) == 2
+
+
+def test_calls_that_all_wait_for_one_end_are_read_in_time_that_grows_with_their_length():
+    """What is linear takes .1 s. Looking for the end anew for each call took 21 s."""
+    begun, ended = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</tool_call>\n", "</parameter>\n</tool_call>"
+    start = time.process_time()
+    message = read_text(begun * 5_000 + begun.removesuffix("</tool_call>\n") + ended, read_call=QWEN3_5)
+    assert time.process_time() - start < 4
+    assert (len(message["malformed_tool_calls"]), len(message["tool_calls"])) == (5_000, 1)
