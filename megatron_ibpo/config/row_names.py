@@ -1,4 +1,4 @@
-"""What a row of a data set may name: a verifier and an environment.
+"""Names that a row of a data set may hold: a verifier and an environment.
 
 Rows are as untrusted as a model's text: data sets come from the Hub. So an import path in a row, or a server,
 is used only if the user allowed it by name. Every way to a row's verifier or environment leads through here.

@@ -1,4 +1,4 @@
-"""How the advantage of a sample came about, in lines that a reader can check by hand.
+"""The making of a sample's advantage, in lines that a reader can check by hand.
 
 A line reads "shaped reward r′: r + λφ = 0 + 0.6·0.5 = 0.3". The method of a run writes lines in its own words
 (`Judgement.explanations`, `TokenFactors.note`, an estimator's `explain`); `credit.step_explanation` adds the
@@ -88,7 +88,7 @@ class ComparedRewards:
 
     @cached_property
     def are_equal(self) -> bool:
-        """Whether there are no two different rewards."""
+        """Return whether all rewards are equal."""
         return len(set(self.values)) < 2
 
     @cached_property

@@ -32,7 +32,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class StepCredit:
-    """What the credit of a step consists of, before it is told."""
+    """The parts of a step's credit, before they are written as lines."""
 
     groups: Sequence[Group]
     judgement: Judgement
@@ -143,8 +143,8 @@ def _correction(
     group = step.groups[place]
     correction = group.corrections[index]
     verified, beside = correction.response.reward, [f"response {n + 1}" for n in correction.references]
-    shown = f", shown beside {', '.join(beside)}" if beside else ""
-    lines = [Line("made for", f"response {correction.target + 1}{shown}")]
+    beside_text = f", shown beside {', '.join(beside)}" if beside else ""
+    lines = [Line("made for", f"response {correction.target + 1}{beside_text}")]
     reward = _correction_reward(step, place, index)
     if verified is None:
         return [*lines, _NO_REWARD]

@@ -18,7 +18,7 @@ from megatron_ibpo.basics.sampling_mask import SamplingMask
 
 
 class RowCache(Protocol):
-    """What a model remembers of the rows of a wave."""
+    """A model's memory of the rows of a wave."""
 
     def keep(self, rows: Tensor) -> None:
         """Drop all other rows."""

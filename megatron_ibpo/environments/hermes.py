@@ -97,7 +97,7 @@ def read_text(
 
 
 class _Span(NamedTuple):
-    """Where a call stands, and the call, unless it is malformed."""
+    """The place of a call, and the call, unless it is malformed."""
 
     start: int
     stop: int

@@ -28,7 +28,7 @@ DEFAULTS = {
     "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128, "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 1,
 }  # fmt: skip
-"""Of `transformers`' Glm4MoeConfig; a head has hidden_size / num_attention_heads elements."""
+"""Defaults of `transformers`\' Glm4MoeConfig; a head has hidden_size / num_attention_heads elements."""
 ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 """Names of `transformers` for fields of published files."""
 

@@ -39,7 +39,7 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "num_local_experts": 128, "num_experts_per_tok": 4,
     "sliding_window": 128,
 }  # fmt: skip
-"""Of `transformers`' GptOssConfig."""
+"""Defaults of `transformers`\' GptOssConfig."""
 ROPE = {
     "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
     "beta_slow": 1.0, "truncate": False,

@@ -12,7 +12,7 @@ DEFAULTS = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "max_position_embeddings": 2048,
 }  # fmt: skip
-"""Of `transformers`' LlamaConfig; there are as many key/value heads as query heads."""
+"""Defaults of `transformers`\' LlamaConfig; there are as many key/value heads as query heads."""
 
 
 def read(fields: Fields) -> ModelShape:

@@ -17,7 +17,7 @@ DEFAULTS = {
     "vocab_size": 50304, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-"""Of `transformers`' Olmo2Config; there are as many key/value heads as query heads."""
+"""Defaults of `transformers`\' Olmo2Config; there are as many key/value heads as query heads."""
 
 
 def read(fields: Fields) -> ModelShape:

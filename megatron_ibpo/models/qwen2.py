@@ -11,7 +11,7 @@ DEFAULTS = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768,
 }  # fmt: skip
-"""Of `transformers`' Qwen2Config."""
+"""Defaults of `transformers`\' Qwen2Config."""
 
 
 def read(fields: Fields) -> ModelShape:

@@ -13,7 +13,7 @@ MOE_DEFAULTS = {
     "num_key_value_heads": 4, "max_position_embeddings": 32768, "moe_intermediate_size": 768,
     "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False,
 }  # fmt: skip
-"""Of `transformers`' Qwen3MoeConfig; a head has hidden_size / num_attention_heads elements."""
+"""Defaults of `transformers`\' Qwen3MoeConfig; a head has hidden_size / num_attention_heads elements."""
 
 
 def read(fields: Fields) -> ModelShape:

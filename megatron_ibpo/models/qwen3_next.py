@@ -34,7 +34,7 @@ DEFAULTS = {
     **MOE_DEFAULTS, "vocab_size": 151936, "num_hidden_layers": 48, "num_experts_per_tok": 10,
     "num_experts": 512,
 }  # fmt: skip
-"""Of `transformers`' Qwen3NextConfig."""
+"""Defaults of `transformers`\' Qwen3NextConfig."""
 
 
 def read(fields: Fields) -> DeltaNetShape:

@@ -181,7 +181,7 @@ class OptimizerBytes:
 
 @dataclass(frozen=True)
 class Overrides:
-    """What --model-override and --optimizer-override come to."""
+    """Checked values of --model-override and --optimizer-override."""
 
     model: Mapping[str, Any]
     """Fields of TransformerConfig that are set. Values of torch's and Megatron's own types are text."""

@@ -16,34 +16,15 @@ _SYMBOLS = {
     "ℂ": r"\mathbb{C}", "ⅇ": "e", "ⅈ": "i", "ℯ": "e", "∧": r"\land ", "∨": r"\lor ", "∑": r"\sum ",
     "∫": r"\int ", "∠": r"\angle ", "∀": r"\forall ", "∃": r"\exists ",
 }  # fmt: skip
-_GREEK = (
-    *(
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-    ),
-    *("xi", "omicron", "pi", "rho", "varsigma", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega"),
-)
-_SYMBOLS |= {chr(0x3B1 + i): f"\\{name} " for i, name in enumerate(_GREEK)}
-_SYMBOLS |= {
-    "Γ": r"\Gamma ",
-    "Δ": r"\Delta ",
-    "Θ": r"\Theta ",
-    "Σ": r"\Sigma ",
-    "Φ": r"\Phi ",
-    "Ω": r"\Omega ",
-}
-_TABLE = str.maketrans(_SYMBOLS)
+_GREEK = {
+    "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ", "ε": r"\epsilon ", "ζ": r"\zeta ",
+    "η": r"\eta ", "θ": r"\theta ", "ι": r"\iota ", "κ": r"\kappa ", "λ": r"\lambda ", "μ": r"\mu ",
+    "ν": r"\nu ", "ξ": r"\xi ", "ο": r"\omicron ", "π": r"\pi ", "ρ": r"\rho ", "ς": r"\varsigma ",
+    "σ": r"\sigma ", "τ": r"\tau ", "υ": r"\upsilon ", "φ": r"\phi ",
+    "χ": r"\chi ", "ψ": r"\psi ", "ω": r"\omega ",
+    "Γ": r"\Gamma ", "Δ": r"\Delta ", "Θ": r"\Theta ", "Σ": r"\Sigma ", "Φ": r"\Phi ", "Ω": r"\Omega ",
+}  # fmt: skip
+_TABLE = str.maketrans(_SYMBOLS | _GREEK)
 _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱˣ", "0123456789+-=()nix", strict=True))
 _LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙₖᵢₓ", "0123456789+-=()nkix", strict=True))
 _RAISED_RUN, _LOWERED_RUN = (re.compile(f"[{''.join(each)}]+") for each in (_RAISED, _LOWERED))
@@ -117,8 +98,12 @@ def latex(text: str) -> str:
 
 def text_form(text: str) -> str:
     """Return the spelling in which formulas that cannot be read are compared: without spaces, and without
-    braces around single characters."""
-    text = _MODULUS.sub(lambda found: f"(mod {found[1] or found[2]})", _LAYOUT.sub(r"\1", latex(text)))
+    braces around single characters.
+
+    Args:
+        text: what `latex` returned. It is spelled once more, since a root inside a root takes two passes.
+    """
+    text = _MODULUS.sub(lambda match: f"(mod {match[1] or match[2]})", _LAYOUT.sub(r"\1", latex(text)))
     return re.sub(r"\{([A-Za-z0-9])\}", r"\1", text).rstrip(".")
 
 

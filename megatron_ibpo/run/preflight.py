@@ -1,4 +1,4 @@
-"""What is refused before anything large is loaded, and the dry run.
+"""Checks before anything large is loaded, and the dry run.
 
 A start passes these checks in the order of this file, each as soon as what it looks at is there. A check
 stands alone: it raises or returns nothing, and nothing after it depends on it. Alone in the opening of a run

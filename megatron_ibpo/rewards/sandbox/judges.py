@@ -296,8 +296,8 @@ def _is_close(answer: str, entry: "dict[str, Any]") -> bool:
 
 
 def _makes_target(answer: str, entry: "dict[str, Any]") -> bool:
-    """Of countdown: the library's scorer also takes what differs by a hundred-thousandth, so that numbers
-    that are left over can be divided away."""
+    """Check an answer to countdown. The library's scorer also takes what differs by a hundred-thousandth, so
+    that numbers that are left over can be divided away."""
     return _equals(answer, entry["metadata"]["target"])
 
 
