@@ -379,7 +379,7 @@ def test_trainers_on_two_nodes(start, tmp_path, flags, expected):
     process = start(f"{flags} --num-rollout 2 --check-weight-update-equal")
     status, said = process.wait(280), (tmp_path / "log").read_text()
     assert status == 0, said[-5000:]
-    placed = [line for line in said.splitlines() if "trainers" in line and "engines" in line]
+    placed = [line for line in said.splitlines() if line.endswith("verifiers") and "engines" in line]
     wanted = [f"trainers {row}, 2 verifiers" for row in expected]
     assert sorted(line.split(": ", 1)[1] for line in placed) == wanted
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2]

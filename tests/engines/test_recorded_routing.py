@@ -179,5 +179,5 @@ def test_a_trainer_that_replays_takes_every_choice_from_its_engine(tmp_path):
     assert len(rows) == 2
     for row in rows:
         assert row["routing_live"] == 0
-        assert 0 < row["routing_changed"] < 0.2
+        assert row["routing_changed"] < 0.2  # of so few tokens, a processor may route all as the engine did
         assert row["grad_norm"] > 0
