@@ -76,8 +76,8 @@ def open_inputs(config: Config, foundation: Foundation, stack: ExitStack, *, tra
     targets = list(dict.fromkeys([*environments_of(first, config.environment), *allowed]))
     if targets:
         chat = open_chat(
-            hf_dir,
             data.tokenizer,
+            foundation.eos_token_ids,
             applies_template=config.data.apply_chat_template,
             settings=template_settings(config.data),
         )
