@@ -117,13 +117,14 @@ class TemplateChat:
         """
         self._tokenizer, self._ends, self._settings = tokenizer, ends, settings or {}
         ids = _ids_of_marks(tokenizer)
+        decode = _call_decoder(tokenizer, ids[_CALL])
         self._same_ends = {(ids[sampled], ids[written]) for sampled, written in _SAME_ENDS}
         self._marks_call = self._shows_tools = False
         self._following([_USER])
         check_shown([_USER], self._render)
         prompt = self._render([_USER])
         self._opened = open_at_end(prompt)  # the mark of thinking in which every turn begins
-        self._read: Reader = self._text_reader(_call_decoder(tokenizer, ids[_CALL]))
+        self._read: Reader = self._text_reader(decode)
         family = self._own_format(prompt)
         self._shows_tools = family is not None
         tools = (
