@@ -136,7 +136,7 @@ def evaluate_policy(policy: Policy) -> None:
             evaluated,
             seconds=stages.take(),
             counts={
-                "engine_restarts": opened.engines.restarts,
+                "engine_restarts": opened.engines.restarts.count,
                 "verifier_deaths": opened.verifiers.deaths,
             },
         )
