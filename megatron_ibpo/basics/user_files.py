@@ -4,7 +4,9 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from megatron_ibpo.basics.strict_json import read_json
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 RECIPE_BYTES = 256 * KIB
@@ -59,6 +61,16 @@ def read_user_file(path: Path, most_bytes: int) -> bytes:
     """
     check_user_file(path, most_bytes)
     return path.read_bytes()
+
+
+def read_json_file(path: Path, most_bytes: int = JSON_BYTES) -> Any:
+    """Return the value of a user's JSON file.
+
+    Raises:
+        OSError, UserFileError: as `check_user_file` does.
+        ValueError: it is not JSON (`read_json`).
+    """
+    return read_json(read_user_file(path, most_bytes))
 
 
 def user_lines(file: Lines, name: Path) -> Iterator[bytes]:

@@ -37,35 +37,31 @@ class Arguments:
 
 
 def convert(arguments: Arguments, world: World) -> int:
-    from megatron_ibpo.commands.conversion import (
-        check_source,
-        checkpoint_bytes,
-        console,
-        progress_bar,
-        verify,
-    )
+    from megatron_ibpo.commands import conversion
     from megatron_ibpo.weights.formats.convert import megatron_to_hf
     from megatron_ibpo.weights.formats.run_state import find_stored
 
     stored = find_stored(arguments.load)
     if arguments.verify:
-        check_source(stored, world)
+        conversion.check_source(stored, world)
     started = time.perf_counter()
-    with progress_bar(world, "converting") as report:
+    with conversion.progress_bar(world, "converting") as report:
         megatron_to_hf(stored, arguments.save, world, origin=arguments.origin_hf_checkpoint, report=report)
     if world.is_rank_0:
-        size = checkpoint_bytes(arguments.save)
-        console.print(f"{arguments.save}: {size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s")
-    return verify(arguments.save, stored, world) if arguments.verify else 0
+        size = conversion.checkpoint_bytes(arguments.save)
+        conversion.console.print(
+            f"{arguments.save}: {size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s"
+        )
+    return conversion.verify(arguments.save, stored, world) if arguments.verify else 0
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert a checkpoint. Return 1 if --verify finds a difference."""
     arguments = parsed(Arguments, __doc__, argv)
-    from megatron_ibpo.commands.conversion import run  # Megatron: 8 s that --help does not need
+    from megatron_ibpo.commands import conversion  # Megatron: 8 s that --help does not need
 
-    return run(lambda world: convert(arguments, world))
+    return conversion.run(lambda world: convert(arguments, world))
 
 
 if __name__ == "__main__":

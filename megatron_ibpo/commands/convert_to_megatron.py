@@ -48,13 +48,7 @@ class Arguments:
 
 
 def convert(arguments: Arguments, world: World) -> int:
-    from megatron_ibpo.commands.conversion import (
-        check_source,
-        checkpoint_bytes,
-        console,
-        progress_bar,
-        verify,
-    )
+    from megatron_ibpo.commands import conversion
     from megatron_ibpo.weights.formats.convert import hf_to_megatron
 
     parallel = ParallelConfig(
@@ -66,9 +60,9 @@ def convert(arguments: Arguments, world: World) -> int:
         expert_tensor_parallel_size=arguments.expert_tensor_parallel_size,
     )
     if arguments.verify:
-        check_source(arguments.hf_checkpoint, world)
+        conversion.check_source(arguments.hf_checkpoint, world)
     started = time.perf_counter()
-    with progress_bar(world, "converting") as report:
+    with conversion.progress_bar(world, "converting") as report:
         hf_to_megatron(
             arguments.hf_checkpoint,
             arguments.save,
@@ -79,20 +73,24 @@ def convert(arguments: Arguments, world: World) -> int:
             report=report,
         )
     if world.is_rank_0:
-        size = checkpoint_bytes(arguments.hf_checkpoint, allow_pickle=arguments.allow_pickle)
-        console.print(f"{arguments.save}: {size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s")
+        size = conversion.checkpoint_bytes(arguments.hf_checkpoint, allow_pickle=arguments.allow_pickle)
+        conversion.console.print(
+            f"{arguments.save}: {size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s"
+        )
     if not arguments.verify:
         return 0
-    return verify(arguments.hf_checkpoint, arguments.save, world, allow_pickle=arguments.allow_pickle)
+    return conversion.verify(
+        arguments.hf_checkpoint, arguments.save, world, allow_pickle=arguments.allow_pickle
+    )
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert a checkpoint. Return 1 if --verify finds a difference."""
     arguments = parsed(Arguments, __doc__, argv)
-    from megatron_ibpo.commands.conversion import run  # Megatron: 8 s that --help does not need
+    from megatron_ibpo.commands import conversion  # Megatron: 8 s that --help does not need
 
-    return run(lambda world: convert(arguments, world))
+    return conversion.run(lambda world: convert(arguments, world))
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def evaluate_policy(policy: Policy) -> None:
             evaluated,
             seconds=stages.take(),
             counts={
-                "engine_restarts": opened.engines.restarts,
+                "engine_restarts": opened.engines.restarts.count,
                 "verifier_deaths": opened.verifiers.deaths,
             },
         )
@@ -156,11 +156,10 @@ def policy_of(words: Sequence[str]) -> Policy:
     config = with_engine(
         parse_config([*of_policy, *flags], program="ibpo evaluate", description=str(__doc__), common=FLAGS)
     )
-    rollout = replace(config.rollout, colocate=False)  # there is no trainer to share with
     config = replace(
         config,
         run=replace(config.run, load=None, load_debug_rollout_data=None, dry_run=False),
-        rollout=rollout,
+        rollout=replace(config.rollout, colocate=False),  # there is no trainer to share with
     )
     names_another = of_policy and any(word.startswith("--hf-checkpoint") for word in flags)
     is_run = "--config" in of_policy

@@ -21,7 +21,7 @@ from megatron_ibpo.data.large_files import prompts_of_table
 from megatron_ibpo.data.left_out import Tally
 from megatron_ibpo.data.order import mixed
 from megatron_ibpo.data.pass_rates import PassRates, open_pass_rates
-from megatron_ibpo.data.prompts import PromptSource
+from megatron_ibpo.data.prompts import PromptSource, in_environment
 from megatron_ibpo.data.response_text import ResponseText
 from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, Rows, own_rows, prompts_of_rows, read_prompts
 from megatron_ibpo.data.sources import read_spec
@@ -63,11 +63,12 @@ def open_sources(
 
     Args:
         reader_type: what rows of files and functions hold: prompts, or demonstrations.
-        environment: names the environments that rows may name; None: none.
+        environment: names the environment of all rows that name none, and those that rows may name.
 
     Raises:
         DataError: see `open_source`.
     """
+    environment = environment or EnvironmentConfig()
     sources = [read_spec(spec) for spec in specs]
     if len(sources) > 1:
         sources = [
@@ -84,12 +85,13 @@ def open_sources(
             Tally(source.location),
             max_prompt_len,
             rates,
-            environment=environment or EnvironmentConfig(),
+            environment=environment,
         )
         for source in sources
     ]
     opened = [_opened(reader, split, holds_out=holds_out) for reader in readers]
-    return opened[0] if len(opened) == 1 else mixed(opened, [source.weight for source in sources])
+    source = opened[0] if len(opened) == 1 else mixed(opened, [source.weight for source in sources])
+    return in_environment(source, environment.environment)
 
 
 def open_source(

@@ -3,11 +3,11 @@ order."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from megatron_ibpo.basics.records import Prompt, TokenIds, token_ids
+from megatron_ibpo.basics.records import ENVIRONMENT, Prompt, TokenIds, token_ids
 from megatron_ibpo.data.left_out import Tally
 from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer, has_unknown
 
@@ -60,6 +60,19 @@ class PromptSource:
     def batch(self, step: int, n: int) -> list[Prompt]:
         """Return prompts step·n to step·n + n - 1."""
         return [self.at(position) for position in range(step * n, step * n + n)]
+
+
+def in_environment(source: PromptSource, environment: str | None) -> PromptSource:
+    """Return the source with every prompt in an environment: the one that it names itself, or this one if it
+    names none."""
+    if environment is None:
+        return source
+
+    def at(position: int) -> Prompt:
+        prompt = source.at(position)
+        return replace(prompt, metadata=prompt.metadata | {ENVIRONMENT: prompt.environment or environment})
+
+    return replace(source, at=at)
 
 
 def plain_prompt(text: str, tokenizer: Tokenizer, tail: str = "") -> tuple[TokenIds, int]:

@@ -15,9 +15,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, check_user_file, read_user_file
+from megatron_ibpo.basics.user_files import (
+    JSON_BYTES,
+    UserFileError,
+    check_user_file,
+    read_json_file,
+    read_user_file,
+)
 from megatron_ibpo.data.template_process import TemplateError, TemplateProcess
 
 TOKENIZER_FILES = (
@@ -148,14 +153,12 @@ def _load(path: Path) -> Tokenizer:
     if (path / "tokenizer.model").exists() and not (path / "tokenizer.json").exists():
         return SentencePieceTokenizer(path / "tokenizer.model")
 
-    _check_files(path)
+    files = _checked_files(path)
     try:
-        tokenizer = _tokenizer_class(path).from_pretrained(
+        tokenizer = _tokenizer_class(files).from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(
             f"tokenizer {path}: cannot be loaded ({type(error).__name__}: {error}); the directory needs "
             "tokenizer.json and tokenizer_config.json, or a SentencePiece tokenizer.model"
@@ -163,18 +166,19 @@ def _load(path: Path) -> Tokenizer:
     return HuggingFaceTokenizer(tokenizer, str(path))
 
 
-def _check_files(path: Path) -> None:
-    """Refuse files that the library would read without end, or that would give a table as long as the largest
-    id."""
+def _checked_files(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the content of the JSON files, by name. Refuse files that the library would read without end, or
+    that would give a table as long as the largest id."""
     present = [path / name for name in TOKENIZER_FILES if os.path.lexists(path / name)]
     for file in present:
         try:
             check_user_file(file, JSON_BYTES)
         except (OSError, UserFileError) as error:
             raise DataError(f"tokenizer {file}: {error}") from None
-    for file in present:
-        if file.suffix == ".json":
-            _check_ids(file, read_object(file))
+    contents = {file.name: read_object(file) for file in present if file.suffix == ".json"}
+    for name, content in contents.items():
+        _check_ids(path / name, content)
+    return contents
 
 
 def _check_ids(file: Path, content: dict[str, Any]) -> None:
@@ -202,17 +206,19 @@ def _tables_of_ids(name: str, content: dict[str, Any]) -> Iterator[dict[Any, Any
         yield {key: int(key) if key.isdecimal() and len(key) < 20 else key for key in decoder}
 
 
-def _tokenizer_class(path: Path) -> Any:
+def _tokenizer_class(files: dict[str, dict[str, Any]]) -> Any:
     """Return AutoTokenizer, or the class it would choose for a tokenizer that is complete in its
     tokenizer.json. AutoTokenizer imports torch and every model's configuration to find that out, which takes
-    seconds."""
-    settings = path / "tokenizer_config.json"
-    if (path / "tokenizer.json").exists() and settings.exists():
-        chosen = read_object(settings).get("tokenizer_class")
-        if chosen in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-            from transformers import PreTrainedTokenizerFast
+    seconds.
 
-            return PreTrainedTokenizerFast
+    Args:
+        files: content of the tokenizer's JSON files, by name.
+    """
+    chosen = files.get("tokenizer_config.json", {}).get("tokenizer_class")
+    if "tokenizer.json" in files and chosen in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
 
     return AutoTokenizer
@@ -225,7 +231,7 @@ def read_object(path: Path) -> dict[str, Any]:
         DataError: the file holds something else.
     """
     try:
-        content = read_json(read_user_file(path, JSON_BYTES))
+        content = read_json_file(path)
     except (OSError, UserFileError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     except ValueError as error:

@@ -7,12 +7,11 @@ rendering a short conversation in which the assistant says a marker."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import takewhile
-from pathlib import Path
+from itertools import chain, takewhile
 from typing import Any
 
 from megatron_ibpo.data.prompts import check_shown
-from megatron_ibpo.data.tokenizer import DataError, Tokenizer, id_of, read_eos_token_ids
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer, id_of
 from megatron_ibpo.environments.families import family_readers
 from megatron_ibpo.environments.hermes import ReadCall, as_text, policy_message, read_text, tools_text
 from megatron_ibpo.environments.protocol import Message, Tool
@@ -38,6 +37,7 @@ _PROBE_CALL = {
 }
 _PROBE_ANSWER: Message = {"role": "tool", "tool_call_id": "call_0", "name": "look_up", "content": "found"}
 
+_CALL = "<tool_call>"
 _SAME_ENDS = (
     ("<|return|>", "<|end|>"),
     ("<|return|>", "<|call|>"),
@@ -55,8 +55,8 @@ Reader = Callable[[Sequence[int], Sequence[Tool] | None], Message]
 
 
 def open_chat(
-    hf_dir: Path,
     tokenizer: Tokenizer,
+    eos_token_ids: Collection[int],
     *,
     applies_template: bool,
     settings: Mapping[str, Any] | None = None,
@@ -64,16 +64,15 @@ def open_chat(
     """Return the chat format of a checkpoint; its `notes` are lines to print.
 
     Args:
-        hf_dir: the checkpoint, whose end-of-sequence ids end a turn.
+        eos_token_ids: the checkpoint's ids that end a turn, besides the tokenizer's own.
         applies_template: whether turns are written by the chat template (--apply-chat-template) or as plain
             text.
         settings: further arguments of the template (--apply-chat-template-kwargs).
 
     Raises:
         DataError: there is no chat template, or conversations in it cannot be extended.
-        ValueError: the checkpoint names no end-of-sequence id.
     """
-    ends = {*read_eos_token_ids(hf_dir), tokenizer.eos_id}
+    ends = {*eos_token_ids, tokenizer.eos_id}
     return TemplateChat(tokenizer, ends, settings) if applies_template else PlainChat(tokenizer, ends)
 
 
@@ -84,7 +83,7 @@ class PlainChat:
     def __init__(self, tokenizer: Tokenizer, ends: Collection[int]) -> None:
         self.notes: tuple[str, ...] = ()
         self._tokenizer, self._ends = tokenizer, ends
-        self._text = _call_decoder(tokenizer)
+        self._text = _call_decoder(tokenizer, _ids_of_marks(tokenizer)[_CALL])
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         shown = [tools_text(tools) + "\n"] if tools else []
@@ -117,13 +116,15 @@ class TemplateChat:
             DataError: there is no template, or it refuses conversations or does not show turns as they are.
         """
         self._tokenizer, self._ends, self._settings = tokenizer, ends, settings or {}
-        self._same_ends = _same_ends(tokenizer)
+        ids = _ids_of_marks(tokenizer)
+        decode = _call_decoder(tokenizer, ids[_CALL])
+        self._same_ends = {(ids[sampled], ids[written]) for sampled, written in _SAME_ENDS}
         self._marks_call = self._shows_tools = False
         self._following([_USER])
         check_shown([_USER], self._render)
         prompt = self._render([_USER])
         self._opened = open_at_end(prompt)  # the mark of thinking in which every turn begins
-        self._read: Reader = self._text_reader(_call_decoder(tokenizer))
+        self._read: Reader = self._text_reader(decode)
         family = self._own_format(prompt)
         self._shows_tools = family is not None
         tools = (
@@ -256,15 +257,19 @@ def _read_long(text: str) -> Message:
     return policy_message(content, reasoning.replace("<think>", "", 1).strip(), [], [])
 
 
-def _call_decoder(tokenizer: Tokenizer) -> Decoder:
+def _ids_of_marks(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """Return the ids of the marks that end a turn or begin a call."""
+    return {mark: id_of(mark, tokenizer) for mark in (_CALL, *chain.from_iterable(_SAME_ENDS))}
+
+
+def _call_decoder(tokenizer: Tokenizer, tag: int | None) -> Decoder:
     """Return the decoder that shows the tags of calls: they may be special tokens, which others should not
-    be shown with."""
-    tag = id_of("<tool_call>", tokenizer)
+    be shown with.
+
+    Args:
+        tag: id of `_CALL`.
+    """
     return tokenizer.decode_all if tag is not None and not tokenizer.decode([tag]) else tokenizer.decode
-
-
-def _same_ends(tokenizer: Tokenizer) -> set[tuple[int | None, int | None]]:
-    return {(id_of(sampled, tokenizer), id_of(written, tokenizer)) for sampled, written in _SAME_ENDS}
 
 
 def _beyond(text: str, prompt: str) -> str:

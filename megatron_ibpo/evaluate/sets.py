@@ -26,6 +26,7 @@ from megatron_ibpo.data import DataError, PromptSource, Tokenizer, open_source
 from megatron_ibpo.data.files import each_row
 from megatron_ibpo.data.generated import told_if_slow
 from megatron_ibpo.data.layouts import fields_read
+from megatron_ibpo.data.prompts import in_environment
 from megatron_ibpo.data.row_prompts import prompts_of_rows
 from megatron_ibpo.engines.registry import sampling_precision
 from megatron_ibpo.evaluate.accuracy import Evaluation, unknown_as_nan
@@ -157,7 +158,8 @@ def _open(
     room = _room(max_context, sampling)
     if benchmark is not None:
         rows = BenchmarkRows(benchmark, scheme, rest)
-        source = _benchmark_prompts(rows, tokenizer, config.data, room)
+        benchmark_prompts = _benchmark_prompts(rows, tokenizer, config.data, room)
+        source = in_environment(benchmark_prompts, config.environment.environment)
         notes = [*source.notes, *rows.notes(), *checksums(rest)]
     else:
         source = open_source(
@@ -183,7 +185,7 @@ def _open(
         is_named=is_named,
         prompts=prompts,
         sampling=sampling,
-        answer=_answers(prompts, config.data),
+        answer=_answers(prompts, config.data) if config.environment.environment is None else None,
         notes=tuple(notes),
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ibpo.basics.record_lines import append_record, open_records, record_lines
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
+from megatron_ibpo.basics.user_files import RECORD_BYTES, read_json_file
 from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample, Key
 
 RESULTS_FILE = "results.json"
@@ -166,7 +166,7 @@ def read_results(directory: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = read_json(read_user_file(path, RECORD_BYTES))
+        content = read_json_file(path, RECORD_BYTES)
         entries = content["sets"].values()
         fine = all(isinstance(entry["settings"], dict) for entry in entries)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import listed, shown
-from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, read_user_file
+from megatron_ibpo.basics.user_files import UserFileError, read_json_file
 from megatron_ibpo.models.families import FAMILIES, family_module
 from megatron_ibpo.models.rope import MEGATRON_LLAMA3, RopeScaling
 
@@ -130,7 +129,7 @@ def read_hf_config(hf_dir: Path) -> ModelShape:
     if not hf_dir.is_dir():
         raise ModelConfigError(f"no checkpoint directory {hf_dir}: --hf-checkpoint must name one")
     try:
-        raw = read_json(read_user_file(path, JSON_BYTES))
+        raw = read_json_file(path)
     except FileNotFoundError:
         raise ModelConfigError(f"{hf_dir} holds no config.json: is it a Hugging Face checkpoint?") from None
     except UserFileError as error:

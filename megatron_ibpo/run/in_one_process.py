@@ -15,7 +15,6 @@ import torch
 
 from megatron_ibpo.cluster.placement import Node, Placement, plan_placement
 from megatron_ibpo.config import Config
-from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines import EngineLostError
 from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weights
 from megatron_ibpo.models import ModelShape
@@ -117,7 +116,7 @@ class LeanEngines:
         self._rank, self._shape = rank, foundation.shape
         self._engine = LeanEngine(
             foundation.shape,
-            read_eos_token_ids(foundation.hf_dir),
+            foundation.eos_token_ids,
             max_context=foundation.max_context,
         )
         self.version = -1  # no weights

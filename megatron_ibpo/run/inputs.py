@@ -76,8 +76,8 @@ def open_inputs(config: Config, foundation: Foundation, stack: ExitStack, *, tra
     targets = list(dict.fromkeys([*environments_of(first, config.environment), *allowed]))
     if targets:
         chat = open_chat(
-            hf_dir,
             data.tokenizer,
+            foundation.eos_token_ids,
             applies_template=config.data.apply_chat_template,
             settings=template_settings(config.data),
         )
@@ -121,13 +121,11 @@ def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, 
 def sampling_settings(config: Config) -> str:
     """Return all settings that samples and their credit depend on, as text. A journal serves only runs with
     equal settings."""
-    sampling = asdict(config.rollout)
-    sampling["rollout_backend"] = ENGINES.name_of(config.rollout.rollout_backend)
-    rollout = {
-        name: value
-        for name, value in (sampling | sampling.pop("parameters")).items()
-        if name not in ("engine_stall_timeout", "vllm_start_timeout", "update_weight_timeout")
-    }
+    rollout = asdict(config.rollout)
+    rollout["rollout_backend"] = ENGINES.name_of(config.rollout.rollout_backend)
+    rollout |= rollout.pop("parameters")
+    for limit in ("engine_stall_timeout", "vllm_start_timeout", "update_weight_timeout"):
+        rollout.pop(limit, None)  # only some engines have the second
     # what a row may name changes no sample of a row that names something else
     data = {name: value for name, value in asdict(config.data).items() if name != "allowed_rm_types"}
     more = {"seed": config.run.seed} | ({"prompts_held_out": True} if config.holds_out else {})

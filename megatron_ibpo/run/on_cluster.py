@@ -93,7 +93,9 @@ class OnCluster:
                 wait_ready=partial(_wait_ready, engines, verifiers, environments),
             )
 
-        memory = trainers.main_memory() | (engines.processes.main_memory() if engines is not None else {})
+        memory = trainers.main_memory()
+        if engines is not None:
+            memory |= engines.fleet.processes.main_memory()
         return Launched(memory, build)
 
     def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[TrainersAlone]:
@@ -116,7 +118,7 @@ def _build(config: Config, checkpoint: Path | None, trainers: Trainers, engines:
     """Build the trainers' model while engines load theirs."""
     if engines is not None:
         engines.start()
-        if engines.sleeps:
+        if engines.fleet.sleeps:
             # memory that trainers take meanwhile would look like the engines' own use of a shared GPU
             engines.wait_ready()
             engines.sleep()
@@ -141,7 +143,7 @@ def _wait_ready(engines: Engines | None, verifiers: Verifiers, environments: Env
     verifiers.wait_ready()
     if environments is not None:
         environments.wait_ready()
-    if engines is not None and not engines.sleeps:
+    if engines is not None and not engines.fleet.sleeps:
         engines.wait_ready()
 
 
@@ -153,7 +155,7 @@ def _deaths(
     if environments is not None:
         counts["environment_deaths"] = environments.deaths
     if engines is not None:
-        counts |= {"engine_deaths": engines.died, "engine_restarts": engines.restarts}
+        counts |= {"engine_deaths": engines.restarts.deaths, "engine_restarts": engines.restarts.count}
     return counts
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_ibpo.config import Config
 from megatron_ibpo.data.tokenizer import has_tokenizer, load_tokenizer
 from megatron_ibpo.engines.registry import check_model as check_engine_model
-from megatron_ibpo.engines.truncation import all_readers, check_truncation
+from megatron_ibpo.engines.truncation import check_truncation
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.lora import adapter_elements
 from megatron_ibpo.report.run_dir import prepare_run_dir
@@ -180,5 +180,5 @@ def _check_engine(resolved: ResolvedConfig) -> None:
 
 
 def _check_truncation(resolved: ResolvedConfig) -> None:
-    config = resolved.config
-    check_truncation(config, all_readers(config), on_gpu=resolved.placement.on_gpu)
+    on_gpu = resolved.placement.on_gpu
+    check_truncation(resolved.config, resolved.logprob_readers, on_gpu=on_gpu)

@@ -1,13 +1,16 @@
 """A run's settings resolved: what depends on its model, its data or its devices is filled in here, once."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.config import Config, ConfigError
 from megatron_ibpo.credit import Method, find_method
 from megatron_ibpo.data import PromptSource
+from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.registry import fallback_note, on_device
+from megatron_ibpo.engines.truncation import all_readers
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config, world_problems
 from megatron_ibpo.models.lora import check_lora
 from megatron_ibpo.policy.overrides import Overrides, read_overrides
@@ -22,6 +25,11 @@ class Foundation:
     max_context: int
     """Limit of tokens in prompt and response together."""
     method: Method
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a response. Raises ValueError if the model names none: a replay needs none."""
+        return read_eos_token_ids(self.hf_dir)
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,11 @@ class ResolvedConfig:
     def shape(self) -> ModelShape:
         """The model's shape."""
         return self.foundation.shape
+
+    @cached_property
+    def logprob_readers(self) -> tuple[str, ...]:
+        """Settings under which the loss reads the engine's log-probs. Reading it imports torch."""
+        return tuple(all_readers(self.config))
 
     @property
     def world_size(self) -> int:

@@ -20,7 +20,6 @@ from megatron_ibpo.credit import (
 )
 from megatron_ibpo.data import PromptSource, ResponseText
 from megatron_ibpo.engines import AsyncEngine
-from megatron_ibpo.engines.truncation import all_readers
 from megatron_ibpo.evaluate import (
     Asked,
     Corrector,
@@ -149,7 +148,7 @@ def open_rollouts(
         prefix_caching=engines.prefix_caching,
         revive=engines.revive,
         episodes=episodes,
-        needs_masks=memory is not None and bool(all_readers(config)),
+        needs_masks=memory is not None and bool(resolved.logprob_readers),
     )
     with sampler:
         yield LiveRollouts(config, foundation, data, engines, sampler, memory, state or {})

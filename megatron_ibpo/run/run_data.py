@@ -1,11 +1,12 @@
 """The data of a run: its tokenizer, its prompts, and the parts of the vocabulary that credit needs."""
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_ibpo.basics.records import Prompt, TokenIds
-from megatron_ibpo.config import ENVIRONMENT, Config
+from megatron_ibpo.config import Config
 from megatron_ibpo.credit import AnswerStart, Operator, ThinkingMarks, Vocabulary
 from megatron_ibpo.credit.importance import SpanMasking
 from megatron_ibpo.data import (
@@ -78,15 +79,16 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
             do.
     """
     tokenizer = load_tokenizer(foundation.hf_dir, embedding_rows=foundation.shape.vocab_size)
-    thinking, operator = None, foundation.method.operator
+    texts, notes = token_texts(tokenizer), date_notes(tokenizer) if config.data.apply_chat_template else ()
+    context, thinking, operator = foundation.max_context, None, foundation.method.operator
     if operator.ibpo_strip_thinking:
         thinking = ThinkingMarks(*thinking_marks(tokenizer))
     vocabulary = Vocabulary(
         CorrectionTemplate(tokenizer, operator.ibpo_k),
-        token_texts(tokenizer),
+        texts,
         thinking,
         _placeholder(operator, tokenizer),
-        _answer_start(config, operator, tokenizer),
+        _answer_start(config, operator, tokenizer, texts),
     )
     suffixes = PromptSuffixes(tokenizer, config.rollout.rollout_prompt_suffixes)
     replays = config.run.load_debug_rollout_data is not None
@@ -94,11 +96,9 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
         tokenizer,
         vocabulary,
         suffixes,
-        training_prompts(config, tokenizer, foundation.max_context - suffixes.longest)
-        if trains and not replays
-        else None,
-        [] if replays else _held_out(config, tokenizer, foundation),
-        date_notes(tokenizer) if config.data.apply_chat_template else (),
+        training_prompts(config, tokenizer, context - suffixes.longest) if trains and not replays else None,
+        [] if replays else open_eval_sets(config, tokenizer, context, ibpo_k=operator.ibpo_k),
+        notes,
     )
 
 
@@ -112,7 +112,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer, max_context: int) -> 
         ValueError, OSError: prompts that cannot be used; with the reason, the place, and what to do.
     """
     data = config.data
-    source = open_sources(
+    return open_sources(
         data.prompt_data,
         tokenizer,
         data,
@@ -122,37 +122,18 @@ def training_prompts(config: Config, tokenizer: Tokenizer, max_context: int) -> 
         holds_out=config.holds_out,
         environment=config.environment,
     )
-    environment = config.environment.environment
-    if environment is None:
-        return source
-    return replace(source, at=lambda position: _in_environment(source.at(position), environment))
 
 
-def _held_out(config: Config, tokenizer: Tokenizer, foundation: Foundation) -> list[EvalSet]:
-    """Open the sets of held-out prompts; with --environment they are played in it too."""
-    environment = config.environment.environment
-    sets = open_eval_sets(config, tokenizer, foundation.max_context, ibpo_k=foundation.method.operator.ibpo_k)
-    if environment is None:
-        return sets
-    return [
-        replace(own, prompts=[_in_environment(prompt, environment) for prompt in own.prompts], answer=None)
-        for own in sets
-    ]
-
-
-def _in_environment(prompt: Prompt, environment: str) -> Prompt:
-    """Return the prompt with its environment: the one it names itself, or this one."""
-    return replace(prompt, metadata=prompt.metadata | {ENVIRONMENT: prompt.environment or environment})
-
-
-def _answer_start(config: Config, operator: Operator, tokenizer: Tokenizer) -> AnswerStart | None:
+def _answer_start(
+    config: Config, operator: Operator, tokenizer: Tokenizer, texts: Callable[[TokenIds], list[str]]
+) -> AnswerStart | None:
     """Return the function that finds answers. None if nothing is corrected, if the verifier of --rm-type does
     not define answers, or if an environment scores."""
     if config.environment.environment is not None:
         return None
     if operator.ibpo_corrections == 0 or answer_extractor(main_rm_type(config.data)) is None:
         return None
-    texts, thinking = token_texts(tokenizer), ResponseText(tokenizer)
+    thinking = ResponseText(tokenizer)
 
     def start(prompt: Prompt, ids: TokenIds) -> int | None:
         pieces = texts(ids)

@@ -124,8 +124,8 @@ def load_recipe(path: Path | str, **settings: Any) -> config.Config:
         ConfigError: as `megatron_ibpo.config.load_recipe`; or an object or a row cannot be stored.
     """
     if config.has_objects(settings):
-        of_run = {name: settings[name] for name in ("run_dir",) if name in settings}
-        run_dir = config.load_recipe(path, of_run, REGISTRIES).run.run_dir
+        chosen_dir = {"run_dir": settings["run_dir"]} if "run_dir" in settings else {}
+        run_dir = config.load_recipe(path, chosen_dir, REGISTRIES).run.run_dir
         settings = config.stored_settings(settings, run_dir)
     loaded = config.load_recipe(path, settings, REGISTRIES)
     fitted, notes = fit_to_model(loaded, settings.keys())

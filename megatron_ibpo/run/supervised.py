@@ -33,7 +33,7 @@ from megatron_ibpo.report.run_dir import locked
 from megatron_ibpo.report.start_lines import StartLines
 from megatron_ibpo.run.loop import NotFiniteError
 from megatron_ibpo.run.open import choose_backend, failure_in_summary
-from megatron_ibpo.run.preflight import check_hardware, disk_bytes, preflight
+from megatron_ibpo.run.preflight import check_model, disk_bytes, preflight
 from megatron_ibpo.run.resolve import read_foundation, resolve, settle
 from megatron_ibpo.run.resume_point import read_resume_point
 from megatron_ibpo.weights.formats.retention import Keep
@@ -231,9 +231,8 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
             starting("the model's configuration")
             foundation = read_foundation(config)
             hf_dir, shape = foundation.hf_dir, foundation.shape
-            check_hardware(config, shape)
             point = read_resume_point(config.run, shape.vocab_size)
-            backend.check(config, shape)
+            check_model(config, shape, backend)
             wait_connected = stack.enter_context(backend.connect(config))
             # these import torch, which takes a second
             from megatron_ibpo.weights.formats.convert import check_checkpoint

@@ -56,7 +56,7 @@ def held_out_prompts(config: Config, tokenizer: Tokenizer, max_context: int, cou
         max_context: limit of tokens in prompt and response together.
 
     Raises:
-        ValueError: the recipe names no prompts, or their rows name environments.
+        ValueError: the recipe names no prompts, or they are played in environments.
     """
     data = config.data
     held_out = as_specs(data.eval_prompt_data)
@@ -75,7 +75,9 @@ def held_out_prompts(config: Config, tokenizer: Tokenizer, max_context: int, cou
     )
     prompts = source.batch(0, min(count, len(source) or count))
     if any(prompt.environment is not None for prompt in prompts):
-        raise ValueError(f"{spec}: its rows name environments, and here responses are of one turn")
+        raise ValueError(
+            f"{spec}: its prompts are played in environments, and here responses are of one turn"
+        )
     return prompts
 
 

@@ -18,7 +18,7 @@ def audit_episodes(journal, flags):
     hf_dir, applies = config.model.hf_checkpoint, config.data.apply_chat_template
     tokenizer, ends = load_tokenizer(hf_dir), read_eos_token_ids(hf_dir)
     prompts = training_prompts(config, tokenizer, read_foundation(config).max_context)
-    chat = open_chat(hf_dir, tokenizer, applies_template=applies, settings=template_settings(config.data))
+    chat = open_chat(tokenizer, ends, applies_template=applies, settings=template_settings(config.data))
     make = load_environment(config.environment.environment)
     problems, scored, absent = [], 0, 0
     for key, sample in read_journal(journal, 0).samples.items():

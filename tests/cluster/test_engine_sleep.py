@@ -12,8 +12,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_ibpo.cluster import engine_handles, engine_processes, engine_updates
-from megatron_ibpo.cluster import engines as module
+from megatron_ibpo.cluster import engine_fleet, engine_handles, engine_processes, engine_updates
 from megatron_ibpo.cluster.deaths import ProcessDiedError, how_it_ended, record_peak_memory
 from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
 from megatron_ibpo.cluster.engine_processes import EngineProcesses
@@ -64,7 +63,7 @@ def engines(monkeypatch):
         return 0, 0, {}
 
     monkeypatch.setattr(engine_processes, "result", result)
-    monkeypatch.setattr(module, "catch_up", catch_up)
+    monkeypatch.setattr(engine_fleet, "catch_up", catch_up)
     processes: Any = EngineProcesses(
         trainers=SimpleNamespace(
             all=lambda method, *_: events.append(("trainers", method)),
@@ -92,10 +91,10 @@ def killed(engines):
 
 
 def test_engines_that_wake_get_the_weights_that_they_had_before_and_wake_once(engines):
-    engines.order = replace(engines.order, version=3)
+    engines.fleet.order = replace(engines.fleet.order, version=3)
     engines.wake()
     assert engines.events == [update(0, 1, version=3)]
-    assert not engines.order.sleeping
+    assert not engines.fleet.order.sleeping
     engines.wake()
     assert len(engines.events) == 1
 
@@ -103,31 +102,31 @@ def test_engines_that_wake_get_the_weights_that_they_had_before_and_wake_once(en
 def test_an_engine_that_does_not_sleep_or_stands_still_is_ended_by_force(engines, monkeypatch):
     engines.wake()
     engines.events.clear()
-    engines.members[1].host.faults.add("sleep")
+    engines.fleet.members[1].host.faults.add("sleep")
     engines.sleep()
     assert engines.events[:2] == SLEEP
     assert killed(engines) == ["engine 1"]
     monkeypatch.setattr(engine_handles, "END_TIMEOUT_S", 0.01)
-    engines.members[0].host.faults.add("stands still")
-    asyncio.run(RemoteEngine(engines.members[0]).kill("it hangs"))
+    engines.fleet.members[0].host.faults.add("stands still")
+    asyncio.run(RemoteEngine(engines.fleet.members[0]).kill("it hangs"))
     assert killed(engines) == ["engine 1", "engine 0"]
 
 
 def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(engines, monkeypatch):
     def update(*_):
-        engines.members[1].host = Process("successor", engines.events)  # the sampler noticed first
+        engines.fleet.members[1].host = Process("successor", engines.events)  # the sampler noticed first
         return 0, 0, {0: "it hangs", 1: "it has ended"}
 
-    monkeypatch.setattr(module, "catch_up", update)
+    monkeypatch.setattr(engine_fleet, "catch_up", update)
     engines.update_weights(1)
     assert killed(engines) == ["engine 0"]
 
 
 def use_trainers(engines, each, monkeypatch):
     """Have updates go to stand-ins for the trainers, who are asked by `each`."""
-    monkeypatch.setattr(module, "catch_up", engine_updates.catch_up)
-    engines.processes.trainers.each = each
-    placement = engines.processes.placement
+    monkeypatch.setattr(engine_fleet, "catch_up", engine_updates.catch_up)
+    engines.fleet.processes.trainers.each = each
+    placement = engines.fleet.processes.placement
     placement.owners, placement.trainers = [0, 0, 0], ["a slot"]
 
 
@@ -153,14 +152,14 @@ def test_an_engine_that_fails_in_an_update_gets_the_weights_in_a_second_pass(eng
 
 def test_three_deaths_within_a_minute_of_work_and_one_step_end_the_run(engines):
     for version in (1, 1, 2, 2):
-        engines.order = replace(engines.order, version=version)
-        engines._count_death(engines.members[0])
+        engines.fleet.order = replace(engines.fleet.order, version=version)
+        engines.restarts._count_death(engines.fleet.members[0])
     with pytest.raises(EngineError, match="engine 0 died 3 times within 0 seconds of work"):
-        engines._count_death(engines.members[0])
+        engines.restarts._count_death(engines.fleet.members[0])
     for _ in range(2):
-        engines._count_death(engines.members[1])
+        engines.restarts._count_death(engines.fleet.members[1])
     engines.meet_trainers()  # engines that died before their trainers did start anew
-    engines._count_death(engines.members[1])
+    engines.restarts._count_death(engines.fleet.members[1])
 
 
 @pytest.mark.parametrize("asked", ["update_weights", "wake"])
@@ -169,19 +168,19 @@ def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, asked):
     with pytest.raises(ProcessDiedError):
         engines.update_weights(3) if asked == "update_weights" else engines.wake()
     assert engines.events[1:] == [("trainers", "close"), *SLEEP], "no trainer takes memory meanwhile"
-    assert engines.order.sleeping
+    assert engines.fleet.order.sleeping
 
 
 def test_an_engine_that_comes_up_beside_sampling_sleeps_and_wakes_to_join(engines, monkeypatch):
     """Training waits for it: it needs the room that trainers leave while others sample."""
     up = threading.Event()
-    monkeypatch.setattr(engines.processes, "start_again", lambda _: up.wait(20))
+    monkeypatch.setattr(engines.fleet.processes, "start_again", lambda _: up.wait(20))
     engines.wake()
     engines.events.clear()
 
     async def work():
         revived = asyncio.create_task(engines.revive(1))
-        while not engines.members[1].starting:
+        while not engines.fleet.members[1].starting:
             await asyncio.sleep(0.01)
         sleeping = asyncio.create_task(asyncio.to_thread(engines.sleep))
         await asyncio.sleep(0.1)
@@ -199,11 +198,11 @@ def test_an_engine_that_comes_up_beside_sampling_sleeps_and_wakes_to_join(engine
 def test_an_engine_that_died_is_not_started_beside_training(engines, monkeypatch):
     """Its death may be found when the others have gone to sleep, which is when trainers train."""
     started = threading.Event()
-    monkeypatch.setattr(engines.processes, "start_again", lambda _: started.set())
+    monkeypatch.setattr(engines.fleet.processes, "start_again", lambda _: started.set())
 
     async def work():
         revived = asyncio.create_task(engines.revive(1))
-        await asyncio.sleep(3 * module.LOOK_EVERY_S)
+        await asyncio.sleep(3 * engine_processes.LOOK_EVERY_S)
         assert not started.is_set()
         engines.sleep()  # and is not waited for
         engines.wake()
@@ -232,10 +231,10 @@ def test_an_engine_starts_before_or_after_trainers_send_weights_to_another_and_n
         steps.append(f"engine {member.index} is up")
 
     use_trainers(engines, each, monkeypatch)
-    monkeypatch.setattr(engines.processes, "start_again", start)
-    engines.order = replace(engines.order, sleeping=False)
-    engines.members[1].absent, engines.members[1].joined = True, Future()
-    engines.members[2] = Member(2, Process("engine 2", engines.events))
+    monkeypatch.setattr(engines.fleet.processes, "start_again", start)
+    engines.fleet.order = replace(engines.fleet.order, sleeping=False)
+    engines.fleet.members[1].absent, engines.fleet.members[1].joined = True, Future()
+    engines.fleet.members[2] = Member(2, Process("engine 2", engines.events))
 
     async def work():
         first = asyncio.create_task(engines.revive(0))
@@ -244,16 +243,16 @@ def test_an_engine_starts_before_or_after_trainers_send_weights_to_another_and_n
         engines.admit()
         assert steps == ["engine 0 starts"], "engine 1 joins later, and sampling does not wait"
         up.set()
-        while engines.members[0].joined is None:
+        while engines.fleet.members[0].joined is None:
             await asyncio.sleep(0.01)
         joining = asyncio.create_task(asyncio.to_thread(engines.admit))
         while "trainers send" not in steps:
             await asyncio.sleep(0.01)
         last = asyncio.create_task(engines.revive(2))
-        await asyncio.sleep(3 * module.LOOK_EVERY_S)
+        await asyncio.sleep(3 * engine_processes.LOOK_EVERY_S)
         sent.set()
         await asyncio.wait_for(asyncio.gather(joining, first), 20)
-        while engines.members[2].joined is None:
+        while engines.fleet.members[2].joined is None:
             await asyncio.sleep(0.01)
         last.cancel()
 
@@ -267,7 +266,7 @@ def losing_a_trainer(engines):
     """Engine 1 is up again and to join, and the first trainer that is to give it weights dies over it, when
     it may be awake."""
     engines.wake()
-    engines.members[1].absent, engines.members[1].joined = True, Future()
+    engines.fleet.members[1].absent, engines.fleet.members[1].joined = True, Future()
     engines.events.clear()
     engines.lost.append(ProcessDiedError("trainer 1 was killed"))
     return engines
@@ -277,7 +276,7 @@ def losing_a_trainer(engines):
 def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_sleeps(losing_a_trainer, asked):
     engines = losing_a_trainer
     if asked == "update_weights":
-        engines.order = replace(engines.order, sleeping=True)
+        engines.fleet.order = replace(engines.fleet.order, sleeping=True)
         engines.update_weights(0)
     else:
         engines.admit()
@@ -289,19 +288,19 @@ def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_slee
     engines.meet_trainers()
     engines.wake()
     assert engines.events[-3:] == [("trainers", "open_transport"), update(0), update(1)]
-    assert not any(member.absent for member in engines.members.values())
+    assert not any(member.absent for member in engines.fleet.members.values())
 
 
 def test_where_no_engine_is_left_trainers_start_again_and_who_joins_sleeps_with_the_rest(losing_a_trainer):
     engines = losing_a_trainer
-    del engines.members[0]
+    del engines.fleet.members[0]
     with pytest.raises(ProcessDiedError):
         engines.admit()
     assert engines.events == [update(1), ("trainers", "close"), ("engine 1", "call", "sleep")]
     engines.sleep()  # as the start of trainers does
     engines.meet_trainers()
     engines.admit()
-    assert not any(member.absent for member in engines.members.values())
+    assert not any(member.absent for member in engines.fleet.members.values())
     engines.events.clear()
     engines.sleep()
     assert engines.events == [("engine 1", "call", "sleep")], "it was awake"

@@ -45,21 +45,20 @@ def call(arguments, number=0):
     return {"id": f"call_{number}", "type": "function", "function": function}
 
 
-def in_directory(place, tokenizer, ends, *, applies_template=True, **settings):
-    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    return open_chat(place, tokenizer, applies_template=applies_template, settings=settings or None)
+def chat_with(tokenizer, *ends, applies_template=True, **settings):
+    return open_chat(tokenizer, ends, applies_template=applies_template, settings=settings or None)
 
 
 @pytest.fixture(scope="module")
-def chat_of(tmp_path_factory):
+def chat_of():
     """The tokenizer of a family, its chat format (or "plain"), and the ids that end a turn."""
 
     @cache
     def opened(name):
         family, is_plain = ("qwen3", True) if name == "plain" else (name, False)
-        tokenizer, place = family_tokenizer(family), tmp_path_factory.mktemp(name)
+        tokenizer = family_tokenizer(family)
         ends = end_ids(family, tokenizer)
-        return tokenizer, in_directory(place, tokenizer, ends, applies_template=not is_plain), ends
+        return tokenizer, chat_with(tokenizer, *ends, applies_template=not is_plain), ends
 
     return opened
 
@@ -267,7 +266,7 @@ def test_arguments_are_an_object_with_the_types_of_the_schema(chat_of):
     assert chat.read(tokenizer.encode(answered), []) == assistant(answered), "no call where no tools are"
 
 
-def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it(chat_of, tmp_path):
+def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it(chat_of):
     for name, end, first in (
         ("qwen3", "<|im_end|>", "\n<|im_start|>user"), ("gpt_oss", "<|return|>", "<|start|>user"),
         ("qwen3", "<|endoftext|>", "<|im_end|>\n<|im_start|>user"), ("glm4_5", "<|user|>", "\nmore"),
@@ -279,14 +278,14 @@ def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it
     with pytest.raises(ValueError, match="a turn that was cut cannot be extended"):
         chat.extend([1, 2, 3], [user("more")])
     tokenizer, _, ends = chat_of("qwen3")
-    chat = in_directory(tmp_path, tokenizer, ends, enable_thinking=False)
+    chat = chat_with(tokenizer, *ends, enable_thinking=False)
     for ids in (chat.open(QUESTION, []), chat.extend([ends[0]], QUESTION)):
         assert tokenizer.decode_all(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-def test_a_template_without_tools_gets_them_as_text(tmp_path):
+def test_a_template_without_tools_gets_them_as_text():
     tokenizer = tagged_bytes(CHATML, ("<|im_start|>", "<|im_end|>"), end="<|im_end|>")
-    chat = in_directory(tmp_path, tokenizer, tokenizer.eos_id)
+    chat = chat_with(tokenizer)
     assert "tools are shown in the system message" in chat.notes[0]
     shown = tokenizer.decode_all(chat.open(QUESTION, [CALC]))
     assert shown.startswith("<|im_start|>system\n# Tools")
@@ -300,9 +299,9 @@ def test_a_template_without_tools_gets_them_as_text(tmp_path):
     assert shown == f"\n<|im_start|>user\n{responses}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_without_a_template_turns_are_plain_text_one_after_the_other(tmp_path):
+def test_without_a_template_turns_are_plain_text_one_after_the_other():
     tokenizer = tagged_bytes(None, ("<|end|>",), end="<|end|>")
-    chat = in_directory(tmp_path, tokenizer, tokenizer.eos_id, applies_template=False)
+    chat = chat_with(tokenizer, applies_template=False)
     ids = chat.open([{"role": "system", "content": "Count. "}, user("one ")], [])
     assert tokenizer.decode(ids) == "Count. one "
     ids += [*tokenizer.encode("two "), tokenizer.eos_id]
@@ -312,7 +311,7 @@ def test_without_a_template_turns_are_plain_text_one_after_the_other(tmp_path):
     assert chat.read([*said, tokenizer.eos_id])["tool_calls"] == [call({"count": 1})]
 
 
-def test_a_template_without_conversations_is_refused_at_the_start(tmp_path):
+def test_a_template_without_conversations_is_refused_at_the_start():
     for template, fault in (
         (None, "no chat template"),
         (CHATML.replace("m.content", "m.content if m.role == 'user'"), "does not show what the assistant"),
@@ -320,4 +319,4 @@ def test_a_template_without_conversations_is_refused_at_the_start(tmp_path):
     ):
         tokenizer = tagged_bytes(template, ("<|im_start|>", "<|im_end|>"), end="<|im_end|>")
         with pytest.raises(DataError, match=fault):
-            in_directory(tmp_path, tokenizer, tokenizer.eos_id)
+            chat_with(tokenizer)

@@ -43,15 +43,14 @@ TAGS = (
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory):
+def read():
     """The message of a turn in a family's format, with the tool `write`."""
 
     @cache
     def opened(family):
-        tokenizer, place = family_tokenizer(family), tmp_path_factory.mktemp(family)
+        tokenizer = family_tokenizer(family)
         ends = end_ids(family, tokenizer)
-        (place / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-        return tokenizer, open_chat(place, tokenizer, applies_template=True), ends[0]
+        return tokenizer, open_chat(tokenizer, ends, applies_template=True), ends[0]
 
     def read(family, text):
         tokenizer, chat, end = opened(family)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_ibpo.basics.record_lines import finished_lines
-from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.basics.user_files import JSON_BYTES, read_user_file
+from megatron_ibpo.basics.user_files import read_json_file
 from megatron_ibpo.config import display_name
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE
@@ -226,7 +225,7 @@ class RunSource:
             return None
         path = _inside(self._directory, path)
         try:
-            content = read_json(read_user_file(path, JSON_BYTES))
+            content = read_json_file(path)
         except ValueError as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
         if not isinstance(content, dict) or not isinstance(content.get(key), str):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.basics.user_files import JSON_BYTES, check_user_file, read_user_file
+from megatron_ibpo.basics.user_files import JSON_BYTES, check_user_file, read_json_file
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import (
     HEAD,
@@ -100,7 +100,7 @@ class Checkpoint:
     def _read_index(self, index: str) -> dict[str, str]:
         path = self.directory / index
         try:
-            file_of = dict(read_json(read_user_file(path, JSON_BYTES))["weight_map"])
+            file_of = dict(read_json_file(path)["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is malformed: {type(error).__name__}: {error}") from None
         ending = ".bin" if index == PICKLED_INDEX else ".safetensors"
@@ -221,7 +221,7 @@ class Checkpoint:
 
     def _why_untied(self) -> str:
         """Return the reason for which the head must be there, for a message."""
-        config = read_json(read_user_file(self.directory / "config.json", JSON_BYTES))
+        config = read_json_file(self.directory / "config.json")
         inner = config.get("text_config")
         if any("tie_word_embeddings" in raw for raw in (config, inner) if isinstance(raw, dict)):
             return "; config.json says tie_word_embeddings=false"

@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, check_user_file, read_user_file
+from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, check_user_file, read_json_file
 from megatron_ibpo.weights.weight_errors import CheckpointError, listed
 
 MANIFEST = "integrity.json"
@@ -93,7 +92,7 @@ def file_digest(path: Path) -> str:
 def _read(path: Path) -> tuple[list[str], dict[str, str]]:
     """Return (names in order, digests by name)."""
     try:
-        manifest = read_json(read_user_file(path, JSON_BYTES))
+        manifest = read_json_file(path)
         files, algorithm = dict(manifest["files"]), manifest["algorithm"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is malformed: {type(error).__name__}: {error}") from None

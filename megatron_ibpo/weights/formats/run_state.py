@@ -1,12 +1,13 @@
 """This project's own files in a checkpoint, and the search for the checkpoint that a path means. Needs no
 torch."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.basics.user_files import JSON_BYTES, KIB, read_user_file
+from megatron_ibpo.basics.user_files import KIB, read_json_file, read_user_file
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 RUN_STATE = "run_state.json"
@@ -62,13 +63,10 @@ def load_run_state(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: the file is missing or malformed.
     """
     path = checkpoint / RUN_STATE
-    try:
+    with _naming(path):
         state = _object(path)
-        step = state.get("step")
-        if not _is_count(step):
+        if not _is_count(step := state.get("step")):
             raise ValueError(f"step must be a whole number of at least 0, is {shown(step)}")
-    except (OSError, ValueError) as error:
-        raise _unusable(path, error) from error
     return state
 
 
@@ -79,13 +77,11 @@ def read_layout(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: the file is malformed.
     """
     path = checkpoint / LAYOUT
-    try:
+    if not path.exists():
+        return {}
+    with _naming(path):
         layout = _object(path)
         _check_layout(layout)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise _unusable(path, error) from error
     return layout
 
 
@@ -107,7 +103,7 @@ def _check_layout(layout: dict[str, Any]) -> None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    content = read_json(read_user_file(path, JSON_BYTES))
+    content = read_json_file(path)
     if not isinstance(content, dict):
         raise ValueError(f"must hold an object, holds a {type(content).__name__}")
     return content
@@ -117,10 +113,15 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _unusable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read: {error}; take another copy of the checkpoint, or an earlier one"
-    )
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn errors within the context into a CheckpointError that names the file."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}; take another copy of the checkpoint, or an earlier one"
+        ) from error
 
 
 def newest_step(path: Path) -> Path | None:

@@ -25,9 +25,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.basics.user_files import JSON_BYTES, RECORD_BYTES, check_user_file, read_user_file
+from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file, read_json_file
 from megatron_ibpo.models.weight_map import Block, Entry
 from megatron_ibpo.weights.formats.byte_entries import check_byte_entries
 from megatron_ibpo.weights.formats.directories import HashedFile, disk_error
@@ -77,7 +76,7 @@ def read_metadata(directory: Path) -> Metadata:
             )
         raise CheckpointError(f"{directory} holds no Megatron checkpoint: no {METADATA} and {CONFIG}")
     try:
-        backend = read_json(read_user_file(config, JSON_BYTES))["sharded_backend"]
+        backend = read_json_file(config)["sharded_backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{config} is malformed: {type(error).__name__}: {error}") from None
     if backend != "torch_dist":

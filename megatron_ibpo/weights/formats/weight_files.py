@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.basics.user_files import JSON_BYTES, read_user_file
+from megatron_ibpo.basics.user_files import read_json_file
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -23,7 +22,7 @@ def without_weights(hf_dir: Path) -> str:
     `warm_start.json` names one."""
     message = f"{hf_dir} holds neither {SINGLE} nor {INDEX}"
     try:
-        recipe = read_json(read_user_file(hf_dir / RECIPE, JSON_BYTES))
+        recipe = read_json_file(hf_dir / RECIPE)
         return f"{message}; make it: {recipe['make']}"
     except (OSError, ValueError, KeyError, TypeError):
         return message
