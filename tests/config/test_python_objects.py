@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ import megatron_ibpo as mi
 from megatron_ibpo.config import ConfigError, config_yaml, load_hook
 from megatron_ibpo.credit import find_estimator
 from megatron_ibpo.loss.variants import clipped_surrogate
+from megatron_ibpo.rewards.composite import parts_of
 from support.paths import ROOT
 
 ROWS = [{"prompt": "1+2=", "label": "3"}, {"prompt": "2+2=", "label": "4", "metadata": {"words": 1}}]
@@ -74,6 +76,36 @@ def test_a_class_that_a_function_defines_and_an_estimator_are_stored(load):
     assert load_hook("--environment", config.environment.environment)().reset() == "guess"
     assert find_estimator(config.algorithm)([1.0, 0.5]) == [2.0, 1.0]
     assert load_hook("--group-filter", config.algorithm.group_filter)([1, 2])
+
+
+def test_rewards_in_lists_and_mappings_are_stored_under_their_names(tmp_path, monkeypatch):
+    def close(prompt, response, label, metadata):
+        return 0.5
+
+    def short(prompts, completions, **columns):
+        return [1.0]
+
+    monkeypatch.chdir(tmp_path)
+    run_dir = "lr=1e-3-a"  # neither the sign nor the dash of a directory is part of a weight or a name
+    settings = {"rm_type": "composite", "reward_part": {"math": 0.9, close: 0.2, in_a_module: -0.1}}
+    for rewards in (short, [short, f"{__file__}:in_a_module"]):
+        config = mi.load_recipe(
+            "small_cpu", run_dir=run_dir, environment="openenv://a:1", environment_reward=rewards, **settings
+        )
+        assert load_hook("--environment-reward", config.environment.environment_reward[0])([], []) == [1.0]
+    parts = parts_of("composite", config.data)
+    assert [(part.metric, part.weight) for part in parts] == [
+        ("math", 0.9), ("close", 0.2), ("in_a_module", -0.1),
+    ]  # fmt: skip
+    assert [load_hook("--reward-part", part.name)("", "", "", {}) for part in parts[1:]] == [0.5, 1.0]
+    assert [path.rpartition(":")[2] for path in config.environment.environment_reward] == [
+        "short",
+        "in_a_module",
+    ]
+    resumed = mi.load_recipe(write(tmp_path, config), load=run_dir)
+    assert resumed.data.reward_weights == config.data.reward_weights
+    with pytest.raises(ConfigError, match="two functions are called close; rename one"):
+        parts_of("composite", replace(config.data, reward_part=("a.py:close=1", "b.py:close=0.1")))
 
 
 def test_a_function_of_a_module_is_named_where_it_stands(load):
