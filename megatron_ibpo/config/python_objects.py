@@ -12,12 +12,13 @@ import keyword
 import os
 import pickle
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from megatron_ibpo.basics.faults import user_files
+from megatron_ibpo.basics.strict_json import json_value
 from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.paths import path_of_user
 
@@ -161,19 +162,31 @@ def _items(value: Any) -> list[Any]:
 
 
 def _stored_prompts(name: str, value: Any, folder: Path) -> Any:
-    if _is_table(value) or _are_rows(value):
-        return store_rows(name, value, folder)
-    if isinstance(value, list | tuple):
-        return [
-            store_rows(name, item, folder) if _is_table(item) or _are_rows(item) else item for item in value
-        ]
-    return value
+    if isinstance(value, list | tuple) and not _are_rows(value):
+        return [_stored_source(name, item, folder) for item in value]
+    return _stored_source(name, value, folder)
+
+
+def _stored_source(name: str, value: Any, folder: Path) -> Any:
+    if _is_table(value):
+        return store_rows(name, _rows_of(value), folder)
+    if isinstance(value, dict) and any(map(_is_table, value.values())):
+        raise ConfigError(
+            f"{name}: a DatasetDict has several splits; give one of {', '.join(map(repr, value))}"
+        )
+    return store_rows(name, value, folder) if _are_rows(value) else value
+
+
+def _rows_of(table: Any) -> Iterator[Any]:
+    """Yield the rows of a `datasets.Dataset` as they are read from its files, whatever its format of torch or
+    NumPy is."""
+    for row in table.with_format(None):
+        yield {name: json_value(value) for name, value in row.items()}
 
 
 def _is_table(value: Any) -> bool:
-    """Return whether a value is a `datasets.Dataset`, streamed or not; a `DatasetDict` is refused later, as a
-    mapping."""
-    return hasattr(value, "features") and hasattr(value, "__iter__") and not isinstance(value, dict)
+    """Return whether a value is a `datasets.Dataset`, streamed or not."""
+    return hasattr(value, "features") and hasattr(value, "with_format")
 
 
 def _are_rows(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Settings given as Python objects become files of the run, which its processes and later runs read."""
 
+import datetime
 import json
 import subprocess
 import sys
@@ -20,12 +21,18 @@ ROWS = [{"prompt": "1+2=", "label": "3"}, {"prompt": "2+2=", "label": "4", "meta
 
 
 class Table:
-    """A data set as `datasets` gives it: rows by iteration."""
+    """A data set as `datasets` gives it: rows by iteration, in a format."""
 
     features = ("prompt", "label")
 
+    def __init__(self, rows=ROWS, kind="torch"):
+        self.rows, self.kind = rows, kind
+
+    def with_format(self, kind):
+        return Table(self.rows, kind)
+
     def __iter__(self):
-        return iter(ROWS)
+        return iter(self.rows if self.kind is None else map(str, self.rows))
 
 
 def in_a_module(prompt, response, label, metadata):
@@ -122,6 +129,41 @@ def test_rows_are_written_once_as_a_file_of_the_run(load, rows):
     assert others in ([], ["reasoning_gym://chain_sum"])
 
 
+def test_a_table_is_stored_as_its_files_are_read(load):
+    columns = {"when": datetime.date(2020, 1, 1), "sound": b"12", "share": float("nan")}
+    (path,) = load(prompt_data=Table([ROWS[0] | columns])).data.prompt_data
+    with open(path) as file:
+        assert json.load(file) == ROWS[0] | {"when": "2020-01-01", "sound": "<2 bytes>", "share": None}
+
+
+@pytest.mark.slow
+def test_data_sets_of_the_library_are_taken(load):
+    """Of what is installed: `pip install --target DIRECTORY datasets`, with DIRECTORY in PYTHONPATH."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "label": n % 2} for n in range(6)]
+    features = datasets.Features(
+        {
+            "prompt": [{name: datasets.Value("string") for name in ("role", "content")}],
+            "label": datasets.ClassLabel(names=["even", "odd"]),
+        }
+    )
+    table = datasets.Dataset.from_list(rows, features=features)
+    splits = table.train_test_split(test_size=2, shuffle=False)
+    for given, expected in (
+        (table.with_format("torch"), rows),
+        (splits["test"], rows[4:]),
+        (table.to_iterable_dataset().take(3), rows[:3]),
+        (table.select([5, 0]), [rows[5], rows[0]]),
+    ):
+        (path,) = load(prompt_data=given).data.prompt_data
+        with open(path) as file:
+            assert [json.loads(line) for line in file] == expected
+    with pytest.raises(
+        ConfigError, match="prompt_data: a DatasetDict has several splits; give one of 'train', "
+    ):
+        load(prompt_data=splits)
+
+
 def test_rows_replace_the_held_out_prompts_of_the_recipe_and_sources_stay_sources(load):
     assert load(prompt_data=ROWS).data.eval_prompt_data is None
     held_out = load(eval_prompt_data=ROWS).data.eval_prompt_data
@@ -136,6 +178,10 @@ def test_what_cannot_be_stored_is_refused_in_a_line(load):
         ({"rm_type": lambda *_: lock.locked()}, "rm_type: .*lambda.* cannot be copied .*make what"),
         ({"prompt_data": [*ROWS, {"prompt": object()}]}, "prompt_data, row 2: cannot be written as JSON"),
         ({"prompt_data": [{"prompt": float("nan")}]}, "prompt_data, row 0: cannot be written as JSON"),
+        (
+            {"prompt_data": {"a": Table(), "b": Table()}},
+            "prompt_data: a DatasetDict .*; give one of 'a', 'b'",
+        ),
         ({"prompt_data": [[*ROWS], 3]}, r"prompt_data: .*, 3\] is not text"),
         ({"num_rollout": lambda: 3}, "num_rollout: .*is not a whole number"),
     ):
