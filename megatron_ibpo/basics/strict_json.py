@@ -4,7 +4,7 @@ become infinite and lone surrogates, and fails with a RecursionError if brackets
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 DEEPEST = 100
@@ -33,6 +33,25 @@ def read_json(text: str | bytes) -> Any:
     if _HALF.search(text):
         _check_characters(value)
     return value
+
+
+def json_value(value: Any, levels: int = DEEPEST) -> Any:
+    """Return a value that JSON can hold: times and bytes become text, NaN and infinity become null.
+
+    Raises:
+        ValueError: it nests deeper than so many levels, or holds itself.
+    """
+    if isinstance(value, Mapping | list | tuple) and levels == 0:
+        raise ValueError(f"nests deeper than {DEEPEST} levels")
+    if isinstance(value, Mapping):
+        return {str(key): json_value(item, levels - 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item, levels - 1) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, bytes):
+        return f"<{len(value)} bytes>"
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _no_number(word: str) -> float:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.config_error import broken
+from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.config.paths import Kind, searched
 from megatron_ibpo.config.ranges import (
     EVAL_SETS,
@@ -124,6 +125,14 @@ class DataConfig:
     files and use the network. Only for a machine that may be lost."""
     data_seed: Annotated[int, SEED] = 0
     """Seed for the order of prompts and for generated tasks."""
+
+    @property
+    def reward_weights(self) -> dict[str, str]:
+        """The verifiers of --reward-part by name, each with the text of its weight."""
+        # an import path may have dashes of its own, and its directory an equals sign
+        pairs = (part.rpartition("=") for part in self.reward_part)
+        names = ((name.strip(), weight.strip()) for name, _, weight in pairs)
+        return {name if is_import_path(name) else name.replace("-", "_"): weight for name, weight in names}
 
     def problems(self, algorithm: AlgorithmConfig, run: RunConfig) -> list[str]:
         """Return the problems, one line each."""

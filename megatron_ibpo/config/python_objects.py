@@ -8,27 +8,32 @@ files, never a model's text or a data row; a module loads no pickle but the one 
 
 import hashlib
 import json
+import keyword
 import os
 import pickle
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from megatron_ibpo.basics.faults import user_files
+from megatron_ibpo.basics.strict_json import json_value
 from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.paths import path_of_user
 
 CODE = (
-    "rm_type", "advantages", "group_filter", "environment", "loss_variant", "ibpo_operator", "token_credit",
+    "rm_type", "reward_part", "advantages", "group_filter", "environment", "environment_reward",
+    "loss_variant", "ibpo_operator", "token_credit",
 )  # fmt: skip
-"""Settings that name code, which may be given as an object."""
+"""Settings that name code, which may be given as an object, as a list with objects, or as a mapping whose
+keys are objects."""
 PROMPTS = ("prompt_data", "eval_prompt_data")
 """Settings that name prompts, which may be given as rows."""
 FOLDER = "from_python"
 """Folder of a run's directory that holds the stored objects."""
-_NAME = "stored"
+_UNNAMED = "stored"
+"""Name of a stored object that has none of its own, such as a lambda."""
 _PLAIN = (str, bytes, int, float, list, tuple, dict, Path, type(None))
 _MODULE = '''\
 """Loads `{setting}`, an object of Python that was stored beside this file when its run was configured."""
@@ -52,8 +57,8 @@ def stored_settings(settings: Mapping[str, Any], run_dir: Path) -> dict[str, Any
     """
     folder, plain = path_of_user(run_dir) / FOLDER, dict(settings)
     for name in CODE:
-        if not isinstance(plain.get(name), _PLAIN):
-            plain[name] = import_path_of(name, plain[name], folder)
+        if name in plain:
+            plain[name] = _stored_code(name, plain[name], folder)
     for name in PROMPTS:
         if name in plain:
             plain[name] = _stored_prompts(name, plain[name], folder)
@@ -62,7 +67,8 @@ def stored_settings(settings: Mapping[str, Any], run_dir: Path) -> dict[str, Any
 
 def has_objects(settings: Mapping[str, Any]) -> bool:
     """Return whether `stored_settings` may have something to store."""
-    return any(not isinstance(settings.get(name), _PLAIN) for name in CODE) or any(
+    code = [item for name in CODE for item in _items(settings.get(name))]
+    return any(not isinstance(item, _PLAIN) for item in code) or any(
         not isinstance(settings.get(name), str | Path | None) for name in PROMPTS
     )
 
@@ -88,16 +94,17 @@ def import_path_of(setting: str, value: Any, folder: Path) -> str:
             "path/to/file.py:name"
         ) from error
     # two runs of one process may store the same object, and modules differ by name alone
+    name = _variable_of(value)
     stem = f"{setting}_{_digest(str(folder).encode() + content)[:12]}"
     module = _MODULE.format(
         setting=setting,
         folders=_folders_of_user(),
-        name=_NAME,
+        name=name,
         digest=_digest(content),
         version=list(sys.version_info[:2]),
     )
     _write(folder / f"{stem}.pickle", content)
-    return f"{_write(folder / f'{stem}.py', module.encode())}:{_NAME}"
+    return f"{_write(folder / f'{stem}.py', module.encode())}:{name}"
 
 
 def load_object(path: Path, digest: str, version: list[int]) -> Any:
@@ -139,20 +146,47 @@ def store_rows(setting: str, rows: Iterable[Any], folder: Path) -> str:
     return str(_write(folder / f"{setting}_{_digest(content)[:12]}.jsonl", content))
 
 
+def _stored_code(name: str, value: Any, folder: Path) -> Any:
+    def path(item: Any) -> Any:
+        return item if isinstance(item, _PLAIN) else import_path_of(name, item, folder)
+
+    if isinstance(value, dict):
+        return {path(item): weight for item, weight in value.items()}
+    if name == "environment_reward" and not isinstance(value, _PLAIN):
+        value = [value]
+    return [path(item) for item in value] if isinstance(value, list | tuple) else path(value)
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple | dict) else [value]
+
+
 def _stored_prompts(name: str, value: Any, folder: Path) -> Any:
-    if _is_table(value) or _are_rows(value):
-        return store_rows(name, value, folder)
-    if isinstance(value, list | tuple):
-        return [
-            store_rows(name, item, folder) if _is_table(item) or _are_rows(item) else item for item in value
-        ]
-    return value
+    if isinstance(value, list | tuple) and not _are_rows(value):
+        return [_stored_source(name, item, folder) for item in value]
+    return _stored_source(name, value, folder)
+
+
+def _stored_source(name: str, value: Any, folder: Path) -> Any:
+    if _is_table(value):
+        return store_rows(name, _rows_of(value), folder)
+    if isinstance(value, dict) and any(map(_is_table, value.values())):
+        raise ConfigError(
+            f"{name}: a DatasetDict has several splits; give one of {', '.join(map(repr, value))}"
+        )
+    return store_rows(name, value, folder) if _are_rows(value) else value
+
+
+def _rows_of(table: Any) -> Iterator[Any]:
+    """Yield the rows of a `datasets.Dataset` as they are read from its files, whatever its format of torch or
+    NumPy is."""
+    for row in table.with_format(None):
+        yield {name: json_value(value) for name, value in row.items()}
 
 
 def _is_table(value: Any) -> bool:
-    """Return whether a value is a `datasets.Dataset`, streamed or not; a `DatasetDict` is refused later, as a
-    mapping."""
-    return hasattr(value, "features") and hasattr(value, "__iter__") and not isinstance(value, dict)
+    """Return whether a value is a `datasets.Dataset`, streamed or not."""
+    return hasattr(value, "features") and hasattr(value, "with_format")
 
 
 def _are_rows(value: Any) -> bool:
@@ -193,6 +227,15 @@ def _folders_of_user() -> list[str]:
 
 def _name_of(value: Any) -> str:
     return getattr(value, "__qualname__", None) or f"an object of type {type(value).__name__}"
+
+
+def _variable_of(value: Any) -> str:
+    """Return the name of an object in its module: its own, which metrics and messages then show."""
+    name = getattr(value, "__name__", "")
+    is_free = (
+        name.isidentifier() and not keyword.iskeyword(name) and name not in ("sys", "Path", "load_object")
+    )
+    return name if is_free else _UNNAMED
 
 
 def _digest(content: bytes) -> str:

@@ -14,7 +14,6 @@ from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.data import DataConfig
 from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.config.paths import as_specs
-from megatron_ibpo.config.ranges import named_values
 from megatron_ibpo.config.rollout import EnvironmentConfig
 
 RM_TYPE = "rm_type"
@@ -53,7 +52,7 @@ def _rewards_of_user(data: DataConfig) -> set[str]:
     specs = [*data.prompt_data, *(named.spec for named in as_specs(data.eval_prompt_data))]
     settings = [setting for spec in specs for setting in parse_qsl(spec.partition("?")[2])]
     of_sources = [value for name, value in settings if name == RM_TYPE]
-    return {data.rm_type, *data.allowed_rm_types, *named_values(data.reward_part), *of_sources}
+    return {data.rm_type, *data.allowed_rm_types, *data.reward_weights, *of_sources}
 
 
 def _check_allowed(key: str, name: str, allowed: Collection[str | None], flag: str) -> None:

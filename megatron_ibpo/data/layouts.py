@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ibpo.basics.strict_json import DEEPEST, read_json
+from megatron_ibpo.basics.strict_json import json_value, read_json
 from megatron_ibpo.basics.text import listed
 from megatron_ibpo.data.tables import Row
 from megatron_ibpo.data.tokenizer import DataError, Message
@@ -303,20 +303,13 @@ def _num_numbers(label: Any) -> float:
     )
 
 
-def _plain_value(value: Any, levels: int = DEEPEST) -> Any:
-    """Return a value that JSON can hold: times and bytes become text, NaN and infinity become null.
+def _plain_value(value: Any) -> Any:
+    """Return a value that JSON can hold.
 
     Raises:
-        DataError: it nests deeper than so many levels, or holds itself.
+        DataError: it nests too deep, or holds itself.
     """
-    if isinstance(value, Mapping | list | tuple) and levels == 0:
-        raise DataError(f"a field nests deeper than {DEEPEST} levels")
-    if isinstance(value, Mapping):
-        return {str(key): _plain_value(item, levels - 1) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain_value(item, levels - 1) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, bytes):
-        return f"<{len(value)} bytes>"
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    try:
+        return json_value(value)
+    except ValueError as error:
+        raise DataError(f"a field {error}") from None

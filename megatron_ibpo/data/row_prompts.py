@@ -19,7 +19,6 @@ from megatron_ibpo.config import (
     EnvironmentConfig,
     environment_in,
     load_hook,
-    named_values,
     rm_type_in,
     searched,
 )
@@ -195,7 +194,7 @@ class Reader:
 
 
 def _verifiers(rm_type: str, data: DataConfig) -> Iterable[str]:
-    return named_values(data.reward_part) if rm_type == "composite" else (rm_type,)
+    return data.reward_weights if rm_type == "composite" else (rm_type,)
 
 
 def with_system_prompt(messages: list[Message], data: DataConfig) -> list[Message]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ibpo.basics.reward_value import LARGEST_REWARD
-from megatron_ibpo.config import ConfigError, DataConfig, named_values
+from megatron_ibpo.config import ConfigError, DataConfig
 from megatron_ibpo.rewards.workers import Outcome
 
 COMPOSITE = "composite"
@@ -22,6 +22,12 @@ class Part:
     """Name of the reward, as in --rm-type."""
     weight: float
 
+    @property
+    def metric(self) -> str:
+        """Name of its value among the details: of a function in a file that of the function alone."""
+        file, _, function = self.name.rpartition(":")
+        return function if file.endswith(".py") else self.name
+
 
 def parts_of(rm_type: str, data: DataConfig) -> list[Part]:
     """Return the rewards that make up a verifier: itself, or for `composite` those of --reward-part, the main
@@ -32,9 +38,12 @@ def parts_of(rm_type: str, data: DataConfig) -> list[Part]:
     """
     if rm_type != COMPOSITE:
         return [Part(rm_type, 1.0)]
-    parts = [Part(name, _weight(name, text)) for name, text in named_values(data.reward_part).items()]
+    parts = [Part(name, _weight(name, text)) for name, text in data.reward_weights.items()]
     if not parts:
         raise ConfigError("--rm-type composite: has no parts; name them, --reward-part math=0.9")
+    metrics = [part.metric for part in parts]
+    if (twice := next((name for name in metrics if metrics.count(name) > 1), None)) is not None:
+        raise ConfigError(f"--reward-part: two functions are called {twice}; rename one of them")
     return parts
 
 
@@ -66,15 +75,17 @@ def check_parts(data: DataConfig) -> None:
 
 
 def combined(parts: Sequence[Part], outcomes: Sequence[Outcome]) -> Outcome:
-    """Return Σ weight · value, clipped to [0, 1]. The details hold each part's value under its name, and the
+    """Return Σ weight · value, clipped to [0, 1]. The details hold each part's value under `metric`, and the
     parts' own details; on a name clash the first part's wins. An error in one part is an error of the
     whole."""
     details: dict[str, float] = {}
+    weighted = []
     for part, outcome in zip(parts, outcomes, strict=True):
         if outcome.value is None:
             return Outcome(None, f"{part.name}: {outcome.error}", outcome.details, outcome.trace)
-        details = {part.name: outcome.value} | outcome.details | details
-    total = _summed([part.weight * details[part.name] for part in parts])
+        details = {part.metric: outcome.value} | outcome.details | details
+        weighted.append(part.weight * outcome.value)
+    total = _summed(weighted)
     return Outcome(min(1.0, max(0.0, total)), details=details)
 
 

@@ -112,7 +112,7 @@ def scored_by_verifiers(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _has_user_code(config: Config) -> bool:
-    rewards = [config.data.rm_type, *(part.rpartition("=")[0] for part in config.data.reward_part)]
+    rewards = [config.data.rm_type, *config.data.reward_weights]
     return (
         any(map(is_import_path, rewards))
         or config.environment.environment is not None

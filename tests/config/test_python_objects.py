@@ -1,9 +1,11 @@
 """Settings given as Python objects become files of the run, which its processes and later runs read."""
 
+import datetime
 import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -12,18 +14,25 @@ import megatron_ibpo as mi
 from megatron_ibpo.config import ConfigError, config_yaml, load_hook
 from megatron_ibpo.credit import find_estimator
 from megatron_ibpo.loss.variants import clipped_surrogate
+from megatron_ibpo.rewards.composite import parts_of
 from support.paths import ROOT
 
 ROWS = [{"prompt": "1+2=", "label": "3"}, {"prompt": "2+2=", "label": "4", "metadata": {"words": 1}}]
 
 
 class Table:
-    """A data set as `datasets` gives it: rows by iteration."""
+    """A data set as `datasets` gives it: rows by iteration, in a format."""
 
     features = ("prompt", "label")
 
+    def __init__(self, rows=ROWS, kind="torch"):
+        self.rows, self.kind = rows, kind
+
+    def with_format(self, kind):
+        return Table(self.rows, kind)
+
     def __iter__(self):
-        return iter(ROWS)
+        return iter(self.rows if self.kind is None else map(str, self.rows))
 
 
 def in_a_module(prompt, response, label, metadata):
@@ -76,6 +85,36 @@ def test_a_class_that_a_function_defines_and_an_estimator_are_stored(load):
     assert load_hook("--group-filter", config.algorithm.group_filter)([1, 2])
 
 
+def test_rewards_in_lists_and_mappings_are_stored_under_their_names(tmp_path, monkeypatch):
+    def close(prompt, response, label, metadata):
+        return 0.5
+
+    def short(prompts, completions, **columns):
+        return [1.0]
+
+    monkeypatch.chdir(tmp_path)
+    run_dir = "lr=1e-3-a"  # neither the sign nor the dash of a directory is part of a weight or a name
+    settings = {"rm_type": "composite", "reward_part": {"math": 0.9, close: 0.2, in_a_module: -0.1}}
+    for rewards in (short, [short, f"{__file__}:in_a_module"]):
+        config = mi.load_recipe(
+            "small_cpu", run_dir=run_dir, environment="openenv://a:1", environment_reward=rewards, **settings
+        )
+        assert load_hook("--environment-reward", config.environment.environment_reward[0])([], []) == [1.0]
+    parts = parts_of("composite", config.data)
+    assert [(part.metric, part.weight) for part in parts] == [
+        ("math", 0.9), ("close", 0.2), ("in_a_module", -0.1),
+    ]  # fmt: skip
+    assert [load_hook("--reward-part", part.name)("", "", "", {}) for part in parts[1:]] == [0.5, 1.0]
+    assert [path.rpartition(":")[2] for path in config.environment.environment_reward] == [
+        "short",
+        "in_a_module",
+    ]
+    resumed = mi.load_recipe(write(tmp_path, config), load=run_dir)
+    assert resumed.data.reward_weights == config.data.reward_weights
+    with pytest.raises(ConfigError, match="two functions are called close; rename one"):
+        parts_of("composite", replace(config.data, reward_part=("a.py:close=1", "b.py:close=0.1")))
+
+
 def test_a_function_of_a_module_is_named_where_it_stands(load):
     config = load(rm_type=in_a_module)
     assert config.data.rm_type == f"{__file__}:in_a_module"
@@ -88,6 +127,41 @@ def test_rows_are_written_once_as_a_file_of_the_run(load, rows):
         assert [json.loads(line) for line in file] == ROWS
     assert load(prompt_data=rows).data.prompt_data == (path, *others)
     assert others in ([], ["reasoning_gym://chain_sum"])
+
+
+def test_a_table_is_stored_as_its_files_are_read(load):
+    columns = {"when": datetime.date(2020, 1, 1), "sound": b"12", "share": float("nan")}
+    (path,) = load(prompt_data=Table([ROWS[0] | columns])).data.prompt_data
+    with open(path) as file:
+        assert json.load(file) == ROWS[0] | {"when": "2020-01-01", "sound": "<2 bytes>", "share": None}
+
+
+@pytest.mark.slow
+def test_data_sets_of_the_library_are_taken(load):
+    """Of what is installed: `pip install --target DIRECTORY datasets`, with DIRECTORY in PYTHONPATH."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "label": n % 2} for n in range(6)]
+    features = datasets.Features(
+        {
+            "prompt": [{name: datasets.Value("string") for name in ("role", "content")}],
+            "label": datasets.ClassLabel(names=["even", "odd"]),
+        }
+    )
+    table = datasets.Dataset.from_list(rows, features=features)
+    splits = table.train_test_split(test_size=2, shuffle=False)
+    for given, expected in (
+        (table.with_format("torch"), rows),
+        (splits["test"], rows[4:]),
+        (table.to_iterable_dataset().take(3), rows[:3]),
+        (table.select([5, 0]), [rows[5], rows[0]]),
+    ):
+        (path,) = load(prompt_data=given).data.prompt_data
+        with open(path) as file:
+            assert [json.loads(line) for line in file] == expected
+    with pytest.raises(
+        ConfigError, match="prompt_data: a DatasetDict has several splits; give one of 'train', "
+    ):
+        load(prompt_data=splits)
 
 
 def test_rows_replace_the_held_out_prompts_of_the_recipe_and_sources_stay_sources(load):
@@ -104,6 +178,10 @@ def test_what_cannot_be_stored_is_refused_in_a_line(load):
         ({"rm_type": lambda *_: lock.locked()}, "rm_type: .*lambda.* cannot be copied .*make what"),
         ({"prompt_data": [*ROWS, {"prompt": object()}]}, "prompt_data, row 2: cannot be written as JSON"),
         ({"prompt_data": [{"prompt": float("nan")}]}, "prompt_data, row 0: cannot be written as JSON"),
+        (
+            {"prompt_data": {"a": Table(), "b": Table()}},
+            "prompt_data: a DatasetDict .*; give one of 'a', 'b'",
+        ),
         ({"prompt_data": [[*ROWS], 3]}, r"prompt_data: .*, 3\] is not text"),
         ({"num_rollout": lambda: 3}, "num_rollout: .*is not a whole number"),
     ):
