@@ -21,7 +21,7 @@ from megatron_ibpo.credit.explanation import GroupExplanation, Line, SampleKey
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
 from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator, TokenWeights
 from megatron_ibpo.credit.registries import Method, find_method
-from megatron_ibpo.credit.shaping import shaped_rewards, with_overlong_penalty
+from megatron_ibpo.credit.shaping import counts, shaped_rewards, with_overlong_penalty
 from megatron_ibpo.credit.step_explanation import StepCredit, check_words, explain_step
 from megatron_ibpo.credit.token_credit import weigh_tokens
 from megatron_ibpo.credit.train_sequences import joining_rewards, plain_prompt_sequences, train_sequences
@@ -72,7 +72,7 @@ def assign_credit(groups: Sequence[Group], context: CreditContext, method: Metho
     weight = 1 / num_responses if num_responses else 0.0
     correction_weight = weight * operator.ibpo_correction_weight
 
-    compared, counts = _compared_rewards(groups, judgement, operator, context)
+    compared, limits = _compared_rewards(groups, judgement, operator, context)
     relative = advantages(compared, estimator)
     shaped, joining = _parted(groups, [list(own.rewards) for own in compared])
     of_responses, of_joining = _parted(groups, relative)
@@ -95,7 +95,7 @@ def assign_credit(groups: Sequence[Group], context: CreditContext, method: Metho
             sequences += plain_prompt_sequences(
                 group, number, joining[number], of_joining[number], correction_weight
             )
-    metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped) | counts
+    metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped) | limits
     if operator.ibpo_plain_prompt != "none":
         metrics["joined_corrections"] = float(sum(r is not None for own in joining for r in own))
         metrics["degenerate_groups"] = float(sum(is_degenerate(own.rewards) for own in compared))
@@ -137,10 +137,10 @@ def _compared_rewards(
         compared.append(ComparedSamples(lowered, samples))
         all_withheld += withheld
         all_limited += limited
-    counts = {"bonuses_withheld": float(all_withheld)}
+    limits = {"bonuses_withheld": float(all_withheld)}
     if context.algorithm.overlong_buffer_share > 0:
-        counts["overlong_penalties_limited"] = float(all_limited)
-    return compared, counts
+        limits["overlong_penalties_limited"] = float(all_limited)
+    return compared, limits
 
 
 def _corrections(
@@ -150,12 +150,19 @@ def _corrections(
     estimator: Estimator,
     context: CreditContext,
 ) -> tuple[list[list[float | None]], list[list[Advantage | None]]]:
-    """Return (rewards, advantages) of the corrections of every group as samples of their own."""
+    """Return (rewards, advantages) of the corrections of every group as samples of their own. Those that are
+    not trained on have no advantage."""
     if not operator.ibpo_joint:
         return [], []
     rewards = [correction_rewards(group, operator, context) for group in groups]
     follow_up_estimator = judgement.follow_up_estimator or estimator
-    return rewards, correction_advantages(groups, rewards, follow_up_estimator, operator)
+    relative = correction_advantages(groups, rewards, follow_up_estimator, operator)
+    if operator.ibpo_joint_on == "successful":
+        relative = [
+            [a if counts(c) else None for c, a in zip(group.corrections, own, strict=True)]
+            for group, own in zip(groups, relative, strict=True)
+        ]
+    return rewards, relative
 
 
 def _parted(groups: Sequence[Group], values: Sequence[list[T]]) -> tuple[list[list[T]], list[list[T]]]:

@@ -61,6 +61,10 @@ class CompareAndCorrect(Operator):
     population standard deviations over the step's corrections."""
     ibpo_joint: bool = True
     """Train on the corrections as samples of their own."""
+    ibpo_joint_on: Literal["all", "successful"] = "all"
+    """Corrections that --ibpo-joint trains on. "all": failed ones too, with the advantage of a failure.
+    "successful": only those that are right and no rewrite; the others still count in the mean and spread that
+    their advantages are relative to. The paper's Algorithm 1 says "corrected cases" and may mean either."""
     ibpo_plain_prompt: Literal["none", "successful", "one"] = "none"
     """Train on corrections as off-policy samples of the prompt itself, in place of --ibpo-joint, with their
     rewards compared with those of the prompt's responses. "successful": those that are right and no rewrite.
@@ -90,6 +94,11 @@ class CompareAndCorrect(Operator):
             found.append(
                 "--ibpo-correction-group pair compares the corrections of a pair: it needs "
                 "--ibpo-corrections of at least 2"
+            )
+        if self.ibpo_joint_on != "all" and not self.ibpo_joint:
+            found.append(
+                f"--ibpo-joint-on {self.ibpo_joint_on} chooses among the corrections of the joint loss: it "
+                "needs --ibpo-joint"
             )
         if self.ibpo_rewrite_penalty > 0 and not self.ibpo_joint:
             found.append(

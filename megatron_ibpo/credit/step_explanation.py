@@ -23,6 +23,7 @@ from megatron_ibpo.credit.explanation import (
 )
 from megatron_ibpo.credit.operator import Judgement, Operator
 from megatron_ibpo.credit.pairing import is_wrong
+from megatron_ibpo.credit.shaping import counts
 
 Rewards = Sequence[float | None]
 _SHAPED = "shaped reward r′"
@@ -151,6 +152,9 @@ def _correction(
     lines.append(Line("verified reward r", verified))
     if reward is None:
         return [*lines, Line("trained on", "no", note="the method does not learn from this text")]
+    if step.operator.ibpo_joint_on == "successful" and not counts(correction):
+        note = "only corrections that are right and no rewrite are"
+        return [*lines, Line("trained on", "no", note=note)]
     penalty = -step.operator.ibpo_rewrite_penalty if correction.beyond_threshold else 0.0
     is_penalised = penalty < 0 and bool(step.correction_rewards)
     lines += _shaped(

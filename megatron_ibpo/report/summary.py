@@ -42,6 +42,7 @@ _SPENT = (
     "spent_flops",
     "spent_tokens_shared_prefixes",
     "spent_flops_shared_prefixes",
+    "spent_flops_decoding",
 )
 """Running totals of the whole run, resumed or not."""
 _REWARD_STEPS = 5

@@ -95,7 +95,8 @@ def _study(raw: dict[str, Any]) -> Study:
             method: {key: tuple(of_key) for key, of_key in grid.items()}
             for method, grid in tune.get("own", {}).items()
         }
-        content["tune"] = Tuning(values, tuple(tune["seeds"]), tune["budget"], own)
+        methods = tuple(tune.get("methods", ()))
+        content["tune"] = Tuning(values, tuple(tune["seeds"]), tune["budget"], own, methods)
     if "tasks" in content:
         content["tasks"] = tuple(Task(**task) for task in content["tasks"])
     return Study(**content)

@@ -44,6 +44,8 @@ class Tuning:
     budget: float
     own: dict[str, dict[str, tuple[Any, ...]]] = field(default_factory=dict)
     """Method → further settings and values for its grid alone."""
+    methods: tuple[str, ...] = ()
+    """Methods that are tuned; all if empty. The others run with the settings that the study gives them."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ def plan_tuning(study: Study, directory: Path) -> list[PlannedRun]:
         run
         for task in study.tasks
         for method in study.methods
+        if method in (study.tune.methods or study.methods)
         for point in grid_points(study.tune, method)
         for run in plan_point(study, directory, task, method, point, study.tune.seeds)
     ]

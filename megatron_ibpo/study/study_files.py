@@ -31,6 +31,10 @@ _TEXT = "text", lambda value: isinstance(value, str)
 _NUMBER = "a number", lambda value: (_is_whole(value) or isinstance(value, float)) and abs(value) < 1e300
 _MAPPING = "`key: value` lines", lambda value: isinstance(value, Mapping)
 _METHODS = "names, each with settings, a recipe or an import path", _are_methods
+_NAMES = (
+    "a list of names",
+    lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+)
 _SEEDS = "a list of whole numbers from 0 to 2^62", _are_seeds
 _SEEDS_OR_COUNT = (
     f"a list of whole numbers from 0 to 2^62 or how many, up to {MOST_SEEDS:,}",
@@ -55,7 +59,13 @@ _OF_STUDY: dict[str, Kind] = {
     "confirm_seeds": _SEEDS,
 }
 """Key of a study → the kind of value that it must hold."""
-_OF_TUNING: dict[str, Kind] = {"grid": _MAPPING, "seeds": _SEEDS, "budget": _NUMBER, "own": _MAPPING}
+_OF_TUNING: dict[str, Kind] = {
+    "grid": _MAPPING,
+    "seeds": _SEEDS,
+    "budget": _NUMBER,
+    "own": _MAPPING,
+    "methods": _NAMES,
+}
 
 LONGEST_NAME = 200
 """Bytes. File systems allow 255, and some names get a suffix."""
@@ -182,8 +192,10 @@ def _check(study: Study, path: Path) -> None:
         if used & set(seeds) or len(set(seeds)) < len(seeds):
             problems.append(f"{phase} must not use the study's own seeds, nor one that is used elsewhere")
         used |= set(seeds)
-    if study.tune is not None and (strangers := study.tune.own.keys() - study.methods.keys()):
-        problems.append(f"tune: own names {', '.join(sorted(strangers))}, which is none of the methods")
+    if study.tune is not None:
+        named = {*study.tune.own, *study.tune.methods}
+        if strangers := named - study.methods.keys():
+            problems.append(f"tune names {', '.join(sorted(strangers))}, which is none of the methods")
     if len(study.pilot_seeds) == 1:
         problems.append("a pilot of one seed has no spread: pilot-seeds must be two or more")
     if not study.tasks:
@@ -227,15 +239,16 @@ def _of_kinds(raw: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> 
 def _tuning(raw: Mapping[str, Any], path: Path) -> Tuning:
     needed = {"grid", "seeds", "budget"}
     raw = _of_kinds(raw, _OF_TUNING, f"{path}: tune")
-    if not needed <= set(raw) <= needed | {"own"}:
+    if not needed <= set(raw) <= needed | {"own", "methods"}:
         raise ConfigError(
-            f"{path}: tune must have {', '.join(sorted(needed))}, may have own, and no other key"
+            f"{path}: tune must have {', '.join(sorted(needed))}, may have own and methods, and no other key"
         )
     return Tuning(
         grid=_grid(raw["grid"], path),
         seeds=tuple(raw["seeds"]),
         budget=float(raw["budget"]),
         own={str(method): _grid(grid, path) for method, grid in raw.get("own", {}).items()},
+        methods=tuple(raw.get("methods", ())),
     )
 
 

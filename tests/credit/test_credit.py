@@ -94,6 +94,25 @@ def test_weights_count_every_response_of_the_step():
     }  # fmt: skip
 
 
+def test_only_successful_corrections_are_trained_on_with_the_advantage_they_have_among_all():
+    """Corrections get 1 0 0: the right one has (1 - 1/3) / (√2/3) = √2, whether the others are trained on or
+    not, and the reader is told why they are not."""
+
+    def credited(which):
+        wrong = [20, 16], [21, 16], [22, 16]
+        return Loop(in_turn([20, 13], [21], [22])).credit(
+            [group(RIGHT, *wrong)], algorithm(ibpo_joint_on=which)
+        )
+
+    everything, successful = credited("all"), credited("successful")
+    assert [s.advantage for s in by_kind(everything, "correction")] == pytest.approx(
+        [2**0.5, *2 * [-(0.5**0.5)]]
+    )
+    assert plain(by_kind(successful, "correction")) == plain(by_kind(everything, "correction"))[:1]
+    assert plain(by_kind(successful, "response")) == plain(by_kind(everything, "response"))
+    assert str(successful.explanations[0]).count("only corrections that are right and no rewrite are") == 2
+
+
 def test_what_is_switched_off_leaves_the_rest_bit_for_bit():
     """Without shaping and joint training IBPO is GSPO, and either alone changes nothing of the other."""
 

@@ -432,6 +432,7 @@ def test_the_sampler_gives_a_begun_response_back_whole():
         ({"ibpo_variant": "signed-mask", "advantages": "critic"}, "--ibpo-variant signed-mask goes by one"),
         ({"ibpo_correction_group": "pair"}, "--ibpo-correction-group pair"),
         ({"ibpo_rewrite_penalty": 0.5, "ibpo_joint": False}, "--ibpo-rewrite-penalty acts on"),
+        ({"ibpo_joint_on": "successful", "ibpo_joint": False}, "--ibpo-joint-on successful chooses among"),
         ({"ibpo_variant": "ratio", "ibpo_lambda": 1.0}, "--ibpo-lambda 1.0 times a share of up to 1 is 1"),
         ({"advantages": "maxrl", "overlong_buffer_share": 0.2}, "--advantages maxrl takes the log"),
         ({"advantages": "maxrl", "ibpo_rewrite_penalty": 0.5}, "--advantages maxrl takes the log"),

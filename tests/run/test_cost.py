@@ -53,7 +53,7 @@ def test_what_only_observes_is_free():
     meter.time({"evaluate": 50.0, "save": 9.0, "report": 1.0, "gradient meter": 3.0})
     assert meter.spent.of("accelerator-seconds") == 100 + 4 * 4.0
     spent = {"tokens": 10, "flops": 30, "tokens_shared_prefixes": 10, "flops_shared_prefixes": 30}
-    spent["accelerator_seconds"] = 116
+    spent |= {"accelerator_seconds": 116, "flops_decoding": 0}
     assert meter.spent.metrics() == {f"spent_{name}": value for name, value in spent.items()}
 
 
@@ -66,6 +66,7 @@ def test_a_shared_prompt_is_read_once_and_a_beginning_that_sequences_share_can_b
     assert meter.spent.tokens == (3 + 3 + 2) + 5 + 2 + 2 + 1
     assert meter.spent.flops == f[8] + (f[5] - f[3]) + f[5] + f[3]
     assert meter.spent.tokens_shared_prefixes == 4 + 5 + 2 + 2 + 1
+    assert meter.spent.flops_decoding == (f[8] - f[3]) + (f[5] - f[3]) + (f[5] - f[3]) + (f[3] - f[2])
     twice_read = 2 * f[2]  # 1 2 of 1 2 4, and the whole of the last
     assert meter.spent.flops_shared_prefixes == pytest.approx(meter.spent.flops - twice_read)
     trained = CostMeter(DENSE, accelerators=1)

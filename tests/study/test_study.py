@@ -581,7 +581,7 @@ def test_a_study_that_makes_no_sense_and_a_method_that_cannot_work_are_refused(t
         ({"seeds": ["../../x"]}, "seeds must be a list of whole numbers from 0 to"),
         ({"seeds": [1, 1]}, "seeds must be one or more, all different"),
         (tuned(seeds=[0]), "tuning must not use the study's own"),
-        (tuned(own={"x": {"lr": [1]}}), "own names x, which is none of the methods"),
+        (tuned(own={"x": {"lr": [1]}}), "tune names x, which is none of the methods"),
         (tuned(grid={"lr": 1}), "each setting a list"),
         ({"pilot-seeds": [7]}, "a pilot of one seed has no spread"),
         ({"confirm-seeds": [1, 2]}, "confirmation must not use the study's own"),
