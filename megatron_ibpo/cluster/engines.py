@@ -50,8 +50,9 @@ class Engines:
         """Prepare trainers that have just started to send weights; they are connected to no engine yet."""
         for member in self.fleet.members.values():
             member.deaths.clear()  # not its fault if a trainer that sent it weights died
-        transport = TRANSPORTS[self.fleet.processes.settings.transport]
-        self.fleet.processes.trainers.all("open_transport", transport)
+        processes = self.fleet.processes
+        transport, settings = TRANSPORTS[processes.settings.transport], processes.settings
+        processes.trainers.all("open_transport", transport, settings.drafts_with_mtp)
         for member in self.fleet.members.values():
             member.connected = False
         self.restarts.trainers_lost = False

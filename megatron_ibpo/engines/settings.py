@@ -43,6 +43,8 @@ class EngineSettings:
     """Number of first layers without a router."""
     records_sampling_mask: bool = False
     """True to record the ids that top-k and top-p leave to sample from (`Sample.sampling_mask`)."""
+    drafts_with_mtp: bool = False
+    """True if it drafts with the policy's multi-token prediction layer, and so takes its weights too."""
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
     """--vllm-arg: further arguments of vLLM's EngineArgs, by name."""
 

@@ -36,7 +36,7 @@ from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.weights.transfer.link import EngineLink
 from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder, drafts_with_own_layer
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 
 class TrainerRank:
@@ -73,9 +73,8 @@ class TrainerRank:
             mtp = build_mtp(shape, config, device=self.world.device_type, libraries=self.libraries)
             load_mtp(mtp, chunks, shape, config.model.hf_dir)
         values = merged_values(chunks)
-        # an engine that does not draft has no place for the layer
-        drafts = mtp is not None and drafts_with_own_layer(config.rollout)
-        self.export = HFExport(chunks, shape, mtp=mtp if drafts else None, values=values)
+        self.export = HFExport(chunks, shape, values=values)
+        """Export of what engines take."""
         self.whole_export = HFExport(chunks, shape, mtp=mtp, values=values)
         """Export of everything that files hold."""
         adapters = offered_adapters(chunks, shape, config.model)
@@ -161,9 +160,15 @@ class TrainerRank:
         """Leave the device to engines that share it; later calls bring back what they need."""
         self.residence.leave(Held.NOTHING)
 
-    def open_transport(self, path: str) -> None:
-        """Prepare to send weights by the transport class at this import path; call it before `connect`."""
+    def open_transport(self, path: str, drafts_with_mtp: bool = False) -> None:
+        """Prepare to send weights by the transport class at this import path; call it before `connect`.
+
+        Args:
+            drafts_with_mtp: engines take the multi-token prediction layer too; others have no place for it.
+        """
         rollout = self.config.rollout
+        if drafts_with_mtp:
+            self.export = self.whole_export
         self.transport = open_transport(
             path,
             self.world,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, LossConfig, named_values
-from megatron_ibpo.engines.registry import VLLM, samples_in_trainer, sampling_precision
+from megatron_ibpo.engines.registry import samples_in_trainer, sampling_precision
 from megatron_ibpo.report.display import Size
 
 
@@ -71,7 +71,7 @@ def run_sizes(
     if engines is not None:
         per_engine = rollout.rollout_num_gpus_per_engine
         backend = rollout.rollout_backend
-        own = f"{'vLLM' if backend == VLLM else backend}, TP{per_engine}, {sampling_precision(rollout).dtype}"
+        own = f"{backend}, TP{per_engine}, {sampling_precision(rollout).dtype}"
         in_trainer = f"--rollout-backend {backend}: the trainer's own process, float32"
         sizes.append(Size("engines", engines, in_trainer if samples_in_trainer(backend) else own))
     unused = set() if corrections else {"corrections per step"}

@@ -121,11 +121,10 @@ def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, 
 def sampling_settings(config: Config) -> str:
     """Return all settings that samples and their credit depend on, as text. A journal serves only runs with
     equal settings."""
-    rollout = asdict(config.rollout)
-    rollout["rollout_backend"] = ENGINES.name_of(config.rollout.rollout_backend)
-    rollout |= rollout.pop("parameters")
-    for limit in ("engine_stall_timeout", "vllm_start_timeout", "update_weight_timeout"):
-        rollout.pop(limit, None)  # only some engines have the second
+    sampling = asdict(config.rollout)
+    sampling["rollout_backend"] = ENGINES.name_of(config.rollout.rollout_backend)
+    sampling |= sampling.pop("parameters")
+    rollout = {name: value for name, value in sampling.items() if not name.endswith("_timeout")}
     # what a row may name changes no sample of a row that names something else
     data = {name: value for name, value in asdict(config.data).items() if name != "allowed_rm_types"}
     more = {"seed": config.run.seed} | ({"prompts_held_out": True} if config.holds_out else {})

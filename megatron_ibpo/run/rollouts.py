@@ -205,9 +205,15 @@ class LiveRollouts:
     loaded: dict[str, Any] = field(default_factory=dict)
     """State of the rollouts at the checkpoint that the run resumes from."""
     _ahead: Ahead | None = None
-    _under_way: UnderWay | None = None
+    _under_way: UnderWay = field(init=False)
     _sampled: list[Sample] = field(default_factory=list)
     _metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Resume the sampling that was under way at the checkpoint; a new run has none."""
+        none_open = {"cursor": self.loaded.get("step", 0) * self._batch_size, "open": []}
+        stored = self.loaded.get("sampling", none_open)
+        self._under_way = UnderWay(stored["cursor"], {(index, attempt) for index, attempt in stored["open"]})
 
     def groups(
         self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
@@ -215,11 +221,6 @@ class LiveRollouts:
         """See `Rollouts`. Raises the errors of `sample_batch` and `Ahead.batch`."""
         self.sampler.version = self.fleet.version
         memory = self.memory
-        if self._under_way is None:
-            found = self.loaded.get("sampling", {"cursor": step * self._batch_size, "open": []})
-            self._under_way = UnderWay(
-                found["cursor"], {(index, attempt) for index, attempt in found["open"]}
-            )
         if memory is not None and (closed := memory.batch(step + 1)) is not None:
             return self._again(closed, memory, context)
         groups = GroupSampler(self.sampler, self.foundation.method.operator, self._rules(), memory)
@@ -233,7 +234,6 @@ class LiveRollouts:
 
     def _again(self, closed: ClosedBatch, memory: JournalMemory, context: CreditContext) -> list[Group]:
         """Return groups that an earlier process sampled, but did not save the training on."""
-        assert self._under_way is not None
         groups = self._recorded(closed, memory, context)
         self._under_way.close(closed)
         self._sampled = [sample for group in groups for sample in group.samples]
@@ -269,9 +269,7 @@ class LiveRollouts:
             self.sampler.wait(self.sampler.start(self._ahead.advance(version)))
 
     def state(self) -> dict[str, Any]:
-        if self._pace is None or self._under_way is None:
-            return {}
-        return {"sampling": self._under_way.as_json()}
+        return {} if self._pace is None else {"sampling": self._under_way.as_json()}
 
     @property
     def _batch_size(self) -> int:
@@ -323,7 +321,6 @@ class LiveRollouts:
 
     def _left(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
         """Return the groups that an earlier process left in flight, for `Ahead.resume`."""
-        assert self._under_way is not None
         oldest = {} if self.memory is None else self.memory.open_groups()
         self._under_way.ask(index for index, _ in oldest)
         left = [(*group, oldest.get(group, step)) for group in sorted(self._under_way.open)]

@@ -27,6 +27,7 @@ from megatron_ibpo.data.demonstrations import Demonstration, DemonstrationReader
 from megatron_ibpo.models import forward_flops
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.policy.overrides import check_overrides
+from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Report, Size, Stages, prepare_run_dir, run_sizes
 from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.report.run_dir import locked
@@ -34,7 +35,7 @@ from megatron_ibpo.report.start_lines import StartLines
 from megatron_ibpo.run.loop import NotFiniteError
 from megatron_ibpo.run.open import choose_backend, failure_in_summary
 from megatron_ibpo.run.preflight import check_model, disk_bytes, preflight
-from megatron_ibpo.run.resolve import read_foundation, resolve, settle
+from megatron_ibpo.run.resolve import Foundation, ResolvedConfig, read_foundation, resolve, settle
 from megatron_ibpo.run.resume_point import read_resume_point
 from megatron_ibpo.weights.formats.retention import Keep
 
@@ -216,6 +217,18 @@ def sequences_of(rows: Sequence[Prompt]) -> list[TrainSequence]:
     return [row.sequence(number, 1 / len(turns)) for row, number in turns]
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """What a supervised run reads before its processes start. The run directory is locked."""
+
+    config: Config
+    rows: PromptSource
+    held_out: list[TrainSequence]
+    elements: dict[str, int]
+    """Trained tensor → number of its elements."""
+    notes: tuple[str, ...]
+
+
 @contextmanager
 def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
     """Open a supervised run; close it, with all its processes, on the way out.
@@ -223,65 +236,43 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
     Raises:
         ValueError, OSError, ProcessDiedError: says what is wrong, where, and what to do.
     """
-    started_at = time.time()
+    started = time.time()
     config, idle = supervised(asked)
     backend, stages, starting = choose_backend(config, 0.0), Stages(), StartLines()
     with ExitStack() as stack:
         with stages("start"):
             starting("the model's configuration")
             foundation = read_foundation(config)
-            hf_dir, shape = foundation.hf_dir, foundation.shape
-            point = read_resume_point(config.run, shape.vocab_size)
-            check_model(config, shape, backend)
+            point = read_resume_point(config.run, foundation.shape.vocab_size)
+            check_model(config, foundation.shape, backend)
             wait_connected = stack.enter_context(backend.connect(config))
-            # these import torch, which takes a second
-            from megatron_ibpo.weights.formats.convert import check_checkpoint
-            from megatron_ibpo.weights.formats.hugging_face import trained_elements
-
             starting("data")
-            tokenizer = load_tokenizer(hf_dir, embedding_rows=shape.vocab_size)
-            rows = _open_rows(config, tokenizer, config.data.prompt_data, foundation.max_context, "train")
-            config = settle(config, foundation, rows)
-            held_out, notes = _held_out(config, tokenizer, foundation.max_context)
-            sequences_of(rows.batch(point.step, 1))
-            stack.enter_context(locked(config.run.run_dir))
-            elements = trained_elements(hf_dir, shape)
-            check_checkpoint(hf_dir, shape)
-            needed = disk_bytes(config, shape, sum(elements.values()))
+            inputs = _open_inputs(config, foundation, point.step, stack)
+            needed = disk_bytes(inputs.config, foundation.shape, sum(inputs.elements.values()))
             prepare_run_dir(asked, checkpoint_bytes=needed)
             starting("places of the processes")
             wait_connected()
-            resolved = resolve(config, foundation, backend.place(config, samples=False))
-            config = resolved.config
+            resolved = resolve(inputs.config, foundation, backend.place(inputs.config, samples=False))
             launched = backend.launch_trainers(resolved, stack)
-            preflight(resolved, elements, launched.memory)
+            preflight(resolved, inputs.elements, launched.memory)
             starting("trainers")
-            started = launched.build(point.checkpoint)
-            about = started.trainers.all("about")[0]
-            report = Report(config, completed_steps=point.step, started=started_at, command="sft")
+            processes = launched.build(point.checkpoint)
+            about = processes.trainers.all("about")[0]
+            report = Report(resolved.config, completed_steps=point.step, started=started, command="sft")
             reporter = stack.enter_context(report)
-            sizes = run_sizes(
-                config,
-                resolved.world_size,
-                corrections=0,
-                parameters=about.parameters,
-                loss_backend=about.loss_backend,
-                layers=about.layers,
-            )
-            per_step = Size("rows per step", config.rollout.rollout_batch_size, "--rollout-batch-size")
-            reporter.sizes([per_step, *(size for size in sizes if size.name not in _SIZES_OF_SAMPLING)])
-            for note in (started.where, *about.notes, *rows.notes, *notes):
+            reporter.sizes(_sizes(resolved, about))
+            for note in (processes.where, *about.notes, *inputs.notes):
                 reporter.note(note)
             if idle:
                 reporter.note(f"settings without effect here: {listed(idle, most=20)}")
         starting.end()
-        flops = partial(forward_flops, shape)
+        flops = partial(forward_flops, foundation.shape)
         with failure_in_summary(reporter):
             yield SupervisedRun(
-                config,
-                Policy(started.trainers, config, resolved.world_size, flops),
-                rows,
-                held_out,
+                resolved.config,
+                Policy(processes.trainers, resolved.config, resolved.world_size, flops),
+                inputs.rows,
+                inputs.held_out,
                 reporter,
                 DiskWait(config.run.disk_wait, reporter.note),
                 stages,
@@ -290,6 +281,43 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
                 evaluated=point.step or -1,
                 start_seconds=stages.take(),
             )
+
+
+def _open_inputs(config: Config, foundation: Foundation, step: int, stack: ExitStack) -> _Inputs:
+    """Read and check the rows and the headers of the weights.
+
+    Args:
+        step: completed steps; rows of the next one are tried.
+        stack: unlocks the run's directory.
+    """
+    # these import torch, which takes a second
+    from megatron_ibpo.weights.formats.convert import check_checkpoint
+    from megatron_ibpo.weights.formats.hugging_face import trained_elements
+
+    hf_dir, shape, context = foundation.hf_dir, foundation.shape, foundation.max_context
+    tokenizer = load_tokenizer(hf_dir, embedding_rows=shape.vocab_size)
+    rows = _open_rows(config, tokenizer, config.data.prompt_data, context, "train")
+    config = settle(config, foundation, rows)
+    held_out, notes = _held_out(config, tokenizer, context)
+    sequences_of(rows.batch(step, 1))
+    stack.enter_context(locked(config.run.run_dir))
+    elements = trained_elements(hf_dir, shape)
+    check_checkpoint(hf_dir, shape)
+    return _Inputs(config, rows, held_out, elements, (*rows.notes, *notes))
+
+
+def _sizes(resolved: ResolvedConfig, about: About) -> list[Size]:
+    """Return the run's table of sizes, without those of sampling."""
+    sizes = run_sizes(
+        resolved.config,
+        resolved.world_size,
+        corrections=0,
+        parameters=about.parameters,
+        loss_backend=about.loss_backend,
+        layers=about.layers,
+    )
+    rows = Size("rows per step", resolved.config.rollout.rollout_batch_size, "--rollout-batch-size")
+    return [rows, *(size for size in sizes if size.name not in _SIZES_OF_SAMPLING)]
 
 
 def _open_rows(
@@ -304,10 +332,10 @@ def _held_out(
     config: Config, tokenizer: Tokenizer, context: int
 ) -> tuple[list[TrainSequence], tuple[str, ...]]:
     """Return the sequences of the first --eval-num-prompts rows of each held-out source, and notes."""
-    found: list[TrainSequence] = []
+    sequences: list[TrainSequence] = []
     notes: tuple[str, ...] = ()
     for spec in as_specs(config.data.eval_prompt_data) if config.run.eval_num_prompts else ():
         rows = _open_rows(config, tokenizer, [spec.spec], context, "eval")
-        found += sequences_of(rows.batch(0, min(config.run.eval_num_prompts, rows.num_prompts() or 1)))
+        sequences += sequences_of(rows.batch(0, min(config.run.eval_num_prompts, rows.num_prompts() or 1)))
         notes += rows.notes
-    return found, notes
+    return sequences, notes

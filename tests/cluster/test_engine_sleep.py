@@ -71,7 +71,7 @@ def engines(monkeypatch):
         ),
         placement=SimpleNamespace(engines=("a slot", "a slot")),
         group=None, engine="vllm", logs=Path("logs"), start_timeout=1.0,
-        settings=SimpleNamespace(sleep_mode=True, transport="ipc", extra_arguments={}),
+        settings=SimpleNamespace(sleep_mode=True, transport="ipc", drafts_with_mtp=False, extra_arguments={}),
         members={index: Member(index, Process(f"engine {index}", events)) for index in range(2)},
     )  # fmt: skip
     found: Any = Engines(processes, update()[-1])

@@ -135,7 +135,7 @@ def test_precision_is_what_serves_on_the_device_unless_it_is_said(models):
         (engines,) = [
             size for size in run_sizes(config, 1, corrections=0, engines=1) if size.name == "engines"
         ]
-        assert engines.meaning == f"vLLM, TP1, {dtype}"
+        assert engines.meaning == f"vllm, TP1, {dtype}"
         held_out = EvalSet("sums", False, [], eval_sampling(config), None)
         assert set_settings(held_out, config, NoOperator(), "policy")["precision"] == dtype
 

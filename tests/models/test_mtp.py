@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ibpo.config import RolloutConfig
+from megatron_ibpo.engines.vllm.settings import drafts_with_mtp
 from megatron_ibpo.models import check_layout, read_hf_config
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
-from megatron_ibpo.weights.transfer.update_order import drafts_with_own_layer
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.checkpoint_bytes import assert_same_bytes, tensor_per_expert, tensors_of, with_mtp, with_weights
@@ -189,14 +188,13 @@ def test_a_resumed_layer_goes_on_bit_for_bit_and_is_in_every_export(world, check
 
 def test_engines_get_the_layer_where_they_draft_with_it():
     def drafts(*arguments):
-        return drafts_with_own_layer(RolloutConfig(parameters={"vllm_arg": arguments}))
+        return drafts_with_mtp(arguments)
 
     config = '{"method": "%s", "num_speculative_tokens": 1}'
     assert drafts("speculative-config=" + config % "mtp")
     assert drafts("speculative_config=" + config % "qwen3_next_mtp")
     assert not drafts("speculative_config=" + config % "ngram", "max_logprobs=3")
     assert not drafts()
-    assert not drafts_with_own_layer(RolloutConfig())
 
 
 @pytest.mark.world(1)

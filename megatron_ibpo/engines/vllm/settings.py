@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.config import RolloutConfig
+import yaml
+
+from megatron_ibpo.config import RolloutConfig, named_values
 from megatron_ibpo.config.declared import declared_fields, declared_values
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.settings import EngineSettings
@@ -138,8 +140,16 @@ def engine_settings(
         recorded_experts=recorded,
         dense_layers=shape.dense_layers,
         records_sampling_mask=records_sampling_mask,
+        drafts_with_mtp=drafts_with_mtp(own.vllm_arg),
         extra_arguments=arguments,
     )
+
+
+def drafts_with_mtp(vllm_arg: Sequence[str]) -> bool:
+    """Return whether --vllm-arg has engines draft with the policy's multi-token prediction layer."""
+    chosen = yaml.safe_load(named_values(vllm_arg).get("speculative_config", "{}"))
+    method = chosen.get("method") if isinstance(chosen, dict) else None
+    return isinstance(method, str) and method.endswith("mtp")
 
 
 def _taking_new_weights(arguments: dict[str, Any], *, experts_on_gpu: bool) -> dict[str, Any]:

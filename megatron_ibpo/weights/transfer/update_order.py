@@ -3,10 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import yaml
-
-from megatron_ibpo.config import RolloutConfig, named_values
-
 TransportName = Literal["gloo", "ipc", "nccl"]
 
 
@@ -23,15 +19,6 @@ class UpdateOrder:
     """True to compare checksums of everything as sent and as received."""
     timeout: float
     """Seconds that each step may take."""
-
-
-def drafts_with_own_layer(rollout: RolloutConfig) -> bool:
-    """Return whether engines speculate with the policy's multi-token prediction layer, and so take its
-    weights: whether vLLM's are told so."""
-    arguments = named_values(rollout.parameters.get("vllm_arg", ()))
-    chosen = yaml.safe_load(arguments.get("speculative_config", "{}"))
-    method = chosen.get("method") if isinstance(chosen, dict) else None
-    return isinstance(method, str) and method.endswith("mtp")
 
 
 def choose_transport(*, on_gpu: bool, colocate: bool) -> TransportName:
