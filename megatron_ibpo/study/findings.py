@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, check_user_file, read_user_file
 from megatron_ibpo.report import jsonable
-from megatron_ibpo.study.plan import Choice, PublishedClaim, Study, Task, Tried, Tuning
+from megatron_ibpo.study.plan import Choice, PublishedClaim, Study, Task, Tried, Tuning, choose
 from megatron_ibpo.study.power import PowerAnalysis
 from megatron_ibpo.study.run_results import RunResult
 
@@ -115,9 +115,9 @@ def _run(raw: Mapping[str, Any]) -> RunResult:
 
 
 def _choice(raw: Mapping[str, Any]) -> Choice:
-    return Choice(
-        **{**raw, "at_edge": tuple(raw["at_edge"]), "tried": [Tried(**run) for run in raw["tried"]]}
-    )
+    """Return the choice with the edges of its grid as `choose` names them now, whatever the file says."""
+    tried = [Tried(**run) for run in raw["tried"]]
+    return choose(raw["task"], raw["method"], tried)
 
 
 def _power(raw: Mapping[str, Any] | None) -> PowerAnalysis | None:

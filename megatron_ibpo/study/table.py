@@ -10,7 +10,7 @@ from megatron_ibpo.study.findings import Findings
 from megatron_ibpo.study.plan import Study
 from megatron_ibpo.study.power import in_words
 from megatron_ibpo.study.published_claims import FEWEST_SEEDS, ClaimOutcome
-from megatron_ibpo.study.statistics import WINDOW_RESPONSES, shown_p
+from megatron_ibpo.study.statistics import WINDOW_RESPONSES, over_seeds, shown_p
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,41 @@ def markdown(found: Findings, made: Sequence[Table]) -> str:
     """Return the tables in Markdown, after the pilot's power analysis."""
     parts = [in_words(found.power)] if found.power is not None else []
     for table in made:
-        rows = [table.header, ["---"] * len(table.header), *table.rows]
-        parts += [f"## {table.title}", "\n".join(f"| {' | '.join(row)} |" for row in rows)]
+        parts += [f"## {table.title}", lines_of(table)]
         parts += [table.legend] if table.legend else []
     parts += _origin(found)
     return "\n\n".join(parts) + "\n"
+
+
+def lines_of(table: Table) -> str:
+    """Return the lines of a table in Markdown."""
+    rows = [table.header, ["---"] * len(table.header), *table.rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def brief(found: Findings, compared: Comparison) -> list[Table]:
+    """Return the results in few columns, for a page of documentation: the methods, then the published claims,
+    of a study of one task."""
+    rows = [
+        [
+            line["method"],
+            f"{_known(line['prompts_per_step'])}, {line['samples_per_prompt']}, {_known(line['lr'])}",
+            str(line["seeds"]),
+            f"{line['steps']:.0f}",
+            _interval(asdict(over_seeds(list(line["accuracy_by_seed"].values())))),
+            f"{line['greedy']:.3f}",
+            _operations(line["cost_to_threshold"]["median"]),
+            _operations(line["cost_to_threshold"]["dear_decoding"]),
+            " → ".join(f"{share:.2f}" for share in line["correction_success"]) or "–",
+        ]
+        for line in compared.table
+    ]
+    header = [
+        "method", "P, G, lr", "seeds", "steps", "sampled [95 %, t]", "greedy",
+        f"operations to {found.study.threshold:g}", "the same, decoding x 10",
+        "corrections right, first → last",
+    ]  # fmt: skip
+    return [Table("Results", header, rows), _published(compared.published)]
 
 
 def _origin(found: Findings) -> list[str]:
