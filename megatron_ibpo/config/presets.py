@@ -73,7 +73,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # tokens weighted by what the answer loses without their step, on DAPO; and its control
     "ciw": {**_DAPO, "ibpo_operator": "span-masking"},
     "ciw-inverted": {**_DAPO, "ibpo_operator": "span-masking", "ciw_inverted": True},
-    # wrong responses push less if their group has a correct one; beats GSPO on average over the suite's tasks
+    # wrong responses push less if their group has a correct one; gained on one of the suite's two tasks
     "wrong-weight": {**_PLAIN, "token_credit": "wrong-weight"},
     # a learned critic and generalised advantage estimation
     "ppo": {**_PLAIN, "advantages": "critic", "loss_variant": "ppo-clip"},

@@ -35,6 +35,14 @@ def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
     )
 
 
+def sampled_metrics(groups: Iterable[Group]) -> dict[str, float]:
+    """Return the number of all responses sampled for a batch and their mean reward, whether or not a filter
+    or dynamic sampling took their groups. Filters move the mean of the groups taken towards .5."""
+    responses = [response for group in groups for response in group.responses]
+    mean = _mean(response.reward for response in responses if response.reward is not None)
+    return _known(responses_sampled=len(responses), reward_sampled=mean)
+
+
 def correction_metrics(groups: Sequence[Group], *, knows_answers: bool) -> dict[str, float]:
     """Return metrics of the corrections.
 

@@ -14,6 +14,10 @@ _VERDICT = {
     False: ", so these are not",
     None: "; there were too few to tell whether these are",
 }
+_ORIGIN = (
+    "That goes by success and cost in this run. Whether a run without corrections would have learned more for "
+    "the same cost, only such a run tells (ibpo compare); docs/paper_claims.md has them for a small task."
+)
 
 Row = Mapping[str, Any]
 
@@ -67,9 +71,12 @@ def _share(successes: float, trials: float) -> dict[str, float]:
 
 
 def break_even_lines(found: dict[str, Any] | None) -> list[str]:
-    """Return the same in sentences for the user; empty if there is nothing to say."""
+    """Return the same in sentences for the user, and where they come from; empty if there is nothing to
+    say."""
     said = [_sentence(name, found[name]) for name in _WHERE if found and name in found]
-    return [f"A correction costs as much as {found['price']:.1f} responses.", *said] if found and said else []
+    if not found or not said:
+        return []
+    return [f"A correction costs as much as {found['price']:.1f} responses.", *said, _ORIGIN]
 
 
 def _sentence(composition: str, standing: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.credit import CreditContext
+from megatron_ibpo.credit.metrics import sampled_metrics
 from megatron_ibpo.sampling.groups import Batch, Drawn, GroupSampler
 from megatron_ibpo.sampling.journal_memory import EXPIRED
 
@@ -291,7 +292,8 @@ class Ahead:
         self._next += 1
         self._expire()
         dropped = [(*flight.key, EXPIRED if flight.too_old else "not taken") for flight in self._left]
-        metrics = self._metrics(groups)
+        left = [flight.drawn.group for flight in self._left if flight.drawn is not None]
+        metrics = self._metrics(groups) | sampled_metrics([*groups, *left])
         sampled = [sample for flight in [*chosen, *self._left] for sample in flight.samples]
         in_order = sorted(zip(chosen, groups, strict=True), key=lambda pair: pair[0].key)
         self._left = []

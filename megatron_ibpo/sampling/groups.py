@@ -6,6 +6,7 @@ from typing import Protocol
 
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.credit import AfterCredit, CreditContext, GroupFilter, Operator, fill_batch
+from megatron_ibpo.credit.metrics import sampled_metrics
 from megatron_ibpo.journal import SampleKey
 from megatron_ibpo.sampling.episodes import as_opened
 from megatron_ibpo.sampling.requests import together
@@ -197,4 +198,5 @@ async def sample_batch(groups: GroupSampler, draw: DrawRound, context: CreditCon
     in_order = [*taken, *(group for group in by_group if group not in kept)]
     sampled += [correction.response for group in in_order for correction in group.corrections]
     dropped = tuple((group.prompt.index, 0, "not taken") for group in by_group if group not in kept)
+    metrics |= sampled_metrics(by_group)
     return Batch(taken, sampled, metrics, (0,) * len(taken), dropped)

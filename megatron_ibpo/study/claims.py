@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.study.findings import Findings
+from megatron_ibpo.study.published_claims import ClaimOutcome, judge_claims
 from megatron_ibpo.study.run_results import compare, compare_at_equal_steps, compare_overall, dose_response
 
 LEVEL = 0.05
@@ -20,7 +21,7 @@ class Claim:
 
     method: str
     verdict: str
-    """better, worse, not told apart, or no test."""
+    """better, worse, differs between tasks, not told apart, or no test."""
     blocks: tuple[str, ...]
     """Reasons why better or worse is not a claim yet; empty if it is."""
 
@@ -39,6 +40,8 @@ class Comparison:
     claims: list[Claim]
     """One claim for each method but the baseline, by the paired t test over seeds, with Holm's adjustment
     over the methods. Bootstrap p values are not used."""
+    published: list[ClaimOutcome] = field(default_factory=list)
+    """Outcome of each claim of a publication that the study tests."""
 
 
 def compare_all(found: Findings) -> Comparison:
@@ -59,6 +62,7 @@ def compare_all(found: Findings) -> Comparison:
             _claim(method, difference, found, confirmed)
             for method, difference in _differences(overall or lines).items()
         ],
+        published=judge_claims(study, runs),
     )
 
 
@@ -77,9 +81,17 @@ def _differences(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def _verdict(difference: dict[str, Any]) -> str:
     if math.isnan(difference["holm_p"]):
         return "no test"
+    if _changes_sign(difference) and difference["interaction_p"] < LEVEL:
+        return "differs between tasks"
     if difference["holm_p"] >= LEVEL:
         return "not told apart"
     return "better" if difference["mean"] > 0 else "worse"
+
+
+def _changes_sign(difference: dict[str, Any]) -> bool:
+    """Return whether the method gains on some tasks and loses on others."""
+    by_task = difference.get("by_task", [])
+    return bool(by_task) and min(by_task) < 0 < max(by_task)
 
 
 def _confirmed(found: Findings) -> dict[str, dict[str, Any]]:
@@ -97,13 +109,23 @@ def _claim(
     if verdict not in ("better", "worse"):
         return Claim(method, verdict, ())
     blocks = []
+    if _changes_sign(difference):
+        blocks.append("it gains on some tasks and loses on others")
     if found.runs_left:
         blocks.append(f"{counted(found.runs_left, 'run')} to go")
     seeds = len({run.seed for run in found.runs if run.method == method})
     if seeds < FEWEST_SEEDS:
         blocks.append(f"{seeds} seeds, {FEWEST_SEEDS} are needed")
-    if found.study.tune is None:
+    tune = found.study.tune
+    untuned = (
+        []
+        if tune is None or not tune.methods
+        else [name for name in (method, found.study.baseline) if name not in tune.methods]
+    )
+    if tune is None:
         blocks.append("nothing was tuned")
+    elif untuned:
+        blocks.append(f"not tuned: {', '.join(untuned)}")
     elif not found.choices:
         blocks.append("what tuning tried was not kept")
     for choice in found.choices:

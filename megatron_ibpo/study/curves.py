@@ -16,11 +16,10 @@ from scipy import stats
 from megatron_ibpo.credit.break_even import ACCOMPANIED, ALONE, skill_needed
 from megatron_ibpo.study.plan import Study
 from megatron_ibpo.study.run_results import RunResult
-from megatron_ibpo.study.statistics import running_mean
+from megatron_ibpo.study.statistics import WINDOW_RESPONSES, response_windows
 
 Points = list[tuple[float, float]]
 
-_REWARD_WINDOW = 5
 _STYLE: Any = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 
 
@@ -28,7 +27,7 @@ def figure_of_runs(study: Study, results: Sequence[RunResult]) -> Figure:
     """Draw both curves of every task that has runs, one row per task."""
     panels: list[tuple[str, Callable[[RunResult], Points]]] = [
         ("Accuracy on held-out problems", lambda run: run.accuracy),
-        (f"Reward in training, mean of {_REWARD_WINDOW} steps", lambda run: _smooth(run.reward)),
+        (f"Reward in training, mean of {WINDOW_RESPONSES} responses", _smooth_rewards),
     ]
     tasks = [task.name for task in study.tasks if any(run.task == task.name for run in results)]
     with mpl.rc_context(_STYLE):
@@ -93,11 +92,11 @@ def band(curves: Sequence[Points], points: int = 100) -> tuple[np.ndarray, np.nd
     return grid, values.mean(axis=0), half
 
 
-def _smooth(curve: Points) -> Points:
-    if len(curve) < _REWARD_WINDOW:
-        return curve
-    means = running_mean([value for _, value in curve], _REWARD_WINDOW).tolist()
-    return [(spent, mean) for (spent, _), mean in zip(curve[_REWARD_WINDOW - 1 :], means, strict=True)]
+def _smooth_rewards(run: RunResult) -> Points:
+    steps, means = response_windows([reward for _, reward in run.reward], run.step_responses)
+    if not len(steps):
+        return run.reward
+    return [(run.reward[step][0], mean) for step, mean in zip(steps.tolist(), means.tolist(), strict=True)]
 
 
 _TITLES = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, check_user_file, read_user_file
 from megatron_ibpo.report import jsonable
-from megatron_ibpo.study.plan import Choice, Study, Task, Tried, Tuning
+from megatron_ibpo.study.plan import Choice, PublishedClaim, Study, Task, Tried, Tuning, choose
 from megatron_ibpo.study.power import PowerAnalysis
 from megatron_ibpo.study.run_results import RunResult
 
@@ -29,6 +29,9 @@ class Findings:
     """Runs with fresh seeds."""
     runs_left: int = 0
     """Number of main runs that are planned and not finished."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of the code, the packages and the machine that wrote these findings, and the command. The code
+    of each run is in `RunResult.code`."""
 
 
 def write_findings(path: Path, found: Findings, tables: Mapping[str, Any]) -> None:
@@ -54,6 +57,7 @@ def read_findings(path: Path) -> Findings:
             power=_power(content.get("power")),
             confirmation=[_run(run) for run in content.get("confirmation", [])],
             runs_left=content.get("runs_left", 0),
+            versions=content.get("versions", {}),
         )
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: not gzip, or cut off: {error}") from error
@@ -77,7 +81,7 @@ def _text(path: Path) -> bytes:
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [asdict(item) for item in value]
-    return asdict(value) if value is not None and not isinstance(value, int) else value
+    return value if value is None or isinstance(value, int | dict) else asdict(value)
 
 
 def _study(raw: dict[str, Any]) -> Study:
@@ -97,6 +101,8 @@ def _study(raw: dict[str, Any]) -> Study:
         }
         methods = tuple(tune.get("methods", ()))
         content["tune"] = Tuning(values, tuple(tune["seeds"]), tune["budget"], own, methods)
+    if "published_claims" in content:
+        content["published_claims"] = tuple(PublishedClaim(**c) for c in content["published_claims"])
     if "tasks" in content:
         content["tasks"] = tuple(Task(**task) for task in content["tasks"])
     return Study(**content)
@@ -109,9 +115,9 @@ def _run(raw: Mapping[str, Any]) -> RunResult:
 
 
 def _choice(raw: Mapping[str, Any]) -> Choice:
-    return Choice(
-        **{**raw, "at_edge": tuple(raw["at_edge"]), "tried": [Tried(**run) for run in raw["tried"]]}
-    )
+    """Return the choice with the edges of its grid as `choose` names them now, whatever the file says."""
+    tried = [Tried(**run) for run in raw["tried"]]
+    return choose(raw["task"], raw["method"], tried)
 
 
 def _power(raw: Mapping[str, Any] | None) -> PowerAnalysis | None:

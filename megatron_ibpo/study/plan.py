@@ -18,7 +18,8 @@ from typing import Any, Literal
 import yaml
 
 from megatron_ibpo.config import Config, ConfigError, config_yaml, path_of_user
-from megatron_ibpo.run.checks import check_run
+from megatron_ibpo.credit import find_operator
+from megatron_ibpo.run.checks import check_run, doubtful_settings
 from megatron_ibpo.run.settings import parse_config
 
 Settings = dict[str, Any]
@@ -66,6 +67,23 @@ class Task:
 
 
 @dataclass(frozen=True)
+class PublishedClaim:
+    """A claim of a publication that the study puts to the test."""
+
+    source: str
+    """Place in the publication."""
+    claim: str
+    method: str = ""
+    """Method of the study that the claim speaks for."""
+    than: str = ""
+    """Method that it is compared with."""
+    measure: str = "accuracy"
+    """accuracy, cost to threshold, or correction success (of the method alone, last less first steps)."""
+    untestable: str = ""
+    """Why the study cannot test it; empty if it can."""
+
+
+@dataclass(frozen=True)
 class Study:
     """The methods to compare, and the budget for each run."""
 
@@ -95,6 +113,7 @@ class Study:
     the study needs."""
     confirm_seeds: tuple[int, ...] = ()
     """Fresh seeds for running the baseline again, with the methods that beat it."""
+    published_claims: tuple[PublishedClaim, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,6 +134,8 @@ class PlannedRun:
     phase: Phase = "main"
     policy: Path | None = None
     """Directory or Hub id of the policy that it starts from."""
+    doubts: tuple[str, ...] = ()
+    """Warnings about settings that work but may not be intended."""
 
     @property
     def label(self) -> str:
@@ -230,6 +251,7 @@ def _planned(
     parent.mkdir(parents=True, exist_ok=True)
     runs: list[PlannedRun] = []
     config: Config | None = None
+    doubts: tuple[str, ...] = ()
     for seed in seeds:
         directory = parent / f"seed_{seed}"
         recipe = directory.with_suffix(".yaml")
@@ -241,13 +263,16 @@ def _planned(
             where = f"task {task.name}, method {method}" if task.name else f"method {method}"
             # parsing is ten times as fast without flags, so the run's directory is set below
             config = _checked(recipes, where)
+            doubts = tuple(doubtful_settings(config, find_operator(config.algorithm)))
         config.run.seed = config.data.data_seed = seed
         config.run.run_dir = path_of_user(directory)
         text = config_yaml(config)
         arguments = (*recipes, "--run-dir", str(directory))
         policy = config.model.hf_checkpoint
         runs.append(
-            PlannedRun(method, seed, directory, arguments, text, budget, tuned, task.name, phase, policy)
+            PlannedRun(
+                method, seed, directory, arguments, text, budget, tuned, task.name, phase, policy, doubts
+            )
         )
     return runs
 
@@ -294,36 +319,38 @@ def choose(task: str, method: str, tried: Sequence[Tried]) -> Choice:
     best_point = max(by_point, key=lambda point: fmean(by_point[point]))
     best = dict(best_point)
     settings = [dict(point) for point in by_point]
-    edges = tuple(key for key in best if _beyond(key, best, settings) is not None)
+    edges = tuple(key for key in best if _lies_at_edge(key, best, settings))
     return Choice(task, method, best, edges, list(tried))
 
 
 def beyond(choice: Choice) -> dict[str, Settings]:
-    """Return, for each setting at an edge, the best combination with that setting one value further."""
+    """Return, for each setting at an edge with a value beyond, the best combination with that value."""
     tried = [run.setting for run in choice.tried]
-    return {key: choice.setting | {key: _beyond(key, choice.setting, tried)} for key in choice.at_edge}
+    further = {key: _beyond(key, choice.setting, tried) for key in choice.at_edge}
+    return {key: choice.setting | {key: value} for key, value in further.items() if value is not None}
+
+
+def _lies_at_edge(key: str, best: Settings, settings: Sequence[Settings]) -> bool:
+    """Return whether the best value is the smallest or largest of an axis: two numbers or more. An axis that
+    ends by itself, as a group does at two responses, has an edge there too."""
+    values = {setting[key] for setting in settings}
+    return len(values) > 1 and all(map(_is_number, values)) and best[key] in (min(values), max(values))
 
 
 def _beyond(key: str, best: Settings, settings: Sequence[Settings]) -> float | int | None:
-    """Return the value beyond the end of an axis where the best one lies, in equal ratios. None if the best
-    lies inside, if there is no axis (one value, or values that are no numbers above 0), or if no whole number
-    lies beyond."""
+    """Return the value beyond the edge where the best one lies, in equal ratios. None if the values are not
+    all above 0, or if no whole number lies beyond."""
     values = {setting[key] for setting in settings}
-    if len(values) < 2 or not all(_is_positive(value) for value in values):
+    if min(values) <= 0:
         return None
-    ascending = sorted(values)
-    if best[key] == ascending[-1]:
-        last, before = ascending[-1], ascending[-2]
-    elif best[key] == ascending[0]:
-        last, before = ascending[0], ascending[1]
-    else:
-        return None
-    value = last * last / before
+    ascending = sorted(values, reverse=best[key] == min(values))
+    last, previous = ascending[-1], ascending[-2]
+    value = last * last / previous
     if all(isinstance(value, int) for value in values):
         value = round(value)
         return value if value >= 1 and value not in values else None
     return float(f"{value:.6g}")
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

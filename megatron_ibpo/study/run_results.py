@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -18,8 +18,10 @@ from megatron_ibpo.report.correction_value import break_even
 from megatron_ibpo.report.run_dir import SKILL_FILE
 from megatron_ibpo.study.plan import PlannedRun, Study
 from megatron_ibpo.study.statistics import (
+    WINDOW_RESPONSES,
     cost_to_reach,
     holm,
+    interaction_p,
     mean_with_interval,
     over_seeds,
     paired_difference,
@@ -27,6 +29,8 @@ from megatron_ibpo.study.statistics import (
 )
 
 _AT = re.compile(r"eval/[^/]+@([\d.]+)/accuracy")
+DECODING_PRICE = 10
+"""Price of writing a token in `RunResult.dear_decoding`, in prices of reading it."""
 _STEPS = 5
 """Number of steps whose mean is compared at equal steps."""
 _METERED = ("gradient_snr", "gspo_gradient_snr", "gradient_variance", "gspo_gradient_variance")
@@ -49,7 +53,8 @@ class RunResult:
     """(spent, accuracy at temperature) of each evaluation."""
     greedy: float
     reward: list[tuple[float, float]]
-    """(spent, mean training reward) of each step."""
+    """(spent, mean training reward) of each step, over all responses sampled, those of groups that a filter
+    did not take included."""
     sequences_per_prompt: float
     """Mean number of responses and corrections sampled per prompt, for choosing a G that matches."""
     solved: dict[int, float]
@@ -69,6 +74,24 @@ class RunResult:
     """`comparison_skill` of the policy that the run started from, if the run measured it."""
     break_even: dict[str, Any] | None = None
     """The corrections' position under the break-even law (`report.break_even`); None if there were none."""
+    dear_decoding: list[float] = field(default_factory=list)
+    """Operations spent at each step of `reward` if writing a token cost ten times as much as reading it;
+    empty in results from before decoding was counted apart."""
+    responses: list[float] = field(default_factory=list)
+    """Number of responses sampled in each step of `reward`."""
+    correction_success: list[float] = field(default_factory=list)
+    """Share of corrections that were right in the first and in the last five steps; empty without any."""
+    code: str = ""
+    """Commit of the code that made the run, as in its versions.json."""
+
+    @property
+    def step_responses(self) -> list[float]:
+        """Return the number of responses of each step of `reward`. Results from before it was recorded have P
+        times G, or, without P, steps of equal size of which five make a window."""
+        if self.responses:
+            return self.responses
+        step = self.prompts_per_step and self.prompts_per_step * self.samples_per_prompt
+        return [step or WINDOW_RESPONSES / 5] * len(self.reward)
 
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -91,6 +114,8 @@ def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) 
     spent = f"spent_{unit.replace('-', '_')}"
     config = yaml.load(run.config, _Loader)
     prompts = config["rollout-batch-size"]
+    of_step = prompts * config["n-samples-per-prompt"]
+    rewarded = [row for row in steps if row.get("reward") is not None]
     sampled = [config["n-samples-per-prompt"] + row.get("corrections", 0.0) / prompts for row in steps]
     meter = {name: [row[name] for row in steps if row.get(name) is not None] for name in _METERED}
     return RunResult(
@@ -102,7 +127,7 @@ def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) 
         spent={name.removeprefix("spent_"): v for name, v in steps[-1].items() if name.startswith("spent_")},
         accuracy=[(row[spent], row["accuracy"]) for row in evaluations],
         greedy=evaluations[-1]["greedy_accuracy"],
-        reward=[(row[spent], row["reward"]) for row in steps if row.get("reward") is not None],
+        reward=[(row[spent], _reward(row)) for row in rewarded],
         sequences_per_prompt=fmean(sampled),
         solved=load_outcomes(outcomes_path(run.directory, steps[-1]["step"])),
         gradient={name: fmean(values) for name, values in meter.items() if values},
@@ -113,7 +138,37 @@ def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) 
         seconds=json.loads((run.directory / "summary.json").read_text(encoding="utf-8"))["seconds_total"],
         skill=comparison_skill(measured) if (measured := run.directory / SKILL_FILE).exists() else None,
         break_even=break_even(steps),
+        dear_decoding=[
+            row["spent_flops"] + (DECODING_PRICE - 1) * row["spent_flops_decoding"]
+            for row in rewarded
+            if "spent_flops_decoding" in row
+        ],
+        responses=[row.get("responses_sampled", of_step) for row in rewarded],
+        correction_success=_correction_success(steps),
+        code=_code(run.directory),
     )
+
+
+def _reward(row: Mapping[str, Any]) -> float:
+    """Return the mean reward of all responses sampled for a step; of the groups taken in records from before
+    that was written."""
+    reward: float = row.get("reward_sampled", row["reward"])
+    return reward
+
+
+def _correction_success(steps: Sequence[Mapping[str, Any]]) -> list[float]:
+    corrected = [row for row in steps if row.get("corrections") and "correction_success" in row]
+    if len(corrected) < 2 * _STEPS:
+        return []
+    return [
+        float(np.average([r["correction_success"] for r in part], weights=[r["corrections"] for r in part]))
+        for part in (corrected[:_STEPS], corrected[-_STEPS:])
+    ]
+
+
+def _code(directory: Path) -> str:
+    path = directory / "versions.json"
+    return str(json.loads(path.read_text(encoding="utf-8")).get("commit", "")) if path.exists() else ""
 
 
 def comparison_skill(path: Path) -> float | None:
@@ -145,10 +200,14 @@ def compare(study: Study, results: Sequence[RunResult]) -> list[dict[str, Any]]:
 
 def compare_overall(study: Study, results: Sequence[RunResult]) -> list[dict[str, Any]]:
     """Return one line per method over all tasks: the mean of its accuracies on them, over the seeds for which
-    it and the baseline have run on every task. Empty if the study has one task."""
+    it and the baseline have run on every task, and whether its difference is the same on all tasks
+    (`interaction_p`). Empty if the study has one task."""
     if len(study.tasks) < 2:
         return []
-    means = {name: _mean_over_tasks(study, name, results) for name in study.methods}
+    by_task = {name: _accuracies_by_task(study, name, results) for name in study.methods}
+    means = {
+        name: {seed: fmean(values) for seed, values in of_seeds.items()} for name, of_seeds in by_task.items()
+    }
     baseline = means[study.baseline]
     lines: list[dict[str, Any]] = []
     for name in _baseline_first(study):
@@ -165,6 +224,13 @@ def compare_overall(study: Study, results: Sequence[RunResult]) -> list[dict[str
             line["difference"] = asdict(over_seeds(own - other)) | {
                 "sign_flip_p": sign_flip_p(own, other),
                 "sign_flip_floor": 2 / 2 ** len(seeds),
+            }
+            differences_ST = np.array([by_task[name][s] for s in seeds]) - [
+                by_task[study.baseline][s] for s in seeds
+            ]
+            line["difference"] |= {
+                "by_task": differences_ST.mean(axis=0).tolist(),
+                "interaction_p": interaction_p(differences_ST),
             }
         lines.append(line)
     _adjust(lines, lambda line: line["difference"]["p"])
@@ -259,11 +325,11 @@ def _baseline_first(study: Study) -> list[str]:
     return [study.baseline, *(name for name in study.methods if name != study.baseline)]
 
 
-def _mean_over_tasks(study: Study, method: str, results: Sequence[RunResult]) -> dict[int, float]:
-    """Return the mean accuracy by seed, for seeds that have run on every task."""
+def _accuracies_by_task(study: Study, method: str, results: Sequence[RunResult]) -> dict[int, list[float]]:
+    """Return the accuracy on every task by seed, for seeds that have run on every task."""
     runs = [_by_method(task.name, results).get(method, {}) for task in study.tasks]
     seeds = set.intersection(*(set(of_task) for of_task in runs))
-    return {seed: fmean(of_task[seed].accuracy[-1][1] for of_task in runs) for seed in sorted(seeds)}
+    return {seed: [of_task[seed].accuracy[-1][1] for of_task in runs] for seed in sorted(seeds)}
 
 
 def _rewards(runs: dict[int, RunResult], last: int) -> dict[int, float]:
@@ -276,9 +342,10 @@ def _line(
 ) -> dict[str, Any]:
     shared = sorted(set(runs) & set(baseline))
     own = [runs[seed] for seed in sorted(runs)]
-    costs = [_cost(run, threshold) for run in own]
+    costs = [cost_to_threshold(run, threshold) for run in own]
     cost = median(costs)
-    base_cost = median(_cost(run, threshold) for run in baseline.values())
+    dear = [_dear_cost(run, threshold) for run in own if run.dear_decoding]
+    base_cost = median(cost_to_threshold(run, threshold) for run in baseline.values())
     line: dict[str, Any] = {
         "method": name,
         "seeds": len(own),
@@ -302,7 +369,9 @@ def _line(
             "median": cost,
             "reached": sum(map(math.isfinite, costs)),
             "of_baseline": cost / base_cost if math.isfinite(cost) and math.isfinite(base_cost) else None,
+            "dear_decoding": median(dear) if dear else None,
         },
+        "correction_success": _mean_success(own),
         "gradient": {
             key: fmean(run.gradient[key] for run in own)
             for key in own[0].gradient
@@ -325,5 +394,18 @@ def _matrix(runs: Sequence[RunResult]) -> np.ndarray:
     return np.array([[run.solved[problem] for problem in problems] for run in runs])
 
 
-def _cost(run: RunResult, threshold: float) -> float:
-    return cost_to_reach(threshold, [s for s, _ in run.reward], [r for _, r in run.reward])
+def cost_to_threshold(run: RunResult, threshold: float) -> float:
+    """Return what the run had spent when its training reward reached the threshold; infinite if it never
+    did."""
+    spent, rewards = [s for s, _ in run.reward], [r for _, r in run.reward]
+    return cost_to_reach(threshold, spent, rewards, run.step_responses)
+
+
+def _dear_cost(run: RunResult, threshold: float) -> float:
+    return cost_to_reach(threshold, run.dear_decoding, [r for _, r in run.reward], run.step_responses)
+
+
+def _mean_success(runs: Sequence[RunResult]) -> list[float]:
+    """Return the mean success of corrections in the first and in the last steps; empty without any."""
+    pairs = [run.correction_success for run in runs if run.correction_success]
+    return [fmean(values) for values in zip(*pairs, strict=True)]

@@ -19,6 +19,8 @@ RESAMPLES = 4000
 PICKED_AT_ONCE = 2**22
 """Most values in memory at one time: 32 MB."""
 LEVEL = 0.95
+WINDOW_RESPONSES = 640
+"""Responses over which a training reward is averaged: five steps of 16 prompts with 8 responses."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,26 @@ def over_seeds(values_S: Array | Sequence[float]) -> OverSeeds:
     return OverSeeds(mean, float(interval.low), float(interval.high), float(found.pvalue), spread)
 
 
+def interaction_p(differences_ST: Array) -> float:
+    """Return the p of the hypothesis that a method's difference is the same on all tasks: Hotelling's T² of
+    the differences between tasks, paired over seeds. For two tasks it is the paired t test. NaN unless there
+    are more seeds than tasks less one, or if the differences do not vary over seeds.
+
+    Args:
+        differences_ST: method minus baseline of every seed on every task.
+    """
+    contrasts = differences_ST[:, 1:] - differences_ST[:, :1]
+    seeds, number = contrasts.shape
+    if seeds <= number:
+        return math.nan
+    covariance = np.atleast_2d(np.cov(contrasts, rowvar=False))
+    if np.linalg.matrix_rank(covariance, tol=1e-12) < number:
+        return math.nan
+    mean = contrasts.mean(axis=0)
+    squared = seeds * mean @ np.linalg.solve(covariance, mean)
+    return float(stats.f.sf(squared * (seeds - number) / (number * (seeds - 1)), number, seeds - number))
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjust the p values of several tests so that together they have the false-positive rate of one: Holm's
     step-down (Scandinavian Journal of Statistics 6, 1979, 65-70). NaN stays NaN and counts as no test."""
@@ -182,28 +204,46 @@ def sign_flip_p(method_S: Array, baseline_S: Array) -> float:
     return float(found.pvalue)
 
 
-def running_mean(values: Sequence[float], window: int) -> np.ndarray:
-    """Return the means of every `window` consecutive values."""
-    return np.convolve(values, np.ones(window) / window, mode="valid")
+def response_windows(
+    values: Sequence[float], responses: Sequence[float], window: float = WINDOW_RESPONSES
+) -> tuple[npt.NDArray[np.int64], Array]:
+    """Return (steps, means): the mean value of the last `window` responses at each step that has so many
+    before it. A window has whole steps, as few as hold so many responses, so that methods with small groups
+    are smoothed as much as those with large ones.
+
+    Args:
+        values: mean of a step's responses.
+        responses: number of responses of each step.
+    """
+    counts_T = np.asarray(responses, np.float64)
+    total_T = np.concatenate([[0.0], np.cumsum(counts_T)])
+    weighted_T = np.concatenate([[0.0], np.cumsum(counts_T * np.asarray(values, np.float64))])
+    ends = np.flatnonzero(total_T >= window)
+    starts = np.searchsorted(total_T, total_T[ends] - window, side="right") - 1
+    means = (weighted_T[ends] - weighted_T[starts]) / (total_T[ends] - total_T[starts])
+    return ends - 1, means
 
 
 def cost_to_reach(
-    threshold: float, spent: Sequence[float], values: Sequence[float], window: int = 5
+    threshold: float,
+    spent: Sequence[float],
+    values: Sequence[float],
+    responses: Sequence[float],
+    window: float = WINDOW_RESPONSES,
 ) -> float:
-    """Return the amount spent when the mean of the last `window` values first reached `threshold`; infinite
-    if it never did. Interpolates between two steps.
+    """Return the amount spent when the mean of the last `window` responses first reached `threshold`;
+    infinite if it never did. Interpolates between two steps.
 
     Args:
-        spent: running total at each value, ascending.
+        spent: running total at each step, ascending.
+        values, responses: as in `response_windows`.
     """
-    if len(values) < window:
-        return math.inf
-    smooth = running_mean(values, window)
-    at = np.asarray(spent[window - 1 :], dtype=np.float64)
-    reached = np.flatnonzero(smooth >= threshold)
+    steps, means = response_windows(values, responses, window)
+    at = np.asarray(spent, dtype=np.float64)[steps]
+    reached = np.flatnonzero(means >= threshold)
     if not len(reached):
         return math.inf
     first = int(reached[0])
     if first == 0:
         return float(at[0])
-    return float(np.interp(threshold, smooth[first - 1 : first + 1], at[first - 1 : first + 1]))
+    return float(np.interp(threshold, means[first - 1 : first + 1], at[first - 1 : first + 1]))

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config import ConfigError, load_hook, nearest, path_in_recipe, read_yaml
 from megatron_ibpo.study.plan import Settings, Study, Task, Tuning, grid_points, point_name
+from megatron_ibpo.study.published_claims import read_claims
 from megatron_ibpo.study.run_results import comparison_skill
 
 MOST_SEEDS = 1_000
@@ -31,6 +32,10 @@ _TEXT = "text", lambda value: isinstance(value, str)
 _NUMBER = "a number", lambda value: (_is_whole(value) or isinstance(value, float)) and abs(value) < 1e300
 _MAPPING = "`key: value` lines", lambda value: isinstance(value, Mapping)
 _METHODS = "names, each with settings, a recipe or an import path", _are_methods
+_CLAIMS = (
+    "a list of claims, each with `key: value` lines",
+    lambda value: isinstance(value, list) and all(isinstance(claim, Mapping) for claim in value),
+)
 _NAMES = (
     "a list of names",
     lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
@@ -57,6 +62,7 @@ _OF_STUDY: dict[str, Kind] = {
     "tasks": _MAPPING,
     "pilot_seeds": _SEEDS,
     "confirm_seeds": _SEEDS,
+    "published_claims": _CLAIMS,
 }
 """Key of a study → the kind of value that it must hold."""
 _OF_TUNING: dict[str, Kind] = {
@@ -123,6 +129,10 @@ def read_study(
         raw["tasks"] = tuple(_task(str(name), task, paths[0]) for name, task in raw["tasks"].items())
     methods = {**raw["methods"], **(add or {})}
     raw["methods"] = {str(name): method_settings(given) for name, given in methods.items()}
+    try:
+        raw["published_claims"] = read_claims(raw.get("published_claims", ()), raw["methods"], str(paths[0]))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     study = Study(**raw)
     _check(study, paths[0])
     kept = {study.baseline, *(only or study.methods)}

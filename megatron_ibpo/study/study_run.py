@@ -2,12 +2,13 @@
 
 import fcntl
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from megatron_ibpo.basics.text import counted
+from megatron_ibpo.basics.versions import installed_versions
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.study.claims import compare_all, winners
 from megatron_ibpo.study.findings import Findings, write_findings
@@ -87,6 +89,8 @@ class _Conductor:
     parallel: int
     left: int | None
     """Runs that may still be run; None: any number."""
+    said_doubts: set[str] = field(default_factory=set)
+    """Warnings that the user has seen."""
 
     def conduct(self) -> bool:
         study, tuning = self.study, plan_tuning(self.study, self.directory)
@@ -142,7 +146,7 @@ class _Conductor:
                 return None
             for run in further:
                 of_method[run.task, run.method].append(run)
-        return [self._settled(self._choice(*which, runs)) for which, runs in of_method.items()]
+        return [self._choice(*which, runs) for which, runs in of_method.items()]
 
     def _choice(self, task: str, method: str, runs: Sequence[PlannedRun]) -> Choice:
         results = [(run, read_run(run, self.study.budget_unit)) for run in runs if is_finished(run)]
@@ -157,11 +161,6 @@ class _Conductor:
     def _beyond(self, choice: Choice) -> list[PlannedRun]:
         """Return the runs that extend the grid where the best lies at its edge."""
         return [run for point in beyond(choice).values() for run in self._possible(choice, point)]
-
-    def _settled(self, choice: Choice) -> Choice:
-        """Return the choice without edges beyond which no run is possible, since the axis ends there."""
-        edges = tuple(key for key, point in beyond(choice).items() if self._possible(choice, point))
-        return replace(choice, at_edge=edges)
 
     def _possible(self, choice: Choice, point: Settings) -> list[PlannedRun]:
         """Return the runs of a combination; none if its settings are refused."""
@@ -207,12 +206,26 @@ class _Conductor:
     def _run(self, runs: Sequence[PlannedRun]) -> bool:
         """Run them, and return whether later phases can build on them. A tuning run that failed for good, as
         its summary says, is not a candidate, and nothing waits for it."""
+        self._say_doubts(runs)
         ran = run_all(self.study, runs, self.program, self.console, parallel=self.parallel, at_most=self.left)
         if self.left is not None:
             self.left -= ran
         return all(is_finished(run) or _is_lost(run) for run in runs)
 
+    def _say_doubts(self, runs: Sequence[PlannedRun]) -> None:
+        """Say once which methods have settings that may not be intended."""
+        methods: dict[str, list[str]] = {}
+        for run in runs:
+            for doubt in run.doubts:
+                methods.setdefault(doubt, []).append(run.method)
+        for doubt, of_doubt in methods.items():
+            if doubt not in self.said_doubts:
+                self._say(f"warning: {', '.join(dict.fromkeys(of_doubt))}: {doubt}")
+        self.said_doubts |= methods.keys()
+
     def _write(self, found: Findings) -> None:
+        versions = installed_versions() | {"command": " ".join(sys.argv[1:])}
+        found = replace(found, versions=versions)
         tables = compare_all(found)
         write_findings(self.directory / "results.json", found, asdict(tables))
         for path in write_page(found, tables, self.directory, self.console):

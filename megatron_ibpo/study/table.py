@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_ibpo.study.claims import Comparison
 from megatron_ibpo.study.findings import Findings
 from megatron_ibpo.study.plan import Study
 from megatron_ibpo.study.power import in_words
-from megatron_ibpo.study.statistics import shown_p
+from megatron_ibpo.study.published_claims import FEWEST_SEEDS, ClaimOutcome
+from megatron_ibpo.study.statistics import WINDOW_RESPONSES, over_seeds, shown_p
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Table:
 
 def tables(found: Findings, compared: Comparison) -> list[Table]:
     """Return all tables that have rows, in the order of the page."""
-    made = [_verdicts(found.study, compared), _overall(compared.overall)]
+    made = [_verdicts(found.study, compared), _published(compared.published), _overall(compared.overall)]
     for task in found.study.tasks:
         of_task = [line for line in compared.table if line["task"] == task.name]
         made += [_methods(found.study, task.name, of_task), _gradient(task.name, of_task)]
@@ -36,10 +37,48 @@ def markdown(found: Findings, made: Sequence[Table]) -> str:
     """Return the tables in Markdown, after the pilot's power analysis."""
     parts = [in_words(found.power)] if found.power is not None else []
     for table in made:
-        rows = [table.header, ["---"] * len(table.header), *table.rows]
-        parts += [f"## {table.title}", "\n".join(f"| {' | '.join(row)} |" for row in rows)]
+        parts += [f"## {table.title}", lines_of(table)]
         parts += [table.legend] if table.legend else []
+    parts += _origin(found)
     return "\n\n".join(parts) + "\n"
+
+
+def lines_of(table: Table) -> str:
+    """Return the lines of a table in Markdown."""
+    rows = [table.header, ["---"] * len(table.header), *table.rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def brief(found: Findings, compared: Comparison) -> list[Table]:
+    """Return the results in few columns, for a page of documentation: the methods, then the published claims,
+    of a study of one task."""
+    rows = [
+        [
+            line["method"],
+            f"{_known(line['prompts_per_step'])}, {line['samples_per_prompt']}, {_known(line['lr'])}",
+            str(line["seeds"]),
+            f"{line['steps']:.0f}",
+            _interval(asdict(over_seeds(list(line["accuracy_by_seed"].values())))),
+            f"{line['greedy']:.3f}",
+            _operations(line["cost_to_threshold"]["median"]),
+            _operations(line["cost_to_threshold"]["dear_decoding"]),
+            " → ".join(f"{share:.2f}" for share in line["correction_success"]) or "–",
+        ]
+        for line in compared.table
+    ]
+    header = [
+        "method", "P, G, lr", "seeds", "steps", "sampled [95 %, t]", "greedy",
+        f"operations to {found.study.threshold:g}", "the same, decoding x 10",
+        "corrections right, first → last",
+    ]  # fmt: skip
+    return [Table("Results", header, rows), _published(compared.published)]
+
+
+def _origin(found: Findings) -> list[str]:
+    """Return a line about the code that made the runs; nothing if it was not recorded."""
+    codes = sorted({run.code for run in found.runs if run.code})
+    seconds = sum(run.seconds or 0 for run in found.runs)
+    return [f"Code of the runs: {', '.join(codes)}. Seconds of all runs: {seconds:.0f}."] if codes else []
 
 
 def _verdicts(study: Study, compared: Comparison) -> Table:
@@ -57,6 +96,30 @@ def _verdicts(study: Study, compared: Comparison) -> Table:
     )
 
 
+def _published(outcomes: Sequence[ClaimOutcome]) -> Table:
+    rows = [
+        [
+            one.claim.source,
+            one.claim.claim,
+            f"{one.claim.method} – {one.claim.than}" if one.claim.than else one.claim.method or "–",
+            one.claim.measure if one.claim.method else "–",
+            str(one.seeds) if one.seeds else "–",
+            _interval(asdict(one.difference), "+") if one.difference is not None else "–",
+            shown_p(one.holm_p),
+            f"{one.outcome}: {one.claim.untestable}" if one.claim.untestable else one.outcome,
+        ]
+        for one in outcomes
+    ]
+    header = ["source", "claim", "runs", "measure", "seeds", "difference [95 %, t]", "p Holm", "outcome"]
+    legend = (
+        "A difference above 0 leans towards the claim. Of the cost to the threshold it is log₂ of the "
+        "other's over the method's; a run that never reached it counts as if it had at its end. Repeated or "
+        f"not repeated: shown, or its opposite shown, by {FEWEST_SEEDS} seeds or more at level .05, adjusted "
+        "over all claims tested. Undecided is no proof of equality."
+    )
+    return Table("Published claims", header, rows, legend)
+
+
 def _standing(verdict: str, blocks: Sequence[str]) -> str:
     if verdict not in ("better", "worse"):
         return "–"
@@ -72,6 +135,8 @@ def _overall(lines: Sequence[dict[str, Any]]) -> Table:
         "p t test",
         "p Holm",
         "p sign flip (floor)",
+        "by task",
+        "p interaction",
     ]
     rows = [
         [
@@ -79,10 +144,23 @@ def _overall(lines: Sequence[dict[str, Any]]) -> Table:
             str(line["seeds"]),
             _interval(line["accuracy"]),
             *_tests(line.get("difference"), "p"),
+            *_by_task(line.get("difference")),
         ]
         for line in lines
     ]
-    return Table("Mean over the tasks", header, rows, "Intervals: Student's t over seeds.")
+    legend = (
+        "Intervals: Student's t over seeds. By task: the differences on the tasks, in their order; p "
+        "interaction: of the hypothesis that they are all the same (Hotelling's T², paired over seeds). A "
+        "method that gains on some tasks and loses on others is called neither better nor worse where it is "
+        "below .05."
+    )
+    return Table("Mean over the tasks", header, rows, legend)
+
+
+def _by_task(difference: dict[str, Any] | None) -> list[str]:
+    if difference is None:
+        return ["–"] * 2
+    return [", ".join(f"{mean:+.3f}" for mean in difference["by_task"]), shown_p(difference["interaction_p"])]
 
 
 def _tests(difference: dict[str, Any] | None, p: str) -> list[str]:
@@ -98,7 +176,8 @@ def _methods(study: Study, task: str, lines: Sequence[dict[str, Any]]) -> Table:
         "method", "P", "G", "lr", "sequences per prompt", "tuned", "seeds", "steps", "spent", "FLOPs",
         "accuracy [95 %]", *(f"T = {at} [95 %]" for at in others), "greedy [95 %]",
         "against baseline [95 %, t]", "p t test", "p Holm", "p sign flip (floor)", "bootstrap [95 %], p",
-        "cost to threshold, of baseline",
+        "cost to threshold, of baseline", "FLOPs to threshold, decoding x 10",
+        "corrections right, first → last",
     ]  # fmt: skip
     title = "Methods" if not task else f"Methods on {task}"
     rows = [_cells(study, line, others) for line in lines]
@@ -132,7 +211,15 @@ def _cells(study: Study, line: dict[str, Any], others: Sequence[str]) -> list[st
         _interval(line["greedy_over_seeds"]),
         *tests,
         f"{ratio:.2f}x, {reached}" if ratio is not None else reached,
+        _operations(cost["dear_decoding"]),
+        " → ".join(f"{share:.2f}" for share in line["correction_success"]) or "–",
     ]
+
+
+def _operations(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2e}" if math.isfinite(value) else "not reached"
 
 
 def _known(value: Any) -> str:
@@ -160,7 +247,9 @@ def _legend(study: Study, lines: Sequence[dict[str, Any]]) -> str:
         "the others Student's t over seeds. p: two-sided, paired over seeds; Holm adjusts the t test over "
         "the methods; the sign-flip test's floor is the smallest p that the seeds can give. The bootstrap p "
         "is no evidence with few seeds; ≤ marks its floor. Cost to threshold: spent until the mean training "
-        f"reward of five steps reached {study.threshold:g}, median over seeds, over the baseline's."
+        f"reward of the last {WINDOW_RESPONSES} responses, dropped groups included, reached "
+        f"{study.threshold:g}; median over seeds, over the baseline's. Decoding x 10: if writing a token "
+        "cost ten times as much as reading it. Corrections right: share in the first and last five steps."
     )
 
 

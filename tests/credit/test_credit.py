@@ -27,7 +27,7 @@ from megatron_ibpo.credit import (
 )
 from megatron_ibpo.credit.estimators import group_z_score, maxrl, needs_critic
 from megatron_ibpo.credit.gae import Critic
-from megatron_ibpo.credit.metrics import response_metrics
+from megatron_ibpo.credit.metrics import response_metrics, sampled_metrics
 from megatron_ibpo.credit.pairing import draw_references
 from megatron_ibpo.credit.train_sequences import plain_prompt_sequences, train_sequences
 from megatron_ibpo.data import DataError, PromptSuffixes
@@ -495,6 +495,13 @@ def test_other_prompts_are_sampled_until_the_batch_is_full():
     assert (found, metrics["groups_filled_up"], metrics["groups_discarded"]) == ([2, 4, 0], 1, 3)
     unsure = Group(prompt(), [response([14], None), response([13], 1.0)])
     assert not is_informative(unsure), "a failed verifier is no wrong answer"
+
+
+def test_the_reward_of_all_that_was_sampled_is_that_before_any_group_was_dropped():
+    failed = Group(prompt(), [response([13], None)])
+    groups = [group([13], [13], [13]), group([14]), failed]
+    assert sampled_metrics(groups) == {"responses_sampled": 5, "reward_sampled": 3 / 4}
+    assert sampled_metrics([failed]) == {"responses_sampled": 1}
 
 
 def test_groups_that_a_filter_refuses_are_never_in_the_batch():

@@ -568,15 +568,16 @@ def test_a_run_and_a_study_say_where_corrections_stand():
     assert found["accompanied"]["needed"] == pytest.approx(1.8)
     assert (found["alone"]["pays"], found["accompanied"]["pays"]) == (True, False)
     assert found["alone"]["skill"]["low"] == pytest.approx(0.451, abs=1e-3)
-    price, alone, _ = break_even_lines(found)
+    price, alone, _, origin = break_even_lines(found)
+    assert "only such a run tells" in origin
     assert price == "A correction costs as much as 3.0 responses."
     assert alone.endswith("worth their cost from 14% on, so these are.")
     doubtful = break_even([step(3.0, responses_alone=(40, 4), corrections_alone=(20, 5))])
     assert (doubtful["alone"]["pays"], "accompanied" in doubtful) == (None, False)
-    assert "from 27% on; there were too few to tell" in break_even_lines(doubtful)[-1]
+    assert "from 27% on; there were too few to tell" in break_even_lines(doubtful)[-2]
     hopeless = break_even([step(3.0, responses_alone=(40, 0), corrections_alone=(20, 0))])
     told = "cannot be told: no retry succeeded, and no correction."
-    assert break_even_lines(hopeless)[-1].endswith(told)
+    assert break_even_lines(hopeless)[-2].endswith(told)
     assert break_even([without]) is None
     assert break_even_lines(None) == []
     points = break_even_points([RunResult("ibpo", 0, {}, 8, 1, {}, [], 0, [], 8, {}, {}, break_even=found)])

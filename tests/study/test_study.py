@@ -31,8 +31,19 @@ from megatron_ibpo.study import plan, run_results, runs, statistics
 from megatron_ibpo.study.claims import Claim, compare_all
 from megatron_ibpo.study.findings import Findings, read_findings, write_findings
 from megatron_ibpo.study.page import write_page
-from megatron_ibpo.study.plan import Study, Task, Tried, Tuning, beyond, choose, grid_points, plan_main
+from megatron_ibpo.study.plan import (
+    PublishedClaim,
+    Study,
+    Task,
+    Tried,
+    Tuning,
+    beyond,
+    choose,
+    grid_points,
+    plan_main,
+)  # fmt: skip
 from megatron_ibpo.study.power import analyse, power, seeds_needed
+from megatron_ibpo.study.published_claims import judge_claims
 from megatron_ibpo.study.run_results import RunResult, compare, compare_at_equal_steps, compare_overall
 from megatron_ibpo.study.statistics import holm, mean_with_interval, over_seeds, paired_difference, shown_p
 from megatron_ibpo.study.study_files import method_settings, read_study
@@ -306,8 +317,23 @@ def test_a_threshold_costs_what_the_smoothed_reward_crosses_it_at():
     spent, reward = [10.0 * step for step in range(1, 9)], [0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
     # means of two: 0, .25, .5, .75, 1, 1, 1 at 20, 30, … 80
     for threshold, cost in ((0.75, 50), (0.625, 45), (0.0, 20), (1.01, math.inf)):
-        assert statistics.cost_to_reach(threshold, spent, reward, window=2) == pytest.approx(cost)
-    assert statistics.cost_to_reach(0.5, spent[:1], reward[:1], window=2) == math.inf
+        assert statistics.cost_to_reach(threshold, spent, reward, [4] * 8, window=8) == pytest.approx(cost)
+    assert statistics.cost_to_reach(0.5, spent[:1], reward[:1], [4], window=8) == math.inf
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1)), min_size=1, max_size=8), st.integers(1, 20))
+def test_a_window_holds_as_many_responses_however_they_are_cut_into_steps(steps, window):
+    """The mean at a step is that over the fewest of the last steps that have so many responses; steps of one
+    response each with the same rewards reach the same mean there if no step straddles the window's start."""
+    counts, values = zip(*steps, strict=True)
+    ends, means = statistics.response_windows(values, counts, window)
+    assert ends.tolist() == [n for n in range(len(steps)) if sum(counts[: n + 1]) >= window]
+    for end, mean in zip(ends.tolist(), means, strict=True):
+        start = max(n for n in range(end + 1) if sum(counts[n : end + 1]) >= window)
+        inside = [value for n in range(start, end + 1) for value in [values[n]] * counts[n]]
+        assert mean == pytest.approx(np.mean(inside), abs=1e-9)
+        single, same = statistics.response_windows(np.repeat(values, counts), [1] * sum(counts), len(inside))
+        assert same[single.tolist().index(sum(counts[: end + 1]) - 1)] == pytest.approx(mean, abs=1e-9)
 
 
 def result(method, seed, accuracy, *, problems=40, rewards=(0.2, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8)):
@@ -369,9 +395,10 @@ def test_a_method_that_never_reaches_the_threshold_has_no_ratio():
     never = result("ibpo", 0, 0.5, rewards=(0.1,) * 7)
     found = Findings(STUDY, [result("gspo", 0, 0.5), never])
     lines = compare(STUDY, found.runs)
-    assert lines[1]["cost_to_threshold"] == {"median": math.inf, "reached": 0, "of_baseline": None}
+    cost = {"median": math.inf, "reached": 0, "of_baseline": None, "dear_decoding": None}
+    assert lines[1]["cost_to_threshold"] == cost
     (methods,) = [t for t in tables(found, compare_all(found)) if t.title == "Methods"]
-    assert methods.rows[1][-1] == "0/1 reached"
+    assert methods.rows[1][-3:] == ["0/1 reached", "–", "–"]
     with pytest.raises(ValueError, match="same problems"):
         compare(STUDY, [result("gspo", 0, 0.5), result("gspo", 1, 0.5, problems=41)])
     with pytest.raises(ValueError, match="baseline"):
@@ -396,6 +423,79 @@ def test_over_several_tasks_the_mean_of_each_seed_is_compared_and_the_response_i
     assert [point["mean"] for point in points[:2]] == pytest.approx([0.1, -0.05])
     one_skill = replace(TASKS, tasks=(Task("short", {}, skill=0.5), Task("hard", {})))
     assert run_results.dose_response(one_skill, results, lines) == []
+
+
+def test_what_gains_on_one_task_and_loses_on_another_is_neither_better_nor_worse():
+    """ibpo gains .2 on one task and loses .05 on the other, with noise; mine gains on both, not alike."""
+    results = []
+    for seed, noise in enumerate((0.0, 0.025, -0.025, 0.0)):
+        results += over_tasks("gspo", seed, short=0.5, hard=0.25)
+        results += over_tasks("ibpo", seed, short=0.7 + noise, hard=0.2)
+        results += over_tasks("mine", seed, short=0.7 + noise, hard=0.3)
+    compared = compare_all(Findings(replace(TASKS, seeds=(0, 1, 2, 3)), results))
+    assert [(claim.method, claim.verdict) for claim in compared.claims] == [
+        ("ibpo", "differs between tasks"), ("mine", "better"),
+    ]  # fmt: skip
+    _, ibpo, mine = compared.overall
+    assert ibpo["difference"]["by_task"] == pytest.approx([0.2, -0.05])
+    assert max(of["difference"]["interaction_p"] for of in (ibpo, mine)) < 0.05
+
+
+def test_the_interaction_of_two_tasks_is_the_paired_t_test_and_does_not_depend_on_the_order_of_tasks():
+    rng = np.random.default_rng(0)
+    two, three = rng.normal(size=(8, 2)), rng.normal(size=(8, 3))
+    assert statistics.interaction_p(two) == pytest.approx(over_seeds(two[:, 1] - two[:, 0]).p)
+    expected = pytest.approx(statistics.interaction_p(three))
+    assert statistics.interaction_p(three[:, [2, 0, 1]]) == expected
+    assert statistics.interaction_p(three + rng.normal(size=(8, 1))) == expected, (
+        "a seed's own gain on all tasks"
+    )
+    false_alarms = [statistics.interaction_p(rng.normal(size=(6, 3))) < 0.05 for _ in range(400)]
+    assert 0.02 < np.mean(false_alarms) < 0.09
+    assert math.isnan(statistics.interaction_p(three[:2]))
+    assert math.isnan(statistics.interaction_p(np.tile([0.1, -0.1], (4, 1))))
+
+
+CLAIMS = (
+    PublishedClaim("T1", "more accurate", "ibpo", "gspo"),
+    PublishedClaim("T2", "cheaper", "ibpo", "gspo", "cost to threshold"),
+    PublishedClaim("5.1.1", "corrections improve", "ibpo", measure="correction success"),
+    PublishedClaim("T3", "K > 2", untestable="no tokens"),
+    PublishedClaim("T4", "mine", "mine", "gspo"),
+)
+
+
+def test_a_published_claim_is_repeated_not_repeated_undecided_or_untested():
+    """ibpo is more accurate by .1, at more than 1.5 times the cost; its corrections get better by .42."""
+
+    def outcomes(seeds, success=lambda seed: [0.2, 0.6 + 0.01 * seed]):
+        results = []
+        for seed in range(seeds):
+            late, noise = (0.1,) * (9 + seed % 2) + (0.9,) * 6, 0.025 * (seed % 2)
+            results.append(result("gspo", seed, 0.5, rewards=(0.1,) * 3 + (0.9,) * 6))
+            ibpo = result("ibpo", seed, 0.6 + noise, rewards=late)
+            results.append(replace(ibpo, correction_success=success(seed)))
+        return judge_claims(replace(THREE, published_claims=CLAIMS), results)
+
+    found = outcomes(5)
+    names = [one.outcome for one in found]
+    assert names == ["repeated", "not repeated", "repeated", "cannot be tested here", "not run"]
+    assert found[2].difference.mean == pytest.approx(0.42)
+    assert 1.5 < 2 ** -found[1].difference.mean < 3, "log₂ of a ratio of costs"
+    assert [one.outcome for one in outcomes(4)][:3] == ["undecided"] * 3, "too few seeds"
+    assert outcomes(5, lambda seed: [0.2, 0.3 - 0.2 * (seed % 2)])[2].outcome == "undecided"
+    assert outcomes(5, lambda _: [])[2].outcome == "not run"
+
+
+def test_a_run_that_never_reaches_the_threshold_counts_as_if_it_had_at_its_end():
+    study = replace(STUDY, published_claims=CLAIMS[1:2])
+    reaches, never = (0.1,) * 3 + (0.9,) * 6, (0.1,) * 9
+    runs_of = [result("gspo", 0, 0.5, rewards=reaches), result("ibpo", 0, 0.5, rewards=never)]
+    (one,) = judge_claims(study, runs_of)
+    cost = run_results.cost_to_threshold(runs_of[0], study.threshold)
+    assert one.difference.mean == pytest.approx(math.log2(cost / 90.0))
+    neither = [result(method, 0, 0.5, rewards=never) for method in ("gspo", "ibpo")]
+    assert judge_claims(study, neither)[0].outcome == "not run"
 
 
 def test_at_equal_steps_rewards_have_intervals_and_short_runs_none():
@@ -502,11 +602,12 @@ def test_tuning_takes_the_best_mean_and_the_grid_of_each_setting_goes_on_where_t
     for values, best, further in [
         ((1e-4, 3e-4, 1e-3), 3e-4, None), ((1e-4, 3e-4, 1e-3), 1e-3, 3.33333e-3),
         ((1e-4, 3e-4, 1e-3), 1e-4, 3.33333e-5), ((2, 4), 2, 1),
-        ((1, 2), 1, None),  # no whole number lies beyond
+        ((1, 2), 1, None), ((0.0, 0.5), 0.0, None),  # edges with nothing beyond
         ((3e-4,), 3e-4, None), (("gspo", "dapo"), "gspo", None),  # no axis
     ]:  # fmt: skip
         found = choose("", "gspo", tried(values, best, key="x"))
-        assert found.at_edge == (() if further is None else ("x",))
+        is_edge = further is not None or best in (1, 0.0)
+        assert found.at_edge == (("x",) if is_edge else ())
         assert beyond(found) == ({} if further is None else {"x": {"x": further}})
 
 
@@ -586,6 +687,8 @@ def test_a_study_that_makes_no_sense_and_a_method_that_cannot_work_are_refused(t
         ({"pilot-seeds": [7]}, "a pilot of one seed has no spread"),
         ({"confirm-seeds": [1, 2]}, "confirmation must not use the study's own"),
         ({"tasks": {"a": {"hf-checkpoint": "x"}}}, "task a: must have settings"),
+        ({"published-claims": [{"source": "T1"}]}, "published-claims, number 1: .*'claim'"),
+        ({"published-claims": [{"source": "T1", "claim": "x", "method": "no"}]}, "must have a method of the"),
         ({"methods": {"gspo": {}, "mine": "nowhere"}}, r"must be a recipe .* or settings"),
     ]:
         with pytest.raises(ConfigError, match=words):
@@ -670,8 +773,11 @@ def test_a_run_that_ends_is_told_and_a_correction_is_one_more_sequence_of_its_pr
     assert re.fullmatch(told, said.getvalue().strip())
     metrics = run.directory / "metrics.jsonl"
     first, *others = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text(json.dumps(json.loads(first) | {"corrections": 56.0}) + "\n" + "".join(others))
+    of_all = {"corrections": 56.0, "reward_sampled": 0.25, "responses_sampled": 300.0}  # 172 were not taken
+    metrics.write_text(json.dumps(json.loads(first) | of_all) + "\n" + "".join(others))
+    (run.directory / "versions.json").write_text('{"commit": "abc"}')
     found = run_results.read_run(run, "flops")
+    assert (found.responses, found.reward[0][1], found.code) == ([300.0] + [128] * 6, 0.25, "abc")
     assert (found.steps, found.prompts_per_step, found.samples_per_prompt) == (7, 16, 8)
     assert found.sequences_per_prompt == 8.5
 

@@ -1,0 +1,60 @@
+"""Write the tables of docs/paper_claims.md from the results of its study.
+
+    "$(bash tools/bootstrap.sh)" tools/write_paper_claims.py
+
+The results are docs/studies/paper.json.gz: results.json of a run of examples/studies/paper.yaml, gzipped
+without its date (gzip -n). tests/study/test_study.py says where the page differs from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.basics.text import counted
+from megatron_ibpo.study.claims import compare_all
+from megatron_ibpo.study.findings import read_findings
+from megatron_ibpo.study.table import brief, lines_of
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, RESULTS = ROOT / "docs/paper_claims.md", ROOT / "docs/studies/paper.json.gz"
+BEGIN, END = "<!-- written by tools/write_paper_claims.py -->\n", "<!-- end of what it writes -->\n"
+
+
+@dataclass
+class Arguments:
+    pass
+
+
+def page_with_tables(page: str) -> str:
+    """Return the page with the tables of the results between its two marks."""
+    findings = read_findings(RESULTS)
+    tables = brief(findings, compare_all(findings))
+    planned = len(findings.study.methods) * len(findings.study.seeds)
+    seconds = sum(run.seconds or 0.0 for run in findings.runs)
+    state = (
+        f"{counted(len(findings.runs), 'run')} of {planned}, {seconds / 60:.0f} minutes one after the other."
+    )
+    if findings.runs_left:
+        state = (
+            f"**Partial: {state}** Rows with fewer seeds than {len(findings.study.seeds)} say nothing yet."
+        )
+    tuned = [
+        f"{choice.method} ({counted(len(choice.tried), 'trial')}): "
+        + ", ".join(f"{key} {value}" for key, value in choice.setting.items())
+        + (f"; {', '.join(choice.at_edge)} at the edge of the grid" if choice.at_edge else "")
+        for choice in findings.choices
+    ]
+    results, claims = map(lines_of, tables)
+    parts = [state, results, f"Tuned to: {'. '.join(tuned)}.", "## Claim by claim", claims, tables[1].legend]
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n" + "\n\n".join(parts) + "\n\n" + END + rest.split(END)[1]
+
+
+def main(arguments: Arguments) -> None:
+    PAGE.write_text(page_with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_tool(main, Arguments, __doc__)
