@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.verify.batch import Subject
+from megatron_ibpo.verify.live import LIVE, check_live
 from megatron_ibpo.verify.prompts import check_data
 from megatron_ibpo.verify.reference import check_reference
 from megatron_ibpo.verify.rewards import check_rewards
@@ -42,8 +43,26 @@ def run_checks(
             if name in only:
                 _tell(name)
                 rows += attempted(name, partial(check, subject))
+        if set(only) & set(LIVE) and (set(only) & _NEEDS_RUN or _has_layout(small)):
+            _tell("the run: " + ", ".join(name for name in LIVE if name in only))
+            rows += attempted(_first(only), partial(check_live, subject, only))
         about = described(config, small)
+    missing = set(only) - {row.check.partition(":")[0] for row in rows}
+    rows += [Row(name, "not checked", reason="the run ended before it") for name in missing]
     return in_order(rows), about | {"full": full, "seconds": round(time.monotonic() - began, 1)}
+
+
+_NEEDS_RUN = {"engine", "arrival", "resume", "memory"}
+
+
+def _has_layout(small: Config) -> bool:
+    """Return whether the run has several trainer ranks."""
+    return (small.cluster.num_trainers or 1) > 1
+
+
+def _first(only: Collection[str]) -> str:
+    """Return the check that fails if the run cannot be opened."""
+    return next(name for name in LIVE if name in only and (name in _NEEDS_RUN or name == "split"))
 
 
 def _tell(name: str) -> None:

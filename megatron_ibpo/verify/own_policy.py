@@ -51,16 +51,15 @@ def own_update(config: Config, sequences: Sequence[TrainSequence]) -> Update:
     with own_policy(config) as (policy, rank):
         before = copies(rank)
         metrics = policy.update(sequences)
-        return Update(
-            changes(before, copies(rank), config.optimizer.lr), metrics, ROUNDING / config.optimizer.lr
-        )
+        lr = metrics["learning_rate"]
+        return Update(changes(before, copies(rank), lr), metrics, ROUNDING / lr)
 
 
 def reading_off(config: Config) -> Config:
     """Return the settings with which one update's change of the weights is its gradient, |g| << 1."""
     return replace(
         config,
-        optimizer=replace(config.optimizer, lr=READ_OFF),
+        optimizer=replace(config.optimizer, lr=READ_OFF, lr_decay_style="constant"),
         loss=replace(config.loss, num_steps_per_rollout=1),
     )
 

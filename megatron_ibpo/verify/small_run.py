@@ -54,6 +54,7 @@ def _linear_steps(config: Config) -> Any:
     """Return an optimizer whose first step is lr · g / (|g| + eps), so that gradients can be read off it."""
     return replace(
         config.optimizer, lr=1.0, critic_lr=1e-3, adam_eps=1.0, clip_grad=1e9, lr_warmup_fraction=0.0,
+        lr_decay_style="cosine",  # a resume that loses the schedule then shows
         weight_decay=0.0, use_precision_aware_optimizer=False, optimizer_cpu_offload=False,
         overlap_cpu_optimizer_d2h_h2d=False, optimizer_override=(),
     )  # fmt: skip

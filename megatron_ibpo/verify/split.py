@@ -1,9 +1,8 @@
 """Loss and gradients do not depend on how a batch is cut: into micro-batches here, over ranks in `live`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.own_policy import Update, difference, own_update, reading_off
@@ -66,8 +65,3 @@ def from_engine(config: Config) -> Config:
 def _cut(config: Config, max_tokens: int) -> Config:
     model = replace(config.model, max_tokens_per_gpu=max_tokens, log_probs_max_tokens_per_gpu=None)
     return replace(config, model=model)
-
-
-def without_masked(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """Return the sequences with no token of theirs in the loss."""
-    return [replace(s, loss_mask=s.loss_mask & False) for s in sequences]
