@@ -29,7 +29,7 @@ from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
 PROMPTS, LONGEST = 6, 24
 BLOCK = 300
 """Tokens of a prompt that fills a block of every cache: those of delta nets have 256."""
-SHARE = 0.3
+SHARE = 1.0
 """Size of the change, as a share of a tensor's root mean square."""
 SHIFT = 0.05
 """What is added to the factors of adapters."""

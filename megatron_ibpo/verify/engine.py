@@ -13,7 +13,7 @@ from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.reference import logprobs
 from megatron_ibpo.verify.rows import NotCheckedError, Row, measured
 
-FLOOR, SPREADS = 2e-4, 4.0
+FLOOR, SPREADS = 5e-5, 4.0
 """Least bound in nats, and how many times the spread of the engine's precision is right."""
 BIN = 8
 """Tokens of a part of a response whose mean difference is looked at."""
