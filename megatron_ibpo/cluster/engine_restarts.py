@@ -97,7 +97,7 @@ class EngineRestarts:
     def admit(self) -> None:
         """Give restarted engines the present weights and let them join.
 
-        Call it only while the trainers have the weights of `version` and are idle.
+        Call it only while the trainers have the weights of the order's version and are idle.
 
         Raises:
             ProcessDiedError: a trainer died during this. If engines share the trainers' GPUs and some of them

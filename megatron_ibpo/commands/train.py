@@ -60,7 +60,7 @@ def _train_and_upload(config: Config, stop: StopRequest) -> int:
 def _train(config: Config, stop: StopRequest) -> int:
     # imported late, so that wrong flags are reported at once
     from megatron_ibpo.cluster.deaths import ProcessDiedError
-    from megatron_ibpo.run.on_cluster import NODE_ERRORS, going_on
+    from megatron_ibpo.run.on_cluster import NODE_ERRORS, resume_after_loss
     from megatron_ibpo.run.open import open_run
 
     starts_left, node_wait, started = 1, 0.0, time.time()
@@ -79,7 +79,7 @@ def _train(config: Config, stop: StopRequest) -> int:
             try:
                 return _steps(run, stop)
             except NODE_ERRORS as lost:
-                config = going_on(run, config)
+                config = resume_after_loss(run, config)
                 run.reporter.note(f"{lost}; the run resumes from its journal once the cluster has room")
         starts_left, node_wait = STARTS, config.cluster.node_wait
 

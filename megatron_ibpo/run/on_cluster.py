@@ -342,15 +342,15 @@ def _launch_engines(
     return engines
 
 
-def going_on(run: Run, asked: Config) -> Config:
+def resume_after_loss(run: Run, requested_config: Config) -> Config:
     """Return the configuration for restarting after a node was lost, from the run's checkpoint and journal.
 
     Args:
-        asked: the configuration that the run was started with. The journal compares sampling settings as
-            given, before devices decided some of them.
+        requested_config: the configuration that the run was started with. The journal compares sampling
+            settings as given, before devices decided some of them.
     """
-    own = replace(run.config.run, load=run.config.run.run_dir)
-    return replace(run.config, rollout=asked.rollout, run=own)
+    resumed = replace(run.config.run, load=run.config.run.run_dir)
+    return replace(run.config, rollout=requested_config.rollout, run=resumed)
 
 
 def _where(resolved: ResolvedConfig, verifiers: Verifiers) -> str:

@@ -114,7 +114,7 @@ def test_a_lost_node_is_waited_for_while_the_run_starts_again_but_not_for_good(m
             return end
 
         monkeypatch.setattr(run_open, "open_run", open_run)
-        monkeypatch.setattr(on_cluster, "going_on", lambda run, asked: run.config)
+        monkeypatch.setattr(on_cluster, "resume_after_loss", lambda run, asked: run.config)
         monkeypatch.setattr(train, "_steps", steps)
         return guarded(lambda: train._train(config, stop)), waits
 
@@ -131,7 +131,7 @@ def test_the_journal_serves_a_run_that_goes_on_though_its_devices_have_decided_s
     run = SimpleNamespace(
         config=on_device(asked, read_hf_config(ROOT / "examples/tiny_qwen3_next"), on_gpu=False)
     )
-    again = on_cluster.going_on(run, asked)
+    again = on_cluster.resume_after_loss(run, asked)
     assert (again.run.load, again.model.bf16) == (run.config.run.run_dir, False)
     assert sampling_precision(run.config.rollout).dtype == "bfloat16"
     assert sampling_settings(again) == sampling_settings(asked)
