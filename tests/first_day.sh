@@ -57,7 +57,6 @@ ibpo resumed "resumes after step 2" "finished: [13] step" -- \
     train --config "$work/run/config.yaml" --load "$work/run" --num-rollout 3
 ibpo samples "^ +verified reward r: " "^ +group mean: " "^ +advantage: .* = .* = " -- samples "$work/run"
 ibpo page "page\.html" -- page "$work/run"
-point downloads '\.csv., "text/csv"' '\.json., "application/json"' -- cat "$work/run/page.html"
 ibpo evaluate "vllm or transformers does" "accuracy" -- evaluate "$work/run" --eval-num-prompts 4
 
 ibpo refused-flag "here --lr" -- train --learning-rate 1e-5
@@ -93,6 +92,31 @@ with mi.open_run(config) as run:
 PYTHON
 point notebook "reward of the step: [0-9]" -- "$python" "$work/notebook.py" "$work/notebook"
 
+cat >"$work/graded.py" <<'PYTHON'
+import sys
+
+import megatron_ibpo as mi
+
+
+def digits(prompt, response, label, metadata):
+    return min(1.0, len(set(response) & set("0123456789")) / 10)
+
+
+config = mi.load_recipe(
+    "small_cpu", hf_checkpoint="examples/tiny_qwen3", rollout_backend="lean", run_dir=sys.argv[1],
+    num_rollout=3, rollout_batch_size=4, eval_num_prompts=0, reward_threshold=0.9, rm_type="composite",
+    reward_part={digits: 1.0}, prompt_data=[{"prompt": f"{n}+{n}=", "label": str(2 * n)} for n in range(8)],
+)
+with mi.open_run(config) as run:
+    for step in run:
+        print("digits of the step:", step.metrics["reward/digits"])
+PYTHON
+point graded "digits of the step: 0\.[0-9]" -- "$python" "$work/graded.py" "$work/graded"
+ibpo graded-page "page\.html" -- page "$work/graded"
+point in-a-browser "a curve of 3 steps and 32 rewards in [0-9]+ shades" -- \
+    env PYTHONPATH=".:tests:$PYTHONPATH" "$python" tests/support/page_against_journal.py "$work/graded" \
+    "$work/graded/page.html"
+
 cat >"$work/my.py" <<'PYTHON'
 from megatron_ibpo.loss import Parameter, Variant
 
@@ -107,7 +131,68 @@ ibpo loss "@triton.jit" "Triton code of the token term: right" "gradient of the 
 
 point one-gpu "qwen3_0_6b_one_gpu.yaml" "^This fits" -- env HF_CHECKPOINT=examples/models/qwen3_0_6b GPUS_PER_NODE=1 \
     bash examples/run.sh --dry-run --dry-run-gpu-memory-gib 24
-ibpo environment-reward "--environment-reward" -- train --help-all
+
+cat >"$work/checkpoints.py" <<'PYTHON'
+import sys
+from pathlib import Path
+
+import transformers
+
+tokenizer = transformers.AutoTokenizer.from_pretrained("examples/tiny_qwen3")
+sizes = {
+    "vocab_size": len(tokenizer), "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "intermediate_size": 128, "max_position_embeddings": 512,
+    "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None,
+}
+mixture = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+for name, more in (("Qwen2", {}), ("Qwen3Moe", mixture)):
+    config = getattr(transformers, f"{name}Config")(**sizes, **more)
+    directory = Path(sys.argv[1]) / name
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    print(directory)
+PYTHON
+point checkpoints "Qwen2$" "Qwen3Moe$" -- "$python" "$work/checkpoints.py" "$work"
+for family in Qwen2 Qwen3Moe; do
+    ibpo "any-checkpoint-$family" "transformers samples .*since vLLM cannot: head_dim 16" "finished: 2 steps" -- \
+        train --config small_cpu --hf-checkpoint "$work/$family" --num-rollout 2 --rollout-batch-size 4 \
+        --eval-num-prompts 0 --run-dir "$work/run_$family"
+done
+
+cat >"$work/game.py" <<'PYTHON'
+import random
+
+
+class Guess:
+    def reset(self, **row):
+        self._number, self._guesses = random.randint(1, 20), 0
+        return " Guess a number from 1 to 20."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: A number from 1 to 20.
+        """
+        self._guesses += 1
+        return "Right!" if number == self._number else "Wrong."
+
+
+def tries(environments, **columns):
+    return [min(1.0, environment._guesses / 2) for environment in environments]
+
+
+def brevity(completions, **columns):
+    return [0.1 / len(messages) for messages in completions]
+PYTHON
+printf '{"prompt": "Play.", "label": "%s"}\n' 1 2 3 4 >"$work/games.jsonl"
+agent=(--config tiny_qwen3_agent --rollout-backend lean --prompt-data "$work/games.jsonl" --eval-num-prompts 0)
+ibpo refused-environment "name the functions that score it by --environment-reward" -- \
+    train "${agent[@]}" --environment "$work/game.py:Guess" --run-dir "$work/unscored"
+ibpo environment "finished: 2 steps" -- train "${agent[@]}" --environment "$work/game.py:Guess" \
+    --environment-reward "$work/game.py:tries" "$work/game.py:brevity" --num-rollout 2 --rollout-batch-size 4 \
+    --run-dir "$work/games"
+point environment-rewards '"reward/tries": [0-9]' '"reward/brevity": 0\.' -- cat "$work/games/metrics.jsonl"
 ibpo version "megatron_ibpo [0-9]" -- --version
 point front-door "git clone" "IBPO or GSPO first" "pip install \." "how to remove it all" -- cat README.md
 

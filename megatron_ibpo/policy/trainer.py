@@ -341,6 +341,18 @@ def _with_engine_logprobs(packs: Sequence[PackedArrays]) -> list[PackedArrays]:
 
 _MAXIMA = ("ratio_max", "logprob_diff_abs_max")
 """Metrics reduced by maximum; all others are sums."""
+_MEANS = (
+    ("learning_rate", "learning_rate", "updates_computed"),
+    ("grad_norm", "grad_norm", "updates_taken"),
+    ("clip_fraction", "clipped", "clip_terms"),
+    ("ratio_mean", "ratio", "sequences"),
+    ("entropy", "entropy", "tokens"),
+    ("kl", "kl", "tokens"),
+    ("logprob_diff_abs_mean", "logprob_diff_abs", "compared_tokens"),
+    ("logprob_diff_mean", "logprob_diff", "compared_tokens"),
+    ("logprob_diff_k3", "logprob_diff_k3", "compared_tokens"),
+)
+"""Metrics that are means: the sum and the count that make each."""
 
 
 @dataclass
@@ -362,26 +374,12 @@ class _Totals:
         self.see(other.maxima)
 
     def metrics(self) -> dict[str, float]:
-        sums, out = self.sums, {}
-        if sums["updates_computed"]:
-            out["learning_rate"] = sums["learning_rate"] / sums["updates_computed"]
-        if sums["updates_taken"]:
-            out["grad_norm"] = sums["grad_norm"] / sums["updates_taken"]
-        tokens = max(1.0, sums["tokens"])
-        out |= {
-            "updates_skipped": sums["updates_skipped"],
-            "updates_empty": sums["updates_empty"],
-            "loss": sums["loss"],
-            "clip_fraction": sums["clipped"] / max(1.0, sums["clip_terms"]),
-            "ratio_mean": sums["ratio"] / max(1.0, sums["sequences"]),
-            "entropy": sums["entropy"] / tokens,
-        }
-        if "kl" in sums:
-            out["kl"] = sums["kl"] / tokens
-        if compared := sums["compared_tokens"]:
-            out["logprob_diff_abs_mean"] = sums["logprob_diff_abs"] / compared
-            out["logprob_diff_mean"] = sums["logprob_diff"] / compared
-            out["logprob_diff_k3"] = sums["logprob_diff_k3"] / compared
+        sums = self.sums
+        out = {name: sums[name] for name in ("updates_skipped", "updates_empty", "loss")}
+        # a mean over nothing is absent: an entropy of 0 would look like a collapse
+        for mean, total, count in _MEANS:
+            if total in sums and sums[count]:
+                out[mean] = sums[total] / sums[count]
         return out | mtp_metrics(sums) | self.maxima
 
 

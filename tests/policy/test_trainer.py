@@ -15,6 +15,7 @@ from megatron_ibpo.policy import forward_backward, parallel
 from megatron_ibpo.policy.overrides import check_overrides, read_overrides
 from megatron_ibpo.policy.packing import packed
 from megatron_ibpo.policy.planning import MicroBatch, empty_micro_batches, plan_update
+from megatron_ibpo.policy.trainer import _Totals
 from support import planned, trainers
 from support.critics import critic_config, open_critic, rows_with_returns
 from support.layouts import layout
@@ -322,3 +323,11 @@ def test_what_the_schedule_cannot_run_is_refused():
         config.model.model_override += settings
         with pytest.raises(ValueError, match=says):
             check_overrides(config)
+
+
+def test_a_step_that_trains_on_nothing_has_no_entropy():
+    totals = _Totals()
+    totals.see({"updates_empty": 1.0})
+    assert totals.metrics() == {"updates_empty": 1.0, "updates_skipped": 0.0, "loss": 0.0}
+    totals.see({"tokens": 4.0, "entropy": 2.0, "clip_terms": 2.0, "clipped": 0.0})
+    assert (totals.metrics()["entropy"], totals.metrics()["clip_fraction"]) == (0.5, 0.0)
