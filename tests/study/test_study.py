@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import write_paper_claims
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,6 +124,28 @@ def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tm
     assert conducted(tmp_path, path, program)[0]
     order = (tmp_path / "out/confirmation/gspo/order").read_text()
     assert len(order.split()) == 2, "finished runs are not repeated"
+
+
+def test_a_study_says_where_shaping_is_void_and_tunes_the_methods_it_names(tmp_path, written):
+    """Two learning rates for gspo alone, and two methods on two seeds: 2 + 4 runs."""
+    tune = {"grid": {"lr": [1e-4, 3e-4]}, "seeds": [50], "budget": 5e10, "methods": ["gspo"]}
+    methods = {"gspo": {"advantage-estimator": "gspo"}, "two": {"n-samples-per-prompt": 2}}
+    _, said, _ = conducted(tmp_path, written(tune=tune, methods=methods), failing, runs_at_most=0)
+    assert "6 runs to go" in said
+    assert "warning" not in said, "gspo shapes nothing, and is tuned first"
+    (tmp_path / "plain").mkdir()
+    path = written(methods=methods, tune=None)
+    _, said, _ = conducted(tmp_path / "plain", path, failing, runs_at_most=0)
+    assert said.count("warning: two: with --n-samples-per-prompt 2") == 1
+    study = read_study([written(tune=tune, methods=methods)])
+    both = [result(method, seed, 0.5 + 0.1 * (method == "two")) for method in methods for seed in range(8)]
+    (claim,) = compare_all(Findings(study, both)).claims
+    assert "not tuned: two" in claim.blocks
+
+
+def test_the_page_of_the_papers_claims_has_the_tables_of_its_results():
+    page = write_paper_claims.PAGE.read_text(encoding="utf-8")
+    assert write_paper_claims.page_with_tables(page) == page, "run tools/write_paper_claims.py"
 
 
 def test_a_stopped_study_leaves_no_child(tmp_path, written, monkeypatch):
