@@ -80,10 +80,13 @@ def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
         live.train()
         if wanted("memory"):
             yield from attempted("memory", partial(check_memory, run))
-        if wanted("resume"):
-            yield from attempted("resume", partial(check_resume, run, live.groups, live.export))
+        undisturbed = live.export("undisturbed")
         if wanted("arrival"):
             yield from attempted("arrival", partial(check_arrival, subject, run, live.export))
+    if wanted("resume"):
+        with redirect_stdout(sys.stderr):
+            resumed = partial(check_resume, subject.small, live.groups, undisturbed)
+            yield from attempted("resume", resumed)
 
 
 def _engine(live: LiveRun, hf_dir: Path, when: str) -> Iterator[Row]:
