@@ -79,7 +79,8 @@ def _digest_elsewhere(config: Config, count: int) -> str:
     os.environ["PYTHONHASHSEED"] = "11" if before != "11" else "12"
     try:
         with get_context("spawn").Pool(1) as pool:
-            return pool.apply_async(digest_of, (config, count)).get(READING_TIMEOUT_S)
+            digest: str = pool.apply_async(digest_of, (config, count)).get(READING_TIMEOUT_S)
+            return digest
     finally:
         os.environ.pop("PYTHONHASHSEED")
         if before is not None:
