@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_ibpo.basics.records import Group, TrainSequence
+from megatron_ibpo.engines.registry import samples_in_trainer
 from megatron_ibpo.run import loop, saving
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.state import Run
@@ -69,7 +70,7 @@ def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
         if wanted("tokens"):
             yield from attempted("tokens", lambda: check_samples(subject, live.groups[0], live.sequences[0]))
         live.train()
-        if wanted("split"):
+        if wanted("split") and not samples_in_trainer(subject.small.rollout.rollout_backend):
             yield from attempted("split: the run's layout", partial(_layout, live, initial))
         saving.save_if_due(run)
         run.policy.saved(wait=True)
@@ -80,10 +81,13 @@ def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
         live.train()
         if wanted("memory"):
             yield from attempted("memory", partial(check_memory, run))
-        if wanted("resume"):
-            yield from attempted("resume", partial(check_resume, run, live.groups, live.export))
+        undisturbed = live.export("undisturbed")
         if wanted("arrival"):
             yield from attempted("arrival", partial(check_arrival, subject, run, live.export))
+    if wanted("resume"):
+        with redirect_stdout(sys.stderr):
+            resumed = partial(check_resume, subject.small, live.groups, undisturbed)
+            yield from attempted("resume", resumed)
 
 
 def _engine(live: LiveRun, hf_dir: Path, when: str) -> Iterator[Row]:

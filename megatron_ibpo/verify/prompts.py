@@ -1,19 +1,26 @@
 """The run's data: what is left out, whether two readings agree, and whether prompts fit their context."""
 
+import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config
 from megatron_ibpo.data import PromptSource
+from megatron_ibpo.data.files import chosen_files, each_row
 from megatron_ibpo.data.row_prompts import normalised
+from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.run.resolve import Foundation, read_foundation
 from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
 
+READING_TIMEOUT_S = 300.0
 MOST = 512
 """Prompts that are compared."""
 
@@ -31,11 +38,13 @@ def check_data(subject: Subject) -> Iterator[Row]:
     prompts = source.batch(0, count)
     # read from the end, so that a prompt depends on its position alone
     other = [second.at(position) for position in reversed(range(count))][::-1]
+    faults = _unstable(prompts, other)
+    if _digest(prompts) != _digest_elsewhere(config, count):
+        faults.append("another process reads other prompts, or in another order")
     yield counted_faults(
-        "data: two readings",
-        _unstable(prompts, other),
-        f"{count} prompts have the same ids, labels and order",
+        "data: two readings", faults, f"{count} prompts have the same ids, labels and order in two processes"
     )
+    yield from _rows(config, source, size, sum(len(own.prompts) for own in data.eval_sets))
     yield _left_out(source, size or count)
     yield _lengths(prompts, config, foundation)
     yield _epochs(source, size)
@@ -51,6 +60,47 @@ def _unstable(prompts: Sequence[Prompt], other: Sequence[Prompt]) -> list[str]:
         != (b.index, b.label, b.head_length, b.text, b.metadata)
         or a.index != i
     ]
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    content = "".join(f"{p.index} {p.label!r} {p.token_ids.tolist()} {p.head_length}" for p in prompts)
+    return hashlib.sha256(content.encode(errors="replace")).hexdigest()
+
+
+def digest_of(config: Config, count: int) -> str:
+    """Return the digest of the run's first prompts."""
+    source = open_run_data(config, read_foundation(config)).prompts
+    return "" if source is None else _digest(source.batch(0, count))
+
+
+def _digest_elsewhere(config: Config, count: int) -> str:
+    """Return `digest_of` in a new process with another seed of Python's hashes."""
+    before = os.environ.get("PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = "11" if before != "11" else "12"
+    try:
+        with get_context("spawn").Pool(1) as pool:
+            digest: str = pool.apply_async(digest_of, (config, count)).get(READING_TIMEOUT_S)
+            return digest
+    finally:
+        os.environ.pop("PYTHONHASHSEED")
+        if before is not None:
+            os.environ["PYTHONHASHSEED"] = before
+
+
+def _rows(config: Config, source: PromptSource, size: int, held_out: int) -> Iterator[Row]:
+    """Compare the prompts with the rows of their file: what is missing must be counted."""
+    specs = [read_spec(spec) for spec in config.data.prompt_data]
+    is_file = len(specs) == 1 and "://" not in specs[0].location and not specs[0].only
+    if not is_file or config.data.deduplicate or config.data.filter_pass_rate:
+        return
+    files = chosen_files(Path(specs[0].location), "train", specs[0].split)
+    rows = sum(1 for _ in each_row(files, ()))
+    counted = sum(sum(tally.counts.values()) for tally in source.tallies)
+    there = size + counted + (held_out if config.holds_out else 0)
+    yield measured(
+        "data: rows", abs(rows - there), 0, "exact",
+        f"{rows} rows, of which {size} are prompts, {counted} are counted as left out", "ibpo data",
+    )  # fmt: skip
 
 
 def _left_out(source: PromptSource, size: int) -> Row:

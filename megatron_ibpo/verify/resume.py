@@ -1,59 +1,85 @@
-"""A run that lost its trainers after two steps goes on as if it had not."""
+"""A run that ended after two steps goes on from its first checkpoint and its journal, as if it had not."""
 
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron_ibpo.basics.records import Group
-from megatron_ibpo.cluster.deaths import ProcessDiedError
-from megatron_ibpo.engines.registry import samples_in_trainer
-from megatron_ibpo.run.recovery import surviving
-from megatron_ibpo.run.resume_point import read_resume_point
-from megatron_ibpo.run.state import Run
+from megatron_ibpo.basics.records import Group, Sample
+from megatron_ibpo.config import Config
+from megatron_ibpo.run import loop
+from megatron_ibpo.run.open import open_run
+from megatron_ibpo.run.resume_point import JOURNAL
 from megatron_ibpo.verify.own_policy import difference, weights_in
-from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
+from megatron_ibpo.verify.rows import Row, counted_faults, measured
 
 ON_GPU = 1e-3
 """Relative difference of weights on GPUs, whose kernels add in varying orders; not measured on one yet."""
 
 
-def check_resume(run: Run, groups: Sequence[Sequence[Group]], export: Callable[[str], Path]) -> Iterator[Row]:
-    """End the trainers, resume them from a checkpoint and the journal, and compare the weights."""
-    if run.config.algorithm.group_filter is None:  # a filter takes further prompts
-        yield _prompts(run, groups)
-    if samples_in_trainer(run.config.rollout.rollout_backend):
-        raise NotCheckedError("one process trains and samples; it dies as a whole")
-    point = read_resume_point(
-        replace(run.config.run, load=run.config.run.run_dir), run.foundation.shape.vocab_size
-    )
-    yield counted_faults(
-        "resume: checkpoint", [] if point.step == 1 else [f"it is of step {point.step}"],
-        "the newest checkpoint is that of step 1",
-    )  # fmt: skip
-    undisturbed, deaths = export("undisturbed"), ["trainers were ended by this check"]
+def check_resume(config: Config, steps: Sequence[Sequence[Group]], undisturbed: Path) -> Iterator[Row]:
+    """Open the run again and train its second step from the journal; then sample that step anew.
 
-    def resumed() -> Path:
-        if deaths:
-            raise ProcessDiedError(deaths.pop())
-        return export("resumed")
-
-    gap, where, _ = difference(weights_in(surviving(run, resumed)), weights_in(undisturbed), 0.0)
+    Args:
+        steps: groups of the two steps of the run that ended.
+        undisturbed: the weights after them.
+    """
+    again = replace(config, run=replace(config.run, load=config.run.run_dir))
+    with open_run(again) as run:
+        faults = [] if run.progress.step == 1 else [f"it goes on after step {run.progress.step}, not 1"]
+        second = loop.sample(run)
+        faults += _different(steps[1], second)
+        loop.update(run, loop.credit(run, second).sequences)
+        run.policy.save_hf(undisturbed.parent / "resumed")
+    yield counted_faults("resume: journal", faults, "the second step is that of the journal")
+    gap, where, _ = difference(weights_in(undisturbed.parent / "resumed"), weights_in(undisturbed), 0.0)
     on_gpu = torch.cuda.is_available()
     yield measured(
         "resume: weights", gap, ON_GPU if on_gpu else 0.0, "stated for GPUs" if on_gpu else "bit for bit",
-        f"largest difference after step {run.progress.step}; {where or 'no tensor differs'}",
+        f"largest difference after step 2; {where or 'no tensor differs'}",
         "the checkpoint's optimizer state, learning rate and step; the journal",
     )  # fmt: skip
+    shutil.rmtree(config.run.run_dir / JOURNAL)
+    with open_run(again) as run:
+        second = loop.sample(run)
+    faults = _different(steps[1], second, exactly=False)
+    if config.algorithm.group_filter is None:  # a filter takes further prompts
+        faults += _out_of_place([steps[0], second], config.rollout.rollout_batch_size)
+    yield counted_faults(
+        "resume: samples",
+        faults,
+        "without the journal, the same prompts and tokens come again",
+    )
 
 
-def _prompts(run: Run, groups: Sequence[Sequence[Group]]) -> Row:
-    size = run.config.rollout.rollout_batch_size
-    faults = [
+def _different(steps: Sequence[Group], again: Sequence[Group], *, exactly: bool = True) -> list[str]:
+    """Return the samples that differ from those of the run that ended.
+
+    Args:
+        exactly: in log-probs too, whose last bits depend on what an engine computed together.
+    """
+    first, second = (
+        [_content(sample, exactly=exactly) for group in groups for sample in group.samples]
+        for groups in (steps, again)
+    )
+    if len(first) != len(second):
+        return [f"{len(second)} samples in place of {len(first)}"]
+    return [f"sample {i} differs" for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+
+
+def _content(sample: Sample, *, exactly: bool) -> tuple[object, ...]:
+    arrays: list[Any] = [sample.prompt_token_ids, sample.token_ids, sample.loss_mask]
+    arrays += [sample.logprobs] if exactly else []
+    return (*(array.tobytes() for array in arrays), sample.reward, sample.temperature, sample.finish_reason)
+
+
+def _out_of_place(steps: Sequence[Sequence[Group]], size: int) -> list[str]:
+    return [
         f"step {number + 1} took prompt {group.prompt.index} in place {place}"
-        for number, step in enumerate(groups)
-        for place, group in enumerate(step, start=number * size)
+        for number, groups in enumerate(steps)
+        for place, group in enumerate(groups, start=number * size)
         if group.prompt.index != place
     ]
-    return counted_faults("resume: prompts", faults, f"{len(groups)} steps took the prompts of their places")

@@ -33,7 +33,7 @@ def small_run(config: Config, scratch: Path, *, full: bool) -> Config:
         hf_dir = cut_down(hf_dir, scratch / "model", config.run.seed)
     on_gpu = torch.cuda.is_available()
     parallel = config.parallel if on_gpu and full else _small_layout(config.parallel)
-    trainers = config.cluster.num_trainers if on_gpu else least_world(parallel)
+    trainers = config.cluster.num_trainers if on_gpu else _num_trainers(config, parallel)
     return replace(
         _short(config, scratch),
         model=_in_float32(config, hf_dir, on_gpu=on_gpu),
@@ -121,6 +121,13 @@ def _small_layout(parallel: ParallelConfig) -> ParallelConfig:
         if least_world(small) > MOST_RANKS:
             small = replace(small, **dict[str, Any]({name: 1}))
     return small
+
+
+def _num_trainers(config: Config, small: ParallelConfig) -> int:
+    """Return the ranks of the small layout, twice if the run has data parallelism and there is room."""
+    least = least_world(small)
+    shares = (config.cluster.num_trainers or 1) // least_world(config.parallel)
+    return 2 * least if shares > 1 and 2 * least <= MOST_RANKS else least
 
 
 def described(config: Config, small: Config) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Group, Prompt, Sample, TrainSequence
+from megatron_ibpo.basics.records import Group, Prompt, Sample, TokenIds, TrainSequence
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.run.run_data import open_run_data
@@ -57,6 +57,13 @@ def _prompt_faults(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[str]:
         yield f"{where}: its ids do not show its text, {prompt.text[:60]!r} (--apply-chat-template?)"
 
 
+def _doubled_start(ids: TokenIds, tokenizer: Tokenizer) -> bool:
+    """Return whether a sequence begins with the same special token twice."""
+    if len(ids) < 2 or ids[0] != ids[1]:
+        return False
+    return bool(tokenizer.decode_all(ids[:1])) and not tokenizer.decode(ids[:1])
+
+
 def _masked(subject: Subject) -> Row:
     """Sequences whose tokens are all masked leave the weights as they are; of the others, what stands at
     masked places changes nothing but what is read there."""
@@ -102,6 +109,8 @@ def _group_faults(subject: Subject, group: Group, eos: set[int]) -> Iterator[str
             yield f"prompt {prompt.index}, sample {number}: {fault}"
         if sample.temperature not in temperatures:
             yield f"prompt {prompt.index}, sample {number}: sampled at temperature {sample.temperature}"
+        if _doubled_start(sample.prompt_token_ids, subject.data.tokenizer):
+            yield f"prompt {prompt.index}, sample {number}: begins with the same special token twice"
         if prompt.environment is not None:  # it has turns, and writes the prompt
             continue
         if is_plain and not np.array_equal(sample.prompt_token_ids, prompt.token_ids):
