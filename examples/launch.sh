@@ -53,11 +53,27 @@ choose() {
     LAYOUT_ARGS=("${chosen[@]:3}")
 }
 
+# verify_first PYTHON FLAGS…: without --verify among FLAGS, nothing. Otherwise check the run and exit if something is
+# wrong; then FLAGS is set to the others.
+verify_first() {
+    local python=$1 flag is_asked=false
+    FLAGS=()
+    for flag in "${@:2}"; do
+        case $flag in --verify) is_asked=true ;; *) FLAGS+=("$flag") ;; esac
+    done
+    $is_asked || return 0
+    "$python" -m megatron_ibpo.commands.verify --config "$RECIPE" --num-trainers $((NNODES * PROCESSES)) \
+        "${FLAGS[@]}" || exit $?
+}
+
 # launch FLAGS…: train with the recipe and these flags; with --dry-run among them print the plan, for which no
-# process is launched. One process drives the run, and starts the trainers and engines through Ray.
+# process is launched; with --verify check the run first (ibpo verify). One process drives the run, and starts the
+# trainers and engines through Ray.
 launch() {
     local flag python command
     python=$(bash tools/bootstrap.sh) || exit $?
+    verify_first "$python" "$@"
+    set -- "${FLAGS[@]}"
     for flag in "$@"; do
         if [[ $flag == --dry-run ]]; then
             exec "$python" -m megatron_ibpo.commands.train --config "$RECIPE" --dry-run-gpus-per-node "$PROCESSES" \

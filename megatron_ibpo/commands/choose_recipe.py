@@ -32,6 +32,8 @@ MADE_FOR = 1e7
 ROOM = 0.05
 """Share of a GPU's memory to leave free, for the error of a plan's estimates."""
 IN_MAIN_MEMORY = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
+OF_SCRIPT = {"--print-config", "--verify"}
+"""Flags that do not say how to train."""
 QUESTIONS = {"-h", "--help", "--help-all"}
 """Flags that `train` answers without a run."""
 PER_NODE = 8
@@ -139,7 +141,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
     from megatron_ibpo.run.settings import parse_config  # slow to import, and for GPUs only
 
     recipe = choose_recipe(shape, devices.gpus, devices.gpu_memory_gib)
-    flags = [] if QUESTIONS & {*flags} else [word for word in flags if word != "--print-config"]
+    flags = [] if QUESTIONS & {*flags} else [word for word in flags if word not in OF_SCRIPT]
     problems: list[str] = []
     tight: Choice | None = None
     layouts = list(_layouts(shape, devices))

@@ -54,6 +54,7 @@ COMMANDS = {
     "inspect": Command(_module("inspect_checkpoint"), "what a checkpoint holds, and what is missing"),
     "compare": Command(_module("compare"), "methods under one budget, over several seeds"),
     "audit": Command(_module("audit"), "does value fall where corrections change a response?"),
+    "verify": Command(_module("verify"), "does a run compute what it claims, on its model and data?"),
     "skill": Command(_module("skill"), "do corrections succeed more often than another try?"),
     "data": Command(_module("data"), "prompts as the model will see them, and what is left out and why"),
     "loss": Command(_module("loss"), "a loss variant: its code for GPUs, its gradient checked, a picture"),

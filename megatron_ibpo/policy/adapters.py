@@ -265,6 +265,15 @@ def adapter_values(chunks: Sequence[Module]) -> dict[str, Callable[[], Tensor]]:
     return {name: read for adapter, _ in _adapters(chunks) for name, read in adapter.factors_by_name()}
 
 
+@torch.no_grad()
+def shift_factors(chunks: Sequence[Module], factor: str, amount: float) -> None:
+    """Add a number to every element of each A, or of each B."""
+    for adapter, _ in _adapters(chunks):
+        for name, parameter in adapter.named_parameters():
+            if name.startswith(factor):
+                parameter.add_(amount)
+
+
 def merged_values(chunks: Sequence[Module]) -> Mapping[str, Callable[[], Tensor]]:
     """Return functions that give this rank's part of each matrix as the model computes with it, by global
     name: summed with the adapters' part in at least float32, and rounded once to the matrix's dtype."""

@@ -123,6 +123,14 @@ class Policy:
         """Write the policy in Hugging Face format."""
         self._ranks.all("save_hf", directory)
 
+    def load_weights(self, hf_dir: Path) -> None:
+        """Take the weights of a checkpoint of the same model, which all ranks reach."""
+        self._ranks.all("load_weights", hf_dir)
+
+    def shift_adapters(self, factor: str, amount: float) -> None:
+        """Add a number to every element of the adapters' factors, "A" or "B"."""
+        self._ranks.all("shift_adapters", factor, amount)
+
     def take_passes(self) -> list[Passes]:
         """Return the passes computed since the last call."""
         taken, self._passes = self._passes, []

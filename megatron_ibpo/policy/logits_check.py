@@ -12,6 +12,7 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy.checkpoint import load_weights
 from megatron_ibpo.policy.model import build_model
+from megatron_ibpo.policy.transformers_reference import transformers_model
 
 PROMPT_LENGTHS = (1, 5, 33, 70)
 
@@ -35,11 +36,7 @@ def logits_difference(hf_dir: Path, stored_dir: Path, world: World) -> tuple[flo
 
 @torch.no_grad()
 def _transformers_logits(hf_dir: Path, ids: torch.Tensor) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM  # takes seconds
-
-    model = AutoModelForCausalLM.from_pretrained(
-        hf_dir, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    )
+    model = transformers_model(hf_dir, torch.float32)
     return torch.cat([model(prompt[None]).logits[0] for prompt in ids.split(PROMPT_LENGTHS)])
 
 

@@ -18,7 +18,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import find_backends, served_by
 from megatron_ibpo.policy import parallel
-from megatron_ibpo.policy.adapters import merged_values, offered_adapters
+from megatron_ibpo.policy.adapters import merged_values, offered_adapters, shift_factors
 from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo
@@ -156,6 +156,18 @@ class TrainerRank:
                 self.config.model.hf_dir,
                 self.saver.adapters,
             )
+
+    def load_weights(self, hf_dir: Path) -> None:
+        """Take the weights of a checkpoint of the same model; the optimizer's state stays."""
+        self.residence.bring(Held.EVERYTHING)
+        load_hf(self.trainer.chunks, self.shape, hf_dir)
+        self.trainer.optimizer.reload_model_params()
+
+    def shift_adapters(self, factor: str, amount: float) -> None:
+        """Add a number to every element of the adapters' factors "A" or "B", the same on all ranks."""
+        self.residence.bring(Held.EVERYTHING)
+        shift_factors(self.trainer.chunks, factor, amount)
+        self.trainer.optimizer.reload_model_params()
 
     def make_room(self) -> None:
         """Leave the device to engines that share it; later calls bring back what they need."""

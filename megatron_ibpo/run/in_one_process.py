@@ -54,7 +54,7 @@ class InOneProcess:
         """Start nothing; the trainer is built in this process, and the engine with its weights."""
 
         def build(checkpoint: Path | None) -> Processes:
-            rank = stack.enter_context(_trainer(resolved.config, checkpoint))
+            rank = stack.enter_context(own_trainer(resolved.config, checkpoint))
             return Processes(
                 trainers=OwnRank(rank),
                 engines=LeanEngines(rank, resolved.foundation),
@@ -70,7 +70,7 @@ class InOneProcess:
         """Start nothing; the trainer is built in this process."""
 
         def build(checkpoint: Path | None) -> TrainersAlone:
-            rank = stack.enter_context(_trainer(resolved.config, checkpoint))
+            rank = stack.enter_context(own_trainer(resolved.config, checkpoint))
             return TrainersAlone(OwnRank(rank), "one process trains (--rollout-backend lean)")
 
         return Launched({}, build)
@@ -169,7 +169,7 @@ class LeanEngines:
 
 
 @contextmanager
-def _trainer(config: Config, checkpoint: Path | None) -> Iterator[Any]:
+def own_trainer(config: Config, checkpoint: Path | None = None) -> Iterator[Any]:
     """Build the trainer rank of a world of one; destroy Megatron's groups on the way out."""
     rank = trainer_rank(config, checkpoint)
     from megatron_ibpo.policy import parallel  # after trainer_rank has put its stand-ins before Megatron

@@ -154,10 +154,10 @@ def context(run: Run, step: int | None = None) -> CreditContext:
 def logprobs(run: Run, queries: list[LogProbQuery]) -> list[Floats]:
     """Return the policy's log-probs of continuations, for credit."""
     with run.stages("log-probs"):
-        return run.policy.logprobs([_as_sequence(query) for query in queries])
+        return run.policy.logprobs([as_sequence(query) for query in queries])
 
 
-def _as_sequence(query: LogProbQuery) -> TrainSequence:
+def as_sequence(query: LogProbQuery) -> TrainSequence:
     """Return the sequence for which the trainers compute log-probs; it is not trained on."""
     return TrainSequence(
         query.context,

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 
 from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.models import check_layout, read_hf_config
+from megatron_ibpo.policy.transformers_reference import tensor_per_expert
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.transfer.update_order import drafts_with_own_layer
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
-from support.checkpoint_bytes import assert_same_bytes, tensor_per_expert, tensors_of, with_mtp, with_weights
+from support.checkpoint_bytes import assert_same_bytes, tensors_of, with_mtp, with_weights
 from support.layouts import layout
 from support.tiny_models import MIXED, make_qwen3, make_qwen3_5, make_qwen3_next
 from support.train_sequences import sequences

@@ -64,23 +64,6 @@ def with_fused_experts(tensors):
     return fused
 
 
-def tensor_per_expert(tensors):
-    """Checkpoints, but for gpt-oss's, hold experts one by one; transformers those of a layer in one."""
-    if any(name.endswith("mlp.router.bias") for name in tensors):
-        yield from tensors.items()
-        return
-    for name, tensor in tensors.items():
-        if name.endswith(".experts.gate_up_proj"):
-            for expert, both in enumerate(tensor):
-                for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
-                    yield name.replace("gate_up_proj", f"{expert}.{part}_proj.weight"), half
-        elif name.endswith(".experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                yield name.replace("down_proj", f"{expert}.down_proj.weight"), down
-        else:
-            yield name, tensor
-
-
 def shard_by_hand(origin, target, tensors):
     target.mkdir(parents=True)
     shutil.copy(origin / "config.json", target)

@@ -1,0 +1,128 @@
+"""A batch as the run makes it, without an engine: the run's prompts and template, made-up responses of
+different lengths, and the run's own operator, estimator, token credit and weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import numpy as np
+
+from megatron_ibpo.basics.records import (
+    Floats,
+    Group,
+    Prompt,
+    Sample,
+    SampleRequest,
+    TrainSequence,
+    token_ids,
+)
+from megatron_ibpo.config import Config
+from megatron_ibpo.credit import CreditContext, LogProbQuery, assign_credit
+from megatron_ibpo.policy.group import Policy
+from megatron_ibpo.run.cost import CostMeter
+from megatron_ibpo.run.resolve import Foundation, read_foundation
+from megatron_ibpo.run.run_data import RunData, open_run_data
+from megatron_ibpo.verify.own_policy import own_policy
+from megatron_ibpo.verify.rows import NotCheckedError
+
+LONGEST = 40
+"""Tokens of the longest made-up response."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked."""
+
+    config: Config
+    """The run's own settings."""
+    small: Config
+    """Settings of the small run (`small_run`)."""
+    full: bool = False
+
+    @cached_property
+    def foundation(self) -> Foundation:
+        return read_foundation(self.small)
+
+    @cached_property
+    def data(self) -> RunData:
+        """Prompts of the small run."""
+        return open_run_data(self.small, self.foundation)
+
+    @cached_property
+    def sequences(self) -> list[TrainSequence]:
+        """A batch with gradients, with holes in its loss masks and log-probs near the policy's."""
+        with own_policy(self.small) as (policy, _):
+            made = _credited(self, policy)
+            return _with_engine_logprobs(made, policy.logprobs(made), _clip(self.small))
+
+
+def _credited(subject: Subject, policy: Policy) -> list[TrainSequence]:
+    config, data = subject.small, subject.data
+    if data.prompts is None:
+        raise NotCheckedError("the run replays recorded rollouts, which have a batch of their own")
+    meter = CostMeter(subject.foundation.shape, 1)
+    context = CreditContext(
+        config.algorithm, config.rollout, data.vocabulary, subject.foundation.max_context, config.run.seed, 0,
+        config.data.reward_threshold, partial(_asked, policy), policy.values, meter.of_sample,
+    )  # fmt: skip
+    operator = subject.foundation.method.operator
+    rng, groups = np.random.default_rng(config.run.seed), []
+    for prompt in data.prompts.batch(0, config.rollout.rollout_batch_size):
+        count = max(2, config.rollout.n_samples_per_prompt)
+        request = SampleRequest(prompt.token_ids, 0, LONGEST, config.rollout.rollout_temperature)
+        responses = [_sample(request, prompt, i, subject, rng) for i in range(count)]
+        group = Group(prompt, responses)
+        follow_ups = operator.follow_ups(group, context)
+        samples = [_sample(each.request, prompt, i, subject, rng) for i, each in enumerate(follow_ups)]
+        operator.attach(group, follow_ups, samples)
+        groups.append(group)
+    made = assign_credit(groups, context, subject.foundation.method).sequences
+    if not any(s.has_advantage for s in made):
+        raise NotCheckedError("no sequence of the batch has an advantage")
+    return [_with_hole(s) if i % 3 == 2 else s for i, s in enumerate(made)]
+
+
+def _asked(policy: Policy, queries: Sequence[LogProbQuery]) -> list[Floats]:
+    from megatron_ibpo.run.state import as_sequence
+
+    return policy.logprobs([as_sequence(query) for query in queries])
+
+
+def _sample(
+    request: SampleRequest, prompt: Prompt, index: int, subject: Subject, rng: np.random.Generator
+) -> Sample:
+    """Return a response of random tokens; every second one is right."""
+    most = min(LONGEST, subject.small.rollout.rollout_max_response_len)
+    length = int(rng.integers(min(2, most), most + 1))
+    drawn = rng.integers(1, subject.foundation.shape.vocab_size, length)
+    ids = token_ids(
+        np.where(drawn == subject.data.tokenizer.pad_id, 0, drawn)
+    )  # it has no gradient elsewhere
+    correct = index % 2 == 0
+    return Sample(
+        request.prompt_token_ids, ids, np.full(length, -1.0, np.float32), "length", request.temperature,
+        ((0, 0),), np.ones(length, bool), index=index, reward=float(correct), correct=correct,
+    )  # fmt: skip
+
+
+def _with_hole(sequence: TrainSequence) -> TrainSequence:
+    """Return the sequence with every fourth token as a tool's, which is read and not trained on."""
+    mask = sequence.loss_mask.copy()
+    mask[1::4] = False
+    return replace(sequence, loss_mask=mask) if mask.any() else sequence
+
+
+def _with_engine_logprobs(
+    made: Sequence[TrainSequence], logprobs: Sequence[Floats], clip: float
+) -> list[TrainSequence]:
+    """Return the sequences with log-probs of an engine so near the policy's that the loss clips some of them
+    and not others."""
+    shifts = (-3.0, -0.4, 0.4, 3.0)
+    return [
+        replace(s, rollout_logprobs=np.where(s.loss_mask, own + clip * shifts[i % 4], 0).astype(np.float32))
+        for i, (s, own) in enumerate(zip(made, logprobs, strict=True))
+    ]
+
+
+def _clip(config: Config) -> float:
+    return config.loss.eps_clip or 0.05

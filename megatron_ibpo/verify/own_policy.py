@@ -1,0 +1,103 @@
+"""A trainer of one rank in this process, and the change of weights that one update makes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ibpo.basics.records import TrainSequence
+from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.models import forward_flops, read_hf_config
+from megatron_ibpo.policy.group import Policy
+from megatron_ibpo.run.in_one_process import OwnRank, own_trainer
+
+READ_OFF = 1000.0
+"""Learning rate with which a step's change of the weights shows its gradient."""
+ROUNDING = 2.0**-21
+"""Rounding of a float32 weight of size up to 4, twice."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of all its sequences, and what it did."""
+
+    change: dict[str, Tensor]
+    """Change of each weight over the learning rate, by name in a checkpoint: about the gradient."""
+    metrics: dict[str, float]
+    rounding: float
+    """Rounding of `change`."""
+
+
+def alone(config: Config) -> Config:
+    """Return the settings of a trainer of one rank."""
+    parallel = replace(ParallelConfig(), use_distributed_optimizer=config.parallel.use_distributed_optimizer)
+    return replace(config, parallel=parallel, cluster=replace(config.cluster, num_trainers=1))
+
+
+@contextmanager
+def own_policy(config: Config) -> Iterator[tuple[Policy, Any]]:
+    """Provide (the policy on one rank in this process, the rank)."""
+    config = alone(config)
+    shape = read_hf_config(config.model.hf_dir)
+    with own_trainer(config) as rank:
+        yield Policy(OwnRank(rank), config, 1, partial(forward_flops, shape)), rank
+
+
+def own_update(config: Config, sequences: Sequence[TrainSequence]) -> Update:
+    """Take one update of the sequences in this process, from the initial weights."""
+    with own_policy(config) as (policy, rank):
+        before = copies(rank)
+        metrics = policy.update(sequences)
+        lr = metrics["learning_rate"]
+        return Update(changes(before, copies(rank), lr), metrics, ROUNDING / lr)
+
+
+def reading_off(config: Config) -> Config:
+    """Return the settings with which one update's change of the weights is its gradient, |g| << 1."""
+    return replace(
+        config,
+        optimizer=replace(config.optimizer, lr=READ_OFF, lr_decay_style="constant"),
+        loss=replace(config.loss, num_steps_per_rollout=1),
+    )
+
+
+def changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:
+    """Return how far each weight moved against its gradient, over the learning rate."""
+    return {name: (before[name] - after[name]) / lr for name in before}
+
+
+def step_of(gradient: Tensor) -> Tensor:
+    """Return the first step of Adam along a gradient, over the learning rate (`small_run`)."""
+    return gradient / (gradient.abs() + 1)
+
+
+def copies(rank: Any) -> dict[str, Tensor]:
+    """Return copies of the weights in float32, by name in a checkpoint."""
+    return {name: tensor.detach().float().cpu().clone() for name, tensor in rank.export}
+
+
+def difference(
+    own: Mapping[str, Tensor], expected: Mapping[str, Tensor], rounding: float
+) -> tuple[float, str, int]:
+    """Return the largest difference of a tensor relative to its own largest value, that tensor's name, and
+    the number of tensors compared. Tensors within a hundred roundings of 0 in both are not compared.
+
+    Raises:
+        ValueError: other tensors.
+    """
+    if own.keys() != expected.keys():
+        names = sorted(own.keys() ^ expected.keys())
+        raise ValueError(f"{len(names)} tensors are on one side only: {', '.join(names[:3])}")
+    worst, where, compared = 0.0, "", 0
+    for name, wanted in expected.items():
+        scale = max(wanted.abs().max().item(), own[name].abs().max().item())
+        if scale <= 100 * rounding:
+            continue
+        compared += 1
+        gap = max(0.0, (own[name] - wanted).abs().max().item() - rounding) / scale
+        if not gap <= worst:  # NaN too
+            worst, where = gap, name
+    return worst, where, compared

@@ -1,0 +1,71 @@
+"""A run that lost its trainers after two steps goes on as if it had not."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from megatron_ibpo.basics.records import Group
+from megatron_ibpo.cluster.deaths import ProcessDiedError
+from megatron_ibpo.engines.registry import samples_in_trainer
+from megatron_ibpo.run.recovery import surviving
+from megatron_ibpo.run.resume_point import read_resume_point
+from megatron_ibpo.run.state import Run
+from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
+
+ON_GPU = 1e-3
+"""Relative difference of weights on GPUs, whose kernels add in varying orders; not measured on one yet."""
+
+
+def check_resume(run: Run, groups: Sequence[Sequence[Group]], export: Callable[[str], Path]) -> Iterator[Row]:
+    """End the trainers, resume them from a checkpoint and the journal, and compare the weights."""
+    if run.config.algorithm.group_filter is None:  # a filter takes further prompts
+        yield _prompts(run, groups)
+    if samples_in_trainer(run.config.rollout.rollout_backend):
+        raise NotCheckedError("one process trains and samples; it dies as a whole")
+    point = read_resume_point(
+        replace(run.config.run, load=run.config.run.run_dir), run.foundation.shape.vocab_size
+    )
+    yield counted_faults(
+        "resume: checkpoint", [] if point.step == 1 else [f"it is of step {point.step}"],
+        "the newest checkpoint is that of step 1",
+    )  # fmt: skip
+    undisturbed, deaths = export("undisturbed"), ["trainers were ended by this check"]
+
+    def resumed() -> Path:
+        if deaths:
+            raise ProcessDiedError(deaths.pop())
+        return export("resumed")
+
+    gap, where = _largest(undisturbed, surviving(run, resumed))
+    on_gpu = torch.cuda.is_available()
+    yield measured(
+        "resume: weights", gap, ON_GPU if on_gpu else 0.0, "stated for GPUs" if on_gpu else "bit for bit",
+        f"largest difference after step {run.progress.step}; {where or 'no tensor differs'}",
+        "the checkpoint's optimizer state, learning rate and step; the journal",
+    )  # fmt: skip
+
+
+def _prompts(run: Run, groups: Sequence[Sequence[Group]]) -> Row:
+    size = run.config.rollout.rollout_batch_size
+    faults = [
+        f"step {number + 1} took prompt {group.prompt.index} in place {place}"
+        for number, step in enumerate(groups)
+        for place, group in enumerate(step, start=number * size)
+        if group.prompt.index != place
+    ]
+    return counted_faults("resume: prompts", faults, f"{len(groups)} steps took the prompts of their places")
+
+
+def _largest(first: Path, second: Path) -> tuple[float, str]:
+    """Return the largest relative difference between two checkpoints' tensors, and its name."""
+    a, b = (
+        {name: t for file in sorted(place.glob("*.safetensors")) for name, t in load_file(file).items()}
+        for place in (first, second)
+    )
+    gaps = {name: ((a[name] - b[name]).abs().max() / a[name].abs().max()).item() for name in a}
+    gaps |= {name: float("inf") for name in a.keys() ^ b.keys()}
+    worst = max(gaps, key=lambda name: gaps[name])
+    return gaps[worst], worst if gaps[worst] else ""

@@ -1,0 +1,121 @@
+"""The run's own verifier: labels as their own answers, and answers that must not count."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.config import DataConfig
+from megatron_ibpo.rewards import Score, Verifier, named_rm_types, open_pool
+from megatron_ibpo.run.run_data import open_run_data
+from megatron_ibpo.run.user_code import scored_by_verifiers
+from megatron_ibpo.verify.batch import Subject
+from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
+
+MOST = 32
+"""Prompts whose labels are tried."""
+FORMS: tuple[Callable[[str], str], ...] = (
+    lambda label: rf"\boxed{{{label}}}",
+    lambda label: f"The answer is {label}.",
+    lambda label: label,
+    lambda label: f"<answer>{label}</answer>",
+    lambda label: f"#### {label}",
+)
+"""Ways in which a response may give its answer; one of them must earn full marks for every label."""
+BROKEN = f"{__name__}:broken"
+
+
+def check_rewards(subject: Subject) -> Iterator[Row]:
+    """Score labels, wrong answers, nothing, and cut answers, each twice; then let a function fail."""
+    config = replace(subject.small, data=subject.config.data)
+    data = config.data
+    prompts = scored_by_verifiers(open_run_data(config, subject.foundation).first_prompts)[:MOST]
+    if not prompts:
+        raise NotCheckedError("environments score this run's responses, and no verifier")
+    with Verifier(open_pool(data, named_rm_types(prompts, data)), data) as verifier:
+        form, full = _best_form(verifier, prompts)
+        right = [form(prompt.label) for prompt in prompts]
+        missed = [_named(p, s) for p, s in zip(prompts, full, strict=True) if not s.correct]
+        if len(missed) == len(prompts):
+            raise NotCheckedError(
+                "no label earns full marks as an answer in any form tried; it may be no answer (tests of a "
+                "program, a rubric)"
+            )
+        shown = f"{len(prompts)} labels as answers, such as {form('LABEL')!r}, earn full marks"
+        yield counted_faults("rewards: labels", missed, shown)
+        yield _must_not_count(verifier, prompts, form)
+        yield _twice(verifier, prompts, right, full)
+        yield _time(verifier, prompts, right, data)
+    yield _failing(data, prompts[0])
+
+
+def _best_form(verifier: Verifier, prompts: Sequence[Prompt]) -> tuple[Callable[[str], str], list[Score]]:
+    scored = [(form, verifier.score([(p, form(p.label)) for p in prompts])) for form in FORMS]
+    return max(scored, key=lambda pair: sum(score.correct for score in pair[1]))
+
+
+def _must_not_count(verifier: Verifier, prompts: Sequence[Prompt], form: Callable[[str], str]) -> Row:
+    """An empty, a wrong and a truncated answer, and the question as an answer, are not correct."""
+    others = [next((p.label for p in prompts if p.label != prompt.label), "") for prompt in prompts]
+    wrong = {
+        "nothing": ["" for _ in prompts],
+        "another prompt's label": [form(other) if other else "" for other in others],
+        "its label with a 7 behind it": [form(f"{prompt.label}7") for prompt in prompts],
+        "half of its answer": [form(p.label)[: (len(form(p.label)) - len(p.label)) // 2] for p in prompts],
+        "a response cut before its answer": ["First, I look at the question. Then" for _ in prompts],
+    }  # fmt: skip
+    faults = [
+        f"{what} counts for {_named(prompt, score)}"
+        for what, texts in wrong.items()
+        for prompt, score in zip(prompts, verifier.score(list(zip(prompts, texts, strict=True))), strict=True)
+        if score.correct
+    ]
+    return counted_faults("rewards: wrong answers", faults, f"{', '.join(wrong)}: none counts as right")
+
+
+def _twice(
+    verifier: Verifier, prompts: Sequence[Prompt], texts: Sequence[str], first: Sequence[Score]
+) -> Row:
+    """The same text twice has the same reward, in another order too."""
+    again = verifier.score(list(zip(prompts, texts, strict=True))[::-1])[::-1]
+    faults = [
+        f"{a.reward} and then {b.reward} for prompt {p.index}"
+        for p, a, b in zip(prompts, first, again, strict=True)
+        if a.reward != b.reward
+    ]
+    return counted_faults(
+        "rewards: twice", faults, f"{len(prompts)} responses, scored again in reverse order"
+    )
+
+
+def _time(verifier: Verifier, prompts: Sequence[Prompt], texts: Sequence[str], data: DataConfig) -> Row:
+    began = time.monotonic()
+    scores = verifier.score(list(zip(prompts, texts, strict=True)))
+    seconds = (time.monotonic() - began) / len(scores)
+    errors = [score.error for score in scores if score.error is not None]
+    if errors:
+        return counted_faults("rewards: seconds", errors, f"{len(errors)} errors")
+    return measured(
+        "rewards: seconds", seconds, data.reward_timeout, "--reward-timeout", "seconds per response"
+    )  # fmt: skip
+
+
+def _failing(data: DataConfig, prompt: Prompt) -> Row:
+    """A function that raises gives an error, and no reward of 0."""
+    failing = replace(data, rm_type=BROKEN, reward_part=())
+    own = replace(prompt, metadata={k: v for k, v in prompt.metadata.items() if k != "rm_type"})
+    with Verifier(open_pool(failing), failing) as verifier:
+        (score,) = verifier.score([(own, "1")])
+    faults = [] if score.reward is None and score.error else [f"it has the reward {score.reward}"]
+    return counted_faults(
+        "rewards: errors", faults, "a reward function that raises gives an error, and not 0"
+    )
+
+
+def broken(prompt: str, response: str, label: str, metadata: object) -> float:
+    """Raise, as a reward function with a fault in it."""
+    raise RuntimeError("this function fails, to see what becomes of it")
+
+
+def _named(prompt: Prompt, score: Score) -> str:
+    return f"prompt {prompt.index}, label {prompt.label[:60]!r}: {score.error or score.reward}"

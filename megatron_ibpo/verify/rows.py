@@ -1,0 +1,104 @@
+"""The results of the checks: rows with a verdict, their table, their JSON and the exit status."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from megatron_ibpo.basics.faults import fault_text
+from megatron_ibpo.basics.redaction import without_keys
+from megatron_ibpo.report import jsonable
+
+CHECKS = ("split", "reference", "engine", "arrival", "tokens", "rewards", "data", "resume", "memory")
+"""Names of the checks, in the order of the table."""
+
+Verdict = Literal["right", "wrong", "not checked"]
+
+
+class NotCheckedError(Exception):
+    """A check that cannot be made with this model, data or machine; its message is the reason."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result."""
+
+    check: str
+    """Name of the check, a colon, and what it looked at."""
+    verdict: Verdict
+    figure: float | None = None
+    """Measured value."""
+    bound: float | None = None
+    """Largest figure that counts as right."""
+    bound_from: str = ""
+    """Where the bound comes from."""
+    reason: str = ""
+    """What was measured, why it was not, or what to look at next."""
+
+
+def measured(check: str, figure: float, bound: float, bound_from: str, reason: str, after: str = "") -> Row:
+    """Return the row of a figure that is right up to `bound`.
+
+    Args:
+        reason: what the figure is.
+        after: what to look at next if it is wrong.
+    """
+    is_right = math.isfinite(figure) and figure <= bound
+    text = reason if is_right or not after else f"{reason}; look at {after}"
+    return Row(check, "right" if is_right else "wrong", figure, bound, bound_from, text)
+
+
+def counted_faults(check: str, faults: Sequence[str], reason: str) -> Row:
+    """Return the row of a check that allows no fault; the first ones are named.
+
+    Args:
+        reason: what was looked at.
+    """
+    named = f"{reason}: {'; '.join(faults[:3])}" if faults else reason
+    verdict: Verdict = "wrong" if faults else "right"
+    return Row(check, verdict, float(len(faults)), 0.0, "exact", named)
+
+
+def attempted(check: str, work: Callable[[], Iterable[Row]]) -> list[Row]:
+    """Return the rows of a check. One that cannot be made is "not checked"; one that fails is wrong, since
+    the run would fail there too."""
+    rows: list[Row] = []
+    try:
+        rows.extend(work())
+    except NotCheckedError as why:
+        rows.append(Row(check, "not checked", reason=str(why)))
+    except Exception as error:
+        rows.append(Row(check, "wrong", reason=f"it failed: {fault_text(error)}"))
+    return rows
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows in the order of their checks."""
+    return sorted(rows, key=lambda row: CHECKS.index(row.check.partition(":")[0]))
+
+
+def exit_status(rows: Iterable[Row]) -> int:
+    """Return 1 if a row is wrong, otherwise 0."""
+    return int(any(row.verdict == "wrong" for row in rows))
+
+
+def as_json(rows: Sequence[Row], about: dict[str, Any]) -> str:
+    """Return the content of verify.json."""
+    content = {**about, "checks": [asdict(row) for row in rows]}
+    return without_keys(json.dumps(jsonable(content), indent=1, allow_nan=False)) + "\n"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as text, a line each, with the reason below."""
+    lines = [f"{'check':<34} {'verdict':<12} {'figure':>9} {'bound':>9}  bound from"]
+    for row in rows:
+        values = f"{_short(row.figure):>9} {_short(row.bound):>9}"
+        lines.append(f"{row.check:<34} {row.verdict:<12} {values}  {row.bound_from}".rstrip())
+        lines += [f"    {row.reason}"] if row.reason else []
+    counts = {name: sum(row.verdict == name for row in rows) for name in ("right", "wrong", "not checked")}
+    return "\n".join([*lines, "", ", ".join(f"{count} {name}" for name, count in counts.items())])
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

@@ -1,0 +1,142 @@
+"""Tokens: prompts are the rendered text, and only what the policy wrote has a gradient."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron_ibpo.basics.records import Group, Prompt, TrainSequence
+from megatron_ibpo.data import ResponseText, Tokenizer
+from megatron_ibpo.data.tokenizer import read_eos_token_ids
+from megatron_ibpo.run.run_data import open_run_data
+from megatron_ibpo.verify.batch import Subject
+from megatron_ibpo.verify.own_policy import own_policy, own_update, reading_off
+from megatron_ibpo.verify.rows import Row, counted_faults
+from megatron_ibpo.verify.split import from_engine
+
+MOST = 64
+
+
+def check_tokens(subject: Subject) -> Iterator[Row]:
+    """Look at the prompts, and at the gradient of what the policy did not write."""
+    data = open_run_data(subject.config, subject.foundation)
+    prompts = data.first_prompts[:MOST]
+    faults = [fault for prompt in prompts for fault in _prompt_faults(prompt, data.tokenizer)]
+    yield counted_faults(
+        "tokens: prompts", faults, f"{len(prompts)} prompts decode to their text and encode to the same ids"
+    )
+    yield _masked(subject)
+
+
+def check_samples(
+    subject: Subject, groups: Sequence[Group], trained: Sequence[TrainSequence]
+) -> Iterator[Row]:
+    """Compare what engines returned with what was asked and with what is trained on."""
+    eos = set(read_eos_token_ids(subject.foundation.hf_dir))
+    text = ResponseText(subject.data.tokenizer)
+    faults = [fault for group in groups for fault in _group_faults(subject, group, eos, text)]
+    count = sum(len(group.samples) for group in groups)
+    cut = sum(s.finish_reason == "length" for group in groups for s in group.samples)
+    yield counted_faults(
+        "tokens: samples", faults,
+        f"{count} samples: prompt, ends, log-probs and masks fit; {cut} end at a limit of length",
+    )  # fmt: skip
+    yield counted_faults(
+        "tokens: training",
+        list(_trained_faults(groups, trained)),
+        f"{len(trained)} sequences are those sampled",
+    )
+
+
+def _prompt_faults(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[str]:
+    where = f"prompt {prompt.index}"
+    shown = tokenizer.decode_all(prompt.token_ids)
+    if not 0 < prompt.head_length <= len(prompt.token_ids):
+        yield f"{where}: candidate solutions would go to token {prompt.head_length}"
+    if "".join(prompt.text.split()) not in "".join(shown.split()):
+        yield f"{where}: its ids do not show its text, {prompt.text[:60]!r} (--apply-chat-template?)"
+
+
+def _masked(subject: Subject) -> Row:
+    """Sequences whose tokens are all masked leave the weights as they are; of the others, what stands at
+    masked places changes nothing but what is read there."""
+    config = from_engine(reading_off(subject.small))
+    sequences = subject.sequences
+    masked = [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in sequences]
+    faults = []
+    with own_policy(config) as (policy, _):
+        if any(own.any() for own in policy.logprobs(masked)):
+            faults.append("masked tokens have log-probs")
+    plain = own_update(config, sequences)
+    loud = own_update(config, [_loud(s) for s in sequences])
+    faults += [
+        f"{n} depends on masked tokens" for n, c in plain.change.items() if not c.equal(loud.change[n])
+    ]
+    return counted_faults(
+        "tokens: masked",
+        faults,
+        "log-probs, weights and advantages at masked places have no part in the gradient",
+    )
+
+
+def _loud(s: TrainSequence) -> TrainSequence:
+    """Return the sequence with absurd values wherever its mask is False."""
+
+    def at_masked(values: Any, absurd: float) -> Any:
+        return None if values is None else np.where(s.loss_mask, values, absurd).astype(values.dtype)
+
+    return replace(
+        s,
+        rollout_logprobs=at_masked(s.rollout_logprobs, -30.0),
+        token_weights=at_masked(s.token_weights, 50.0),
+        token_advantages=at_masked(s.token_advantages, 50.0),
+    )
+
+
+def _group_faults(subject: Subject, group: Group, eos: set[int], text: ResponseText) -> Iterator[str]:
+    rollout, prompt = subject.small.rollout, group.prompt
+    for number, sample in enumerate(group.samples):
+        where, ids = f"prompt {prompt.index}, sample {number}", sample.token_ids.tolist()
+        lengths = {len(ids), len(sample.logprobs), len(sample.loss_mask)}
+        if len(lengths) != 1:
+            yield f"{where}: ids, log-probs and mask have lengths {sorted(lengths)}"
+            continue
+        if (number < len(group.responses) and not rollout.rollout_prompt_suffixes
+                and not np.array_equal(sample.prompt_token_ids, prompt.token_ids)):  # fmt: skip
+            yield f"{where}: was sampled from other ids than its prompt's"
+        if sample.finish_reason == "stop" and (not ids or ids[-1] not in eos):
+            yield f"{where}: stopped without an end-of-sequence id"
+        written = [i for i, by_policy in zip(ids[:-1], sample.loss_mask[:-1], strict=True) if by_policy]
+        if prompt.environment is None and eos & set(written):
+            yield f"{where}: goes on after an end-of-sequence id"
+        room = subject.foundation.max_context - len(sample.prompt_token_ids)
+        short = sample.num_trained_tokens < min(rollout.rollout_max_response_len, room)
+        if sample.finish_reason == "length" and short and prompt.environment is None:
+            yield f"{where}: counts as cut after {sample.num_trained_tokens} tokens"
+        own = sample.logprobs[sample.loss_mask]
+        if not np.isfinite(own).all() or (own > 1e-4).any() or sample.logprobs[~sample.loss_mask].any():
+            yield f"{where}: log-probs that are none, or of tokens that the policy did not write"
+        if (own == 0).mean() > 0.9 if len(own) > 8 else False:
+            yield f"{where}: log-probs are 0"
+
+
+def _trained_faults(groups: Sequence[Group], trained: Sequence[TrainSequence]) -> Iterator[str]:
+    sampled = {
+        (number, sample.index, sample.token_ids.tobytes()): sample
+        for number, group in enumerate(groups)
+        for sample in group.samples
+    }
+    for s in trained:
+        sample = sampled.get((s.group, s.index, s.response_token_ids.tobytes()))
+        where = f"group {s.group}, {s.kind} {s.index}"
+        if sample is None:
+            yield f"{where}: its tokens were not sampled"
+        elif (s.loss_mask & ~sample.loss_mask).any():
+            yield f"{where}: trains on tokens that the policy did not write"
+        elif s.temperature != sample.temperature:
+            yield f"{where}: trains at temperature {s.temperature}, sampled at {sample.temperature}"
+        elif s.rollout_logprobs is not None and not np.array_equal(s.rollout_logprobs, sample.logprobs):
+            yield f"{where}: has other log-probs than its tokens were sampled with"
+        elif not s.off_policy and not np.array_equal(s.prompt_token_ids, sample.prompt_token_ids):
+            yield f"{where}: has another prompt than it was sampled from"

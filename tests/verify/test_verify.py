@@ -1,0 +1,121 @@
+"""ibpo verify: rows, verdicts and exit status; and the default recipe, in which everything is right."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ibpo.verify.rows import (
+    CHECKS,
+    NotCheckedError,
+    Row,
+    as_json,
+    attempted,
+    counted_faults,
+    exit_status,
+    in_order,
+    measured,
+    table,
+)
+from support.paths import ROOT
+
+
+def test_a_figure_is_right_up_to_its_bound_and_never_if_it_is_no_number():
+    verdicts = [measured("split", figure, 1.0, "", "").verdict for figure in (0, 1, 1.1, math.nan, math.inf)]
+    assert verdicts == ["right", "right", "wrong", "wrong", "wrong"]
+    assert measured("split", 2, 1, "", "the gap", "the loss").reason == "the gap; look at the loss"
+    assert measured("split", 1, 1, "", "the gap", "the loss").reason == "the gap"
+
+
+def test_one_fault_is_wrong_and_named():
+    assert counted_faults("tokens", [], "ids").verdict == "right"
+    row = counted_faults("tokens", ["a", "b", "c", "d"], "ids")
+    assert (row.verdict, row.figure, row.reason) == ("wrong", 4, "ids: a; b; c")
+
+
+def test_what_cannot_be_checked_is_not_right_and_what_fails_is_wrong():
+    def rows(error):
+        yield measured("data: first", 0, 1, "", "")
+        raise error
+
+    first, why = attempted("data", lambda: rows(NotCheckedError("it is a recording")))
+    assert (first.verdict, why.verdict, why.reason) == ("right", "not checked", "it is a recording")
+    _, failed = attempted("data", lambda: rows(RuntimeError("no such tensor")))
+    assert failed.verdict == "wrong"
+    assert "no such tensor" in failed.reason
+    assert exit_status([first, why]) == 0
+    assert exit_status([first, why, failed]) == 1
+
+
+def test_rows_are_in_the_order_of_the_checks_and_json_has_them_all():
+    rows = in_order(Row(f"{name}: x", "right", 0.5, 1.0, "here", "it is") for name in reversed(CHECKS))
+    assert [row.check.partition(":")[0] for row in rows] == list(CHECKS)
+    content = json.loads(as_json([*rows, Row("data", "wrong", math.inf)], {"full": False}))
+    assert content["full"] is False
+    assert content["checks"][0] == {
+        "check": "split: x", "verdict": "right", "figure": 0.5, "bound": 1.0, "bound_from": "here",
+        "reason": "it is",
+    }  # fmt: skip
+    assert table(rows).endswith(f"{len(CHECKS)} right, 0 wrong, 0 not checked")
+
+
+def verify(directory, *flags, timeout=700):
+    """Return (exit status, rows of verify.json, output) of the command."""
+    save = directory / "verify.json"
+    command = [sys.executable, "-m", "megatron_ibpo.commands.verify", *flags, "--save", str(save)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    assert save.exists(), done.stdout[-2000:] + done.stderr[-2000:]
+    return done.returncode, json.loads(save.read_text())["checks"], done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_default_recipe_has_no_fault_and_every_check_is_made(tmp_path, seed):
+    recipe, model = ROOT / "examples/recipes/small_cpu.yaml", ROOT / "examples/tiny_qwen3"
+    flags = ["--config", str(recipe), "--hf-checkpoint", str(model), "--seed", str(seed)]
+    status, rows, output = verify(tmp_path, *flags)
+    assert status == 0, output
+    assert {row["check"].partition(":")[0] for row in rows if row["verdict"] == "right"} == set(CHECKS), (
+        output
+    )
+    assert [row["check"] for row in rows if row["verdict"] == "wrong"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rows_of_other_trainers_are_read_and_a_wrong_reward_is_seen(tmp_path):
+    """verl's parquet and TRL's columns; a reward that pays for any text."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    numbers = [(a, b) for a in range(2, 9) for b in range(2, 9)]
+    verl = [
+        {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "data_source": "sums", "ability": "math",
+         "reward_model": {"style": "rule", "ground_truth": str(a + b)}, "extra_info": {"index": i}}
+        for i, (a, b) in enumerate(numbers)
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(verl), tmp_path / "verl.parquet")
+    trl = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a, b in numbers]
+    (tmp_path / "trl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in trl))
+    recipe, model = ROOT / "examples/recipes/small_cpu.yaml", ROOT / "examples/tiny_qwen3"
+    flags = ["--config", str(recipe), "--hf-checkpoint", str(model), "--only", "data,rewards"]
+    for own in (
+        ["verl.parquet", "--rm-type", "math"],
+        ["trl.jsonl", "--rm-type", "math", "--label-key", "solution"],
+    ):
+        data = ["--prompt-data", str(tmp_path / own[0]), *own[1:]]
+        status, rows, output = verify(tmp_path, *flags, *data)
+        assert status == 0, output
+        assert {row["check"] for row in rows if row["verdict"] == "right"} >= {
+            "data: epochs",
+            "rewards: labels",
+        }
+    (tmp_path / "generous.py").write_text("def score(p, r, label, m):\n    return float(bool(r))\n")
+    generous = ["--rm-type", f"{tmp_path / 'generous'}:score"]
+    status, rows, output = verify(tmp_path, *flags, "--prompt-data", str(tmp_path / "trl.jsonl"), *generous)
+    assert status == 1, output
+    assert [row["check"] for row in rows if row["verdict"] == "wrong"] == ["rewards: wrong answers"]
