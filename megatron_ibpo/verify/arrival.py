@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_ibpo.basics.records import Floats, Sample, SampleRequest, TokenIds
+from megatron_ibpo.basics.records import Floats, Sample, SampleRequest, TokenIds, token_ids
 from megatron_ibpo.engines.probe import TIMEOUT_S
 from megatron_ibpo.run.recovery import sleep_engines, wake_engines
 from megatron_ibpo.run.state import Run
@@ -140,5 +140,6 @@ def _prompts(subject: Subject) -> list[TokenIds]:
     assert subject.data.prompts is not None
     room = subject.foundation.max_context - LONGEST - 1
     ids = [prompt.token_ids for prompt in subject.data.prompts.batch(0, 8 * PROMPTS)]
+    ids = [own if len(own) else token_ids([1, 2, 3]) for own in ids]  # an environment writes its own
     joined = np.concatenate(ids)[: min(BLOCK + PROMPTS, room)]
     return [*ids[:PROMPTS], joined, joined]

@@ -67,7 +67,9 @@ def _credited(subject: Subject, policy: Policy) -> list[TrainSequence]:
     )  # fmt: skip
     operator = subject.foundation.method.operator
     rng, groups = np.random.default_rng(config.run.seed), []
-    for prompt in data.prompts.batch(0, config.rollout.rollout_batch_size):
+    for drawn in data.prompts.batch(0, config.rollout.rollout_batch_size):
+        # an environment writes its own
+        prompt = drawn if len(drawn.token_ids) else replace(drawn, token_ids=token_ids([1, 2]), head_length=1)
         count = max(2, config.rollout.n_samples_per_prompt)
         request = SampleRequest(prompt.token_ids, 0, LONGEST, config.rollout.rollout_temperature)
         responses = [_sample(request, prompt, i, subject, rng) for i in range(count)]

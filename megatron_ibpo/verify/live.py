@@ -7,10 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
 from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.run import loop, saving
 from megatron_ibpo.run.open import open_run
@@ -19,7 +15,7 @@ from megatron_ibpo.verify.arrival import check_arrival
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.engine import engine_rows
 from megatron_ibpo.verify.memory import check_memory
-from megatron_ibpo.verify.own_policy import ROUNDING, Update, changes, own_update
+from megatron_ibpo.verify.own_policy import ROUNDING, Update, changes, own_update, weights_in
 from megatron_ibpo.verify.resume import check_resume
 from megatron_ibpo.verify.rows import NotCheckedError, Row, attempted
 from megatron_ibpo.verify.split import compared
@@ -104,12 +100,3 @@ def _layout(live: LiveRun, initial: Path) -> Iterator[Row]:
     own = own_update(config, sequences)
     check = f"split: the run's layout, {config.cluster.num_trainers} ranks"
     yield compared(check, Update(moved, live.metrics[0], ROUNDING / lr), own, live.subject)
-
-
-def weights_in(directory: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint in float32."""
-    return {
-        name: tensor.to(torch.float32)
-        for file in sorted(directory.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }

@@ -4,8 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_ibpo.basics.records import TrainSequence
@@ -77,6 +80,15 @@ def step_of(gradient: Tensor) -> Tensor:
 def copies(rank: Any) -> dict[str, Tensor]:
     """Return copies of the weights in float32, by name in a checkpoint."""
     return {name: tensor.detach().float().cpu().clone() for name, tensor in rank.export}
+
+
+def weights_in(directory: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint in float32."""
+    return {
+        name: tensor.to(torch.float32)
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def difference(

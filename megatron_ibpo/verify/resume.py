@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.cluster.deaths import ProcessDiedError
@@ -13,6 +12,7 @@ from megatron_ibpo.engines.registry import samples_in_trainer
 from megatron_ibpo.run.recovery import surviving
 from megatron_ibpo.run.resume_point import read_resume_point
 from megatron_ibpo.run.state import Run
+from megatron_ibpo.verify.own_policy import difference, weights_in
 from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
 
 ON_GPU = 1e-3
@@ -39,7 +39,7 @@ def check_resume(run: Run, groups: Sequence[Sequence[Group]], export: Callable[[
             raise ProcessDiedError(deaths.pop())
         return export("resumed")
 
-    gap, where = _largest(undisturbed, surviving(run, resumed))
+    gap, where, _ = difference(weights_in(surviving(run, resumed)), weights_in(undisturbed), 0.0)
     on_gpu = torch.cuda.is_available()
     yield measured(
         "resume: weights", gap, ON_GPU if on_gpu else 0.0, "stated for GPUs" if on_gpu else "bit for bit",
@@ -57,15 +57,3 @@ def _prompts(run: Run, groups: Sequence[Sequence[Group]]) -> Row:
         if group.prompt.index != place
     ]
     return counted_faults("resume: prompts", faults, f"{len(groups)} steps took the prompts of their places")
-
-
-def _largest(first: Path, second: Path) -> tuple[float, str]:
-    """Return the largest relative difference between two checkpoints' tensors, and its name."""
-    a, b = (
-        {name: t for file in sorted(place.glob("*.safetensors")) for name, t in load_file(file).items()}
-        for place in (first, second)
-    )
-    gaps = {name: ((a[name] - b[name]).abs().max() / a[name].abs().max()).item() for name in a}
-    gaps |= {name: float("inf") for name in a.keys() ^ b.keys()}
-    worst = max(gaps, key=lambda name: gaps[name])
-    return gaps[worst], worst if gaps[worst] else ""

@@ -16,6 +16,7 @@ PROMPTS, RESPONSES, LONGEST = 4, 4, 64
 """Most prompts of a step, responses per prompt, and tokens per response."""
 STEPS = 3
 STAND_IN = "megatron_ibpo.verify.stand_in_reward:score"
+CACHE_BYTES = 512 * 1024**2
 MOST_RANKS = 4
 """Most trainer processes on a machine without GPUs."""
 
@@ -63,8 +64,8 @@ def _linear_steps(config: Config) -> Any:
 def _short(config: Config, scratch: Path) -> Config:
     rollout, run, on_gpu = config.rollout, config.run, torch.cuda.is_available()
     engine = dict(rollout.parameters)
-    if not on_gpu and "vllm_arg" in engine:  # quantization, which CPUs lack
-        engine["vllm_arg"] = ()
+    if not on_gpu and "vllm_arg" in engine:  # quantization, which CPUs lack, and a GPU's cache
+        engine |= {"vllm_arg": (), "vllm_kv_cache_bytes": CACHE_BYTES}
     steps = config.loss.num_steps_per_rollout
     prompts = max(1, PROMPTS // steps) * steps
     rollout = replace(

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Group, Prompt, TrainSequence
-from megatron_ibpo.data import ResponseText, Tokenizer
+from megatron_ibpo.basics.records import Group, Prompt, Sample, TrainSequence
+from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.verify.batch import Subject
@@ -34,8 +34,7 @@ def check_samples(
 ) -> Iterator[Row]:
     """Compare what engines returned with what was asked and with what is trained on."""
     eos = set(read_eos_token_ids(subject.foundation.hf_dir))
-    text = ResponseText(subject.data.tokenizer)
-    faults = [fault for group in groups for fault in _group_faults(subject, group, eos, text)]
+    faults = [fault for group in groups for fault in _group_faults(subject, group, eos)]
     count = sum(len(group.samples) for group in groups)
     cut = sum(s.finish_reason == "length" for group in groups for s in group.samples)
     yield counted_faults(
@@ -94,31 +93,39 @@ def _loud(s: TrainSequence) -> TrainSequence:
     )
 
 
-def _group_faults(subject: Subject, group: Group, eos: set[int], text: ResponseText) -> Iterator[str]:
+def _group_faults(subject: Subject, group: Group, eos: set[int]) -> Iterator[str]:
     rollout, prompt = subject.small.rollout, group.prompt
+    temperatures = {rollout.rollout_temperature, *rollout.rollout_temperature_cycle}
     for number, sample in enumerate(group.samples):
-        where, ids = f"prompt {prompt.index}, sample {number}", sample.token_ids.tolist()
-        lengths = {len(ids), len(sample.logprobs), len(sample.loss_mask)}
-        if len(lengths) != 1:
-            yield f"{where}: ids, log-probs and mask have lengths {sorted(lengths)}"
+        is_plain = number < len(group.responses) and not rollout.rollout_prompt_suffixes
+        for fault in _sample_faults(sample):
+            yield f"prompt {prompt.index}, sample {number}: {fault}"
+        if sample.temperature not in temperatures:
+            yield f"prompt {prompt.index}, sample {number}: sampled at temperature {sample.temperature}"
+        if prompt.environment is not None:  # it has turns, and writes the prompt
             continue
-        if (number < len(group.responses) and not rollout.rollout_prompt_suffixes
-                and not np.array_equal(sample.prompt_token_ids, prompt.token_ids)):  # fmt: skip
-            yield f"{where}: was sampled from other ids than its prompt's"
-        if sample.finish_reason == "stop" and (not ids or ids[-1] not in eos):
-            yield f"{where}: stopped without an end-of-sequence id"
-        written = [i for i, by_policy in zip(ids[:-1], sample.loss_mask[:-1], strict=True) if by_policy]
-        if prompt.environment is None and eos & set(written):
-            yield f"{where}: goes on after an end-of-sequence id"
+        if is_plain and not np.array_equal(sample.prompt_token_ids, prompt.token_ids):
+            yield f"prompt {prompt.index}, sample {number}: sampled from other ids than the prompt's"
+        if eos & set(sample.content_ids[sample.num_begun_tokens :].tolist()):
+            yield f"prompt {prompt.index}, sample {number}: goes on after an end-of-sequence id"
+        if sample.finish_reason == "stop" and not eos & set(sample.token_ids[-1:].tolist()):
+            yield f"prompt {prompt.index}, sample {number}: stopped without an end-of-sequence id"
         room = subject.foundation.max_context - len(sample.prompt_token_ids)
-        short = sample.num_trained_tokens < min(rollout.rollout_max_response_len, room)
-        if sample.finish_reason == "length" and short and prompt.environment is None:
-            yield f"{where}: counts as cut after {sample.num_trained_tokens} tokens"
-        own = sample.logprobs[sample.loss_mask]
-        if not np.isfinite(own).all() or (own > 1e-4).any() or sample.logprobs[~sample.loss_mask].any():
-            yield f"{where}: log-probs that are none, or of tokens that the policy did not write"
-        if (own == 0).mean() > 0.9 if len(own) > 8 else False:
-            yield f"{where}: log-probs are 0"
+        limit = min(rollout.rollout_max_response_len, room)
+        if sample.finish_reason == "length" and sample.num_trained_tokens < limit:
+            yield f"prompt {prompt.index}, sample {number}: cut after {sample.num_trained_tokens} tokens"
+
+
+def _sample_faults(sample: Sample) -> Iterator[str]:
+    lengths = {len(sample.token_ids), len(sample.logprobs), len(sample.loss_mask)}
+    if len(lengths) != 1:
+        yield f"ids, log-probs and mask have lengths {sorted(lengths)}"
+        return
+    own, others = sample.logprobs[sample.loss_mask], sample.logprobs[~sample.loss_mask]
+    if not np.isfinite(own).all() or (own > 1e-4).any():
+        yield "log-probs that are none"
+    if others.any():
+        yield "tokens that the policy did not write have log-probs"
 
 
 def _trained_faults(groups: Sequence[Group], trained: Sequence[TrainSequence]) -> Iterator[str]:
