@@ -59,7 +59,11 @@ class Trial:
         path, saved, began = copy / self.mutant.file, copy / "verify.json", time.monotonic()
         source = path.read_text()
         words = [sys.executable, "-m", "megatron_ibpo.commands.verify", *self.flags, "--save", str(saved)]
-        words += [] if all_checks or not self.caught_by else ["--only", ",".join(self.caught_by)]
+        of_samples = (
+            ["engine"] if "tokens" in self.caught_by else []
+        )  # opens the run, whose samples are looked at
+        only = [] if all_checks else [*dict.fromkeys([*self.caught_by, *of_samples])]
+        words += ["--only", ",".join(only)] if only else []
         words += [] if self.model is None else ["--hf-checkpoint", str(changed_model(copy, self.model))]
         saved.unlink(missing_ok=True)
         path.write_text(self.mutant.planted(source))

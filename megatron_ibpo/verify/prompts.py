@@ -1,14 +1,22 @@
 """The run's data: what is left out, whether two readings agree, and whether prompts fit their context."""
 
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config
 from megatron_ibpo.data import PromptSource
+from megatron_ibpo.data.files import chosen_files, each_row
 from megatron_ibpo.data.row_prompts import normalised
+from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.run.resolve import Foundation, read_foundation
 from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.verify.batch import Subject
@@ -16,6 +24,10 @@ from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, meas
 
 MOST = 512
 """Prompts that are compared."""
+FEW = 64
+"""Prompts that another process reads."""
+READ_S = 300.0
+"""Seconds that it may take."""
 
 
 def check_data(subject: Subject) -> Iterator[Row]:
@@ -36,6 +48,8 @@ def check_data(subject: Subject) -> Iterator[Row]:
         _unstable(prompts, other),
         f"{count} prompts have the same ids, labels and order",
     )
+    yield _other_process(config, prompts[:FEW])
+    yield _counted_rows(config, source)
     yield _left_out(source, size or count)
     yield _lengths(prompts, config, foundation)
     yield _epochs(source, size)
@@ -51,6 +65,51 @@ def _unstable(prompts: Sequence[Prompt], other: Sequence[Prompt]) -> list[str]:
         != (b.index, b.label, b.head_length, b.text, b.metadata)
         or a.index != i
     ]
+
+
+def _other_process(config: Config, prompts: Sequence[Prompt]) -> Row:
+    """A process whose `hash` has another seed, as every node's has, reads the same."""
+    program = f"from {__name__} import print_digests; print_digests({len(prompts)})"
+    seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=pickle.dumps(config), stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONHASHSEED": seed}, timeout=READ_S, check=True,
+    )  # fmt: skip
+    digests = done.stdout.decode().split()[-len(prompts) :]
+    faults = [
+        f"prompt {prompt.index} differs"
+        for prompt, own in zip(prompts, digests, strict=True)
+        if own != _digest(prompt)
+    ]
+    return counted_faults("data: another process", faults, f"it reads the same {len(prompts)} prompts")
+
+
+def print_digests(count: int) -> None:
+    """Print digests of the first prompts of the configuration that comes pickled."""
+    config = pickle.load(sys.stdin.buffer)
+    source = open_run_data(config, read_foundation(config)).prompts
+    assert source is not None
+    print(*[_digest(prompt) for prompt in source.batch(0, count)])
+
+
+def _digest(prompt: Prompt) -> str:
+    content = prompt.token_ids.tobytes() + f"{prompt.label}\0{prompt.index}".encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+def _counted_rows(config: Config, source: PromptSource) -> Row:
+    """Every row of a file is a prompt, or left out for a reason that is counted."""
+    spec = read_spec(config.data.prompt_data[0])
+    if "://" in spec.location or len(config.data.prompt_data) > 1 or config.holds_out or source.grows:
+        reason = "rows are counted of one file alone that is read whole and not divided for evaluation"
+        return Row("data: rows", "not checked", reason=reason)
+    rows = sum(1 for _ in each_row(chosen_files(Path(spec.location), "train", spec.split), ()))
+    left_out = sum(sum(tally.counts.values()) for tally in source.tallies)
+    missing = rows - source.num_prompts() - left_out
+    faults = [f"{missing} rows are neither"] * (missing != 0)
+    return counted_faults(
+        "data: rows", faults, f"of {rows} rows, {source.num_prompts()} are prompts and {left_out} left out"
+    )
 
 
 def _left_out(source: PromptSource, size: int) -> Row:

@@ -33,7 +33,7 @@ def small_run(config: Config, scratch: Path, *, full: bool) -> Config:
         hf_dir = cut_down(hf_dir, scratch / "model", config.run.seed)
     on_gpu = torch.cuda.is_available()
     parallel = config.parallel if on_gpu and full else _small_layout(config.parallel)
-    trainers = config.cluster.num_trainers if on_gpu else least_world(parallel)
+    trainers = config.cluster.num_trainers if on_gpu else _num_trainers(config, parallel)
     return replace(
         _short(config, scratch),
         model=_in_float32(config, hf_dir, on_gpu=on_gpu),
@@ -41,6 +41,13 @@ def small_run(config: Config, scratch: Path, *, full: bool) -> Config:
         optimizer=_linear_steps(config),
         cluster=replace(config.cluster, num_trainers=trainers),
     )
+
+
+def _num_trainers(config: Config, small: ParallelConfig) -> int:
+    """Return the ranks of the small layout, twice if the run has several data-parallel ranks."""
+    least = least_world(small)
+    is_parallel = (config.cluster.num_trainers or 1) > least_world(config.parallel)
+    return 2 * least if is_parallel and 2 * least <= MOST_RANKS else least
 
 
 def _in_float32(config: Config, hf_dir: Path, *, on_gpu: bool) -> Any:
