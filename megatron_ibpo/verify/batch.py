@@ -1,7 +1,7 @@
 """A batch as the run makes it, without an engine: the run's prompts and template, made-up responses of
 different lengths, and the run's own operator, estimator, token credit and weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -10,7 +10,6 @@ import numpy as np
 from megatron_ibpo.basics.records import (
     Floats,
     Group,
-    Prompt,
     Sample,
     SampleRequest,
     TrainSequence,
@@ -27,6 +26,18 @@ from megatron_ibpo.verify.rows import NotCheckedError
 
 LONGEST = 40
 """Tokens of the longest made-up response."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of a step."""
+
+    sequences: list[TrainSequence]
+    """Sequences to train on."""
+    credited: list[TrainSequence]
+    """The same as credit made them."""
+    credited_reversed: list[TrainSequence]
+    """As credit makes them of the same groups in the reverse order."""
 
 
 @dataclass(frozen=True)
@@ -49,39 +60,49 @@ class Subject:
         return open_run_data(self.small, self.foundation)
 
     @cached_property
-    def sequences(self) -> list[TrainSequence]:
+    def batch(self) -> Batch:
         """A batch with gradients, with holes in its loss masks and log-probs near the policy's."""
         with own_policy(self.small) as (policy, _):
-            made = _credited(self, policy)
-            return _with_engine_logprobs(made, policy.logprobs(made), _clip(self.small))
+            context = _context(self, policy)
+            groups = list(_groups(self, context))
+            made = assign_credit(groups, context).sequences
+            again = assign_credit(groups[::-1], context).sequences
+            if not any(s.has_advantage for s in made):
+                raise NotCheckedError("no sequence of the batch has an advantage")
+            holed = [_with_hole(s) if i % 3 == 2 else s for i, s in enumerate(made)]
+            near = _with_engine_logprobs(holed, policy.logprobs(holed), self.small.loss.eps_clip or 0.05)
+        return Batch(near, made, again)
+
+    @property
+    def sequences(self) -> list[TrainSequence]:
+        return self.batch.sequences
 
 
-def _credited(subject: Subject, policy: Policy) -> list[TrainSequence]:
+def _context(subject: Subject, policy: Policy) -> CreditContext:
     config, data = subject.small, subject.data
-    if data.prompts is None:
-        raise NotCheckedError("the run replays recorded rollouts, which have a batch of their own")
-    meter = CostMeter(subject.foundation.shape, 1)
-    context = CreditContext(
+    return CreditContext(
         config.algorithm, config.rollout, data.vocabulary, subject.foundation.max_context, config.run.seed, 0,
-        config.data.reward_threshold, partial(_asked, policy), policy.values, meter.of_sample,
+        config.data.reward_threshold, partial(_asked, policy), policy.values,
+        CostMeter(subject.foundation.shape, 1).of_sample,
     )  # fmt: skip
-    operator = subject.foundation.method.operator
-    rng, groups = np.random.default_rng(config.run.seed), []
-    for drawn in data.prompts.batch(0, config.rollout.rollout_batch_size):
+
+
+def _groups(subject: Subject, context: CreditContext) -> Iterator[Group]:
+    """Yield groups of made-up responses, with what the run's operator asks for."""
+    config, operator = subject.small, subject.foundation.method.operator
+    if subject.data.prompts is None:
+        raise NotCheckedError("the run replays recorded rollouts, which have a batch of their own")
+    rng = np.random.default_rng(config.run.seed)
+    for drawn in subject.data.prompts.batch(0, config.rollout.rollout_batch_size):
         # an environment writes its own
         prompt = drawn if len(drawn.token_ids) else replace(drawn, token_ids=token_ids([1, 2]), head_length=1)
         count = max(2, config.rollout.n_samples_per_prompt)
         request = SampleRequest(prompt.token_ids, 0, LONGEST, config.rollout.rollout_temperature)
-        responses = [_sample(request, prompt, i, subject, rng) for i in range(count)]
-        group = Group(prompt, responses)
+        group = Group(prompt, [_sample(request, i, subject, rng) for i in range(count)])
         follow_ups = operator.follow_ups(group, context)
-        samples = [_sample(each.request, prompt, i, subject, rng) for i, each in enumerate(follow_ups)]
+        samples = [_sample(each.request, i, subject, rng) for i, each in enumerate(follow_ups)]
         operator.attach(group, follow_ups, samples)
-        groups.append(group)
-    made = assign_credit(groups, context, subject.foundation.method).sequences
-    if not any(s.has_advantage for s in made):
-        raise NotCheckedError("no sequence of the batch has an advantage")
-    return [_with_hole(s) if i % 3 == 2 else s for i, s in enumerate(made)]
+        yield group
 
 
 def _asked(policy: Policy, queries: Sequence[LogProbQuery]) -> list[Floats]:
@@ -90,9 +111,7 @@ def _asked(policy: Policy, queries: Sequence[LogProbQuery]) -> list[Floats]:
     return policy.logprobs([as_sequence(query) for query in queries])
 
 
-def _sample(
-    request: SampleRequest, prompt: Prompt, index: int, subject: Subject, rng: np.random.Generator
-) -> Sample:
+def _sample(request: SampleRequest, index: int, subject: Subject, rng: np.random.Generator) -> Sample:
     """Return a response of random tokens; every second one is right."""
     most = min(LONGEST, subject.small.rollout.rollout_max_response_len)
     length = int(rng.integers(min(2, most), most + 1))
@@ -124,7 +143,3 @@ def _with_engine_logprobs(
         replace(s, rollout_logprobs=np.where(s.loss_mask, own + clip * shifts[i % 4], 0).astype(np.float32))
         for i, (s, own) in enumerate(zip(made, logprobs, strict=True))
     ]
-
-
-def _clip(config: Config) -> float:
-    return config.loss.eps_clip or 0.05

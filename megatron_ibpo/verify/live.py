@@ -3,12 +3,11 @@
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from megatron_ibpo.basics.records import Group, TrainSequence
-from megatron_ibpo.engines.registry import samples_in_trainer
 from megatron_ibpo.run import loop, saving
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.state import Run
@@ -17,7 +16,7 @@ from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.engine import engine_rows
 from megatron_ibpo.verify.memory import check_memory
 from megatron_ibpo.verify.own_policy import ROUNDING, Update, changes, own_update, weights_in
-from megatron_ibpo.verify.resume import check_resume, resumed_rows
+from megatron_ibpo.verify.resume import check_resume
 from megatron_ibpo.verify.rows import NotCheckedError, Row, attempted
 from megatron_ibpo.verify.split import compared
 from megatron_ibpo.verify.tokens import Turn, check_samples, recorded_turns
@@ -72,7 +71,7 @@ def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
         if wanted("engine"):
             yield from attempted("engine: before an update", partial(_engine, live, initial, "before"))
         if wanted("tokens"):
-            yield from attempted("tokens", lambda: _samples(live))
+            yield from attempted("tokens", partial(_samples, live))
         live.train()
         if wanted("split"):
             yield from attempted("split: the run's layout", partial(_layout, live, initial))
@@ -83,33 +82,19 @@ def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
             after = live.export("after")
             yield from attempted("engine: after an update", partial(_engine, live, after, "after"))
         live.train()
-        undisturbed = live.export("undisturbed")
         if wanted("memory"):
             yield from attempted("memory", partial(check_memory, run))
-        if wanted("resume"):
-            yield from attempted("resume", partial(check_resume, run, live.groups, undisturbed, live.export))
+        undisturbed = live.export("undisturbed")
         if wanted("arrival"):
             yield from attempted("arrival", partial(check_arrival, subject, run, live.export))
-    if wanted("resume") and samples_in_trainer(subject.small.rollout.rollout_backend):
-        yield from attempted("resume", partial(_second_run, live, undisturbed))
+    if wanted("resume"):
+        with redirect_stdout(sys.stderr):
+            resumed = partial(check_resume, subject.small, live.groups, undisturbed)
+            yield from attempted("resume", resumed)
 
 
 def _samples(live: LiveRun) -> Iterator[Row]:
     return check_samples(live.subject, live.groups[0], live.sequences[0], live.turns[0])
-
-
-def _second_run(live: LiveRun, undisturbed: Path) -> Iterator[Row]:
-    """Take the second step again, in a run of its own that starts from the checkpoint of the first."""
-    config = live.subject.small
-    run_dir = config.run.run_dir
-    config = replace(config, run=replace(config.run, load=run_dir, run_dir=run_dir.parent / "resumed"))
-    with redirect_stdout(sys.stderr), open_run(config) as run:
-        resumed = LiveRun(live.subject, run)
-        resumed.sample()
-        resumed.train()
-        yield from resumed_rows(
-            live.groups[1], resumed.groups[0], undisturbed, resumed.export("resumed"), run.progress.step
-        )
 
 
 def _engine(live: LiveRun, hf_dir: Path, when: str) -> Iterator[Row]:

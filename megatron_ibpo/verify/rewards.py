@@ -22,7 +22,7 @@ FORMS: tuple[Callable[[str], str], ...] = (
     lambda label: f"#### {label}",
 )
 """Ways in which a response may give its answer; one of them must earn full marks for every label."""
-BROKEN = f"{__name__}:broken"
+BROKEN, HANGING = f"{__name__}:broken", f"{__name__}:hanging"
 
 
 def check_rewards(subject: Subject) -> Iterator[Row]:
@@ -101,20 +101,29 @@ def _time(verifier: Verifier, prompts: Sequence[Prompt], texts: Sequence[str], d
 
 
 def _failing(data: DataConfig, prompt: Prompt) -> Row:
-    """A function that raises gives an error, and no reward of 0."""
-    failing = replace(data, rm_type=BROKEN, reward_part=())
+    """A function that raises, or that does not end, gives an error and no reward of 0."""
     own = replace(prompt, metadata={k: v for k, v in prompt.metadata.items() if k != "rm_type"})
-    with Verifier(open_pool(failing), failing) as verifier:
-        (score,) = verifier.score([(own, "1")])
-    faults = [] if score.reward is None and score.error else [f"it has the reward {score.reward}"]
+    faults = []
+    for target in (BROKEN, HANGING):
+        failing = replace(data, rm_type=target, reward_part=(), reward_timeout=1.0)
+        with Verifier(open_pool(failing), failing) as verifier:
+            (score,) = verifier.score([(own, "1")])
+        if score.reward is not None or not score.error:
+            faults.append(f"{target.partition(':')[2]}: the reward {score.reward}")
     return counted_faults(
-        "rewards: errors", faults, "a reward function that raises gives an error, and not 0"
+        "rewards: errors", faults, "functions that raise and that hang give errors, and not 0"
     )
 
 
 def broken(prompt: str, response: str, label: str, metadata: object) -> float:
     """Raise, as a reward function with a fault in it."""
     raise RuntimeError("this function fails, to see what becomes of it")
+
+
+def hanging(prompt: str, response: str, label: str, metadata: object) -> float:
+    """Take longer than any time-out here."""
+    time.sleep(60)
+    return 0.0
 
 
 def _named(prompt: Prompt, score: Score) -> str:

@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
+from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.own_policy import Update, difference, own_update, reading_off
-from megatron_ibpo.verify.rows import NotCheckedError, Row, measured
+from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
 
 BOUND, RECURRENT_BOUND = 2e-4, 1e-3
 """Largest relative difference of a gradient in float32; delta nets sum long products."""
@@ -17,6 +20,7 @@ NEXT = "the loss's divisor and weights (--loss-aggregation, --loss-variant, --to
 def check_split(subject: Subject) -> Iterator[Row]:
     """Compare one micro-batch of everything with other cuts, other orders and other neighbours."""
     sequences = subject.sequences
+    yield _credit_row(subject)
     config = from_engine(reading_off(subject.small))
     together = own_update(_cut(config, 10**9), sequences)
     half = sum(s.num_tokens for s in sequences) // 3
@@ -28,6 +32,29 @@ def check_split(subject: Subject) -> Iterator[Row]:
     }
     for name, (cut, own) in cuts.items():
         yield compared(f"split: {name}", own_update(cut, own), together, subject)
+
+
+def _credit_row(subject: Subject) -> Row:
+    """Advantages and weights do not depend on the order of the groups."""
+    batch = subject.batch
+    others = {(s.prompt_index, s.kind, s.index): s for s in batch.credited_reversed}
+    pairs = [(s, others.get((s.prompt_index, s.kind, s.index))) for s in batch.credited]
+    faults = [
+        f"prompt {s.prompt_index}, {s.kind} {s.index}: advantage {s.advantage:.6g}, or none or another"
+        for s, other in pairs
+        if other is None or not _same_credit(s, other)
+    ]
+    return counted_faults("split: credit", faults, f"{len(pairs)} sequences, of groups in either order")
+
+
+def _same_credit(first: TrainSequence, second: TrainSequence) -> bool:
+    ours, theirs = (
+        [own for own in (s.advantage, s.weight, s.token_weights, s.token_advantages) if own is not None]
+        for s in (first, second)
+    )
+    if len(ours) != len(theirs):
+        return False
+    return all(np.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in zip(ours, theirs, strict=True))
 
 
 def compared(check: str, own: Update, expected: Update, subject: Subject) -> Row:
