@@ -122,9 +122,7 @@ class Mutant:
         """
         for old, new in self.changes:
             if source.count(old) != 1:
-                raise ValueError(
-                    f"{LIST.name}: {self.name}: {self.file} has its text {source.count(old)} times"
-                )
+                raise ValueError(f"{self.name}: {self.file} has its text {source.count(old)} times")
             source = source.replace(old, new)
         return source
 
@@ -195,17 +193,20 @@ def main(arguments: Arguments) -> int:
 
 def read_mutants() -> list[Mutant]:
     """Return all faults of the list."""
-    return [
-        Mutant(
-            one["name"],
-            one["room"],
-            one["file"],
-            tuple((c["old"], c["new"]) for c in one.get("changes", [one])),
-            one.get("first"),
-            one.get("survives"),
-        )
-        for one in yaml.safe_load(LIST.read_text())
-    ]
+    return [mutant_of(entry) for entry in yaml.safe_load(LIST.read_text())]
+
+
+def mutant_of(entry: dict[str, Any]) -> Mutant:
+    """Return a fault from its entry in a list."""
+    changes = tuple((change["old"], change["new"]) for change in entry.get("changes", [entry]))
+    return Mutant(
+        entry["name"],
+        entry.get("room", ""),
+        entry["file"],
+        changes,
+        entry.get("first"),
+        entry.get("survives"),
+    )
 
 
 def drawn_mutants(count: int, seed: int) -> list[Mutant]:
@@ -350,10 +351,10 @@ def environment(copy: Path) -> dict[str, str]:
 
 
 @contextmanager
-def copied() -> Iterator[list[Path]]:
+def copied(count: int = COPIES) -> Iterator[list[Path]]:
     """Yield copies of the last commit, with the extension that is built here."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
-        copies = [Path(place) / str(number) for number in range(COPIES)]
+        copies = [Path(place) / str(number) for number in range(count)]
         for copy in copies:
             subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(copy)], check=True)
             for built in (ROOT / "megatron_ibpo").glob("*.so"):

@@ -20,7 +20,7 @@ from megatron_ibpo.verify.own_policy import ROUNDING, Update, changes, own_updat
 from megatron_ibpo.verify.resume import check_resume
 from megatron_ibpo.verify.rows import NotCheckedError, Row, attempted
 from megatron_ibpo.verify.split import compared
-from megatron_ibpo.verify.tokens import check_samples
+from megatron_ibpo.verify.tokens import Turn, check_samples, recorded_turns
 
 LIVE = ("split", "engine", "tokens", "resume", "arrival", "memory")
 """Checks that need the run's processes."""
@@ -36,11 +36,15 @@ class LiveRun:
     """Groups of each step."""
     sequences: list[list[TrainSequence]] = field(default_factory=list)
     """Sequences that each step trained on."""
+    turns: list[set[Turn]] = field(default_factory=list)
+    """Turns of engines in each step."""
     metrics: list[dict[str, float]] = field(default_factory=list)
 
     def sample(self) -> None:
         """Sample the next step, and assign its credit."""
-        self.groups.append(loop.sample(self.run))
+        with recorded_turns() as turns:
+            self.groups.append(loop.sample(self.run))
+        self.turns.append(turns)
         self.sequences.append(loop.credit(self.run, self.groups[-1]).sequences)
 
     def train(self) -> None:
@@ -68,7 +72,7 @@ def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
         if wanted("engine"):
             yield from attempted("engine: before an update", partial(_engine, live, initial, "before"))
         if wanted("tokens"):
-            yield from attempted("tokens", lambda: check_samples(subject, live.groups[0], live.sequences[0]))
+            yield from attempted("tokens", partial(_samples, live))
         live.train()
         if wanted("split") and not samples_in_trainer(subject.small.rollout.rollout_backend):
             yield from attempted("split: the run's layout", partial(_layout, live, initial))
@@ -88,6 +92,10 @@ def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
         with redirect_stdout(sys.stderr):
             resumed = partial(check_resume, subject.small, live.groups, undisturbed)
             yield from attempted("resume", resumed)
+
+
+def _samples(live: LiveRun) -> Iterator[Row]:
+    return check_samples(live.subject, live.groups[0], live.sequences[0], live.turns[0])
 
 
 def _engine(live: LiveRun, hf_dir: Path, when: str) -> Iterator[Row]:

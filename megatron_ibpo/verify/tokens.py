@@ -1,8 +1,10 @@
 """Tokens: prompts are the rendered text, and only what the policy wrote has a gradient."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -10,12 +12,16 @@ from megatron_ibpo.basics.records import Group, Prompt, Sample, TokenIds, TrainS
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.run.run_data import open_run_data
+from megatron_ibpo.sampling.sampler import Sampler
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.own_policy import own_policy, own_update, reading_off
 from megatron_ibpo.verify.rows import Row, counted_faults
 from megatron_ibpo.verify.split import from_engine
 
 MOST = 64
+
+Turn = tuple[bytes, bytes]
+"""Ids and log-probs of what an engine wrote at once."""
 
 
 def check_tokens(subject: Subject) -> Iterator[Row]:
@@ -29,10 +35,30 @@ def check_tokens(subject: Subject) -> Iterator[Row]:
     yield _masked(subject)
 
 
+@contextmanager
+def recorded_turns() -> Iterator[set[Turn]]:
+    """Provide a set of all that engines return meanwhile, before a sampler or an episode makes samples of
+    it."""
+    turns: set[Turn] = set()
+    taken = Sampler._taken
+
+    async def recorded(sampler: Sampler, engine: Any) -> Any:
+        finished = await taken(sampler, engine)
+        turns.update((sample.token_ids.tobytes(), sample.logprobs.tobytes()) for _, sample in finished)
+        return finished
+
+    with mock.patch.object(Sampler, "_taken", recorded):
+        yield turns
+
+
 def check_samples(
-    subject: Subject, groups: Sequence[Group], trained: Sequence[TrainSequence]
+    subject: Subject, groups: Sequence[Group], trained: Sequence[TrainSequence], turns: set[Turn]
 ) -> Iterator[Row]:
-    """Compare what engines returned with what was asked and with what is trained on."""
+    """Compare what engines returned with what was asked and with what is trained on.
+
+    Args:
+        turns: result of `recorded_turns`.
+    """
     eos = set(read_eos_token_ids(subject.foundation.hf_dir))
     faults = [fault for group in groups for fault in _group_faults(subject, group, eos)]
     count = sum(len(group.samples) for group in groups)
@@ -41,6 +67,11 @@ def check_samples(
         "tokens: samples", faults,
         f"{count} samples: prompt, ends, log-probs and masks fit; {cut} end at a limit of length",
     )  # fmt: skip
+    yield counted_faults(
+        "tokens: turns",
+        [fault for group in groups for fault in _strange_turns(group, turns)],
+        f"what {count} samples have as the policy's is what {len(turns)} turns of engines were, and no more",
+    )
     yield counted_faults(
         "tokens: training",
         list(_trained_faults(groups, trained)),
@@ -53,6 +84,9 @@ def _prompt_faults(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[str]:
     shown = tokenizer.decode_all(prompt.token_ids)
     if not 0 < prompt.head_length <= len(prompt.token_ids):
         yield f"{where}: candidate solutions would go to token {prompt.head_length}"
+    first = tokenizer.decode_all(prompt.token_ids[:1])
+    if np.all(prompt.token_ids[:1] == prompt.token_ids[1:2]) and not tokenizer.decode(prompt.token_ids[:1]):
+        yield f"{where}: begins with {first} twice"
     if "".join(prompt.text.split()) not in "".join(shown.split()):
         yield f"{where}: its ids do not show its text, {prompt.text[:60]!r} (--apply-chat-template?)"
 
@@ -135,6 +169,16 @@ def _sample_faults(sample: Sample) -> Iterator[str]:
         yield "log-probs that are none"
     if others.any():
         yield "tokens that the policy did not write have log-probs"
+
+
+def _strange_turns(group: Group, turns: set[Turn]) -> Iterator[str]:
+    for number, sample in enumerate(group.samples):
+        edges = np.flatnonzero(np.diff(sample.loss_mask, prepend=False, append=False))
+        for start, end in edges.reshape(-1, 2).tolist():
+            turn = sample.token_ids[start:end].tobytes(), sample.logprobs[start:end].tobytes()
+            if turn not in turns:
+                where = f"prompt {group.prompt.index}, sample {number}"
+                yield f"{where}: no engine wrote tokens {start} to {end - 1}"
 
 
 def _trained_faults(groups: Sequence[Group], trained: Sequence[TrainSequence]) -> Iterator[str]:
