@@ -15,8 +15,8 @@ _VERDICT = {
     None: "; there were too few to tell whether these are",
 }
 _ORIGIN = (
-    "That goes by success and cost in this run. Whether a run without corrections would have learned more for "
-    "the same cost, only such a run tells (ibpo compare); docs/paper_claims.md has them for a small task."
+    "That goes by success and cost in this run. Whether a run without corrections would have learned more "
+    "for the same cost, only such a run tells (ibpo compare); docs/paper_claims.md has them for a small task."
 )
 
 Row = Mapping[str, Any]
