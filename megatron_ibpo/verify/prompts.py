@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -21,13 +22,14 @@ from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
 
 READING_TIMEOUT_S = 300.0
+FEW_HELD_OUT = 128
 MOST = 512
 """Prompts that are compared."""
 
 
 def check_data(subject: Subject) -> Iterator[Row]:
     """Read the run's own prompts twice."""
-    config = subject.config
+    config = _with_few_held_out(subject.config)
     foundation = read_foundation(config)
     data, again = (open_run_data(config, foundation) for _ in range(2))
     source, second = data.prompts, again.prompts
@@ -49,6 +51,12 @@ def check_data(subject: Subject) -> Iterator[Row]:
     yield _lengths(prompts, config, foundation)
     yield _epochs(source, size)
     yield _duplicates(prompts, [p for own in data.eval_sets for p in own.prompts[:MOST]])
+
+
+def _with_few_held_out(config: Config) -> Config:
+    """Return the settings with fewer prompts for evaluation, unless they are taken from those of training."""
+    few = config.run.eval_num_prompts if config.holds_out else min(config.run.eval_num_prompts, FEW_HELD_OUT)
+    return replace(config, run=replace(config.run, eval_num_prompts=few))
 
 
 def _unstable(prompts: Sequence[Prompt], other: Sequence[Prompt]) -> list[str]:

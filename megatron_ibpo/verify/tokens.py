@@ -183,12 +183,16 @@ def _strange_turns(group: Group, turns: set[Turn]) -> Iterator[str]:
 
 def _trained_faults(groups: Sequence[Group], trained: Sequence[TrainSequence]) -> Iterator[str]:
     sampled = {
-        (number, sample.index, sample.token_ids.tobytes()): sample
+        (number, kind, sample.index, sample.token_ids.tobytes()): sample
         for number, group in enumerate(groups)
-        for sample in group.samples
+        for kind, samples in (
+            ("response", group.responses),
+            ("correction", [correction.response for correction in group.corrections]),
+        )
+        for sample in samples
     }
     for s in trained:
-        sample = sampled.get((s.group, s.index, s.response_token_ids.tobytes()))
+        sample = sampled.get((s.group, s.kind, s.index, s.response_token_ids.tobytes()))
         where = f"group {s.group}, {s.kind} {s.index}"
         if sample is None:
             yield f"{where}: its tokens were not sampled"

@@ -79,6 +79,8 @@ def check_ibpo(words):
         tyro.cli(Comparison, args=flags)
     elif python[2:] == ("search",):
         tyro.cli(Search, args=flags)
+    elif python[1].endswith(".verify"):
+        parse_config(importlib.import_module(python[1]).split_flags(flags)[1])
     elif hasattr(module := importlib.import_module(python[1]), "Arguments"):
         tyro.cli(module.Arguments, args=[*python[2:], *flags])
     else:
@@ -93,6 +95,7 @@ def check_training(variables, script, flags):
         return
     tiny = ROOT / "examples" / ("tiny_qwen3_next" if "next" in script else "tiny_qwen3")
     choice = choose(tiny, Devices(1, 0, 80.0))
+    flags = [flag for flag in flags if flag != "--verify"]
     parse_config(["--config", str(choice.recipe), "--hf-checkpoint", str(tiny), *flags])
 
 
