@@ -84,9 +84,8 @@ def _prompt_faults(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[str]:
     shown = tokenizer.decode_all(prompt.token_ids)
     if not 0 < prompt.head_length <= len(prompt.token_ids):
         yield f"{where}: candidate solutions would go to token {prompt.head_length}"
-    first = tokenizer.decode_all(prompt.token_ids[:1])
-    if np.all(prompt.token_ids[:1] == prompt.token_ids[1:2]) and not tokenizer.decode(prompt.token_ids[:1]):
-        yield f"{where}: begins with {first} twice"
+    if _doubled_start(prompt.token_ids, tokenizer):
+        yield f"{where}: begins with {tokenizer.decode_all(prompt.token_ids[:1])} twice"
     if "".join(prompt.text.split()) not in "".join(shown.split()):
         yield f"{where}: its ids do not show its text, {prompt.text[:60]!r} (--apply-chat-template?)"
 
