@@ -133,25 +133,28 @@ def open_source(
 
 
 def _opened(reader: Reader, split: Literal["train", "eval"], *, holds_out: bool) -> PromptSource:
-    location, tells = reader.source.location, holds_out and split == "eval"
+    location = reader.source.location
     if location.startswith(SCHEME):
-        generated = generated_prompts(reader, split)
-        if reader.rates is not None:
-            note = f"{location}: --filter-pass-rate has no effect on it, since its prompts never repeat"
-            return replace(generated, notes=(note,))
-        return _told(generated, "other items of the same task", location) if tells else generated
-    if location.startswith(OWN_SCHEME):
-        own = _of_rows(own_rows(location, split), reader, split)
-        return _told(own, 'its rows for "eval"', location) if tells else own
-    if "://" in location:
+        opened, held_out = generated_prompts(reader, split), "other items of the same task"
+    elif location.startswith(OWN_SCHEME):
+        opened, held_out = _of_rows(own_rows(location, split), reader, split), 'its rows for "eval"'
+    elif "://" in location:
         raise DataError(
             f"prompts {location!r}: expected a file or directory, {SCHEME}TASK?parameter=value or "
             f"{OWN_SCHEME}package.module:function"
         )
-    return _of_files(reader, split, holds_out=holds_out)
+    else:
+        opened, held_out = _of_files(reader, split, holds_out=holds_out)
+    if not holds_out or split == "train":
+        return opened
+    note = f"{location}: no --eval-prompt-data is given, so evaluation is on {held_out}"
+    return replace(opened, notes=(*opened.notes, note))
 
 
-def _of_files(reader: Reader, split: Literal["train", "eval"], *, holds_out: bool) -> PromptSource:
+def _of_files(
+    reader: Reader, split: Literal["train", "eval"], *, holds_out: bool
+) -> tuple[PromptSource, str]:
+    """Return the prompts of files, and which of them are held out, in words."""
     source, seed, path = reader.source, reader.data.data_seed, Path(reader.source.location)
     if holds_out:
         files, is_divided = divided_files(path, split, source.split)
@@ -159,13 +162,8 @@ def _of_files(reader: Reader, split: Literal["train", "eval"], *, holds_out: boo
         files, is_divided = chosen_files(path, split, source.split), False
     small = small_rows(files, reader.columns)
     if not is_divided:
-        if small is None:
-            table = open_table(files, reader.columns)
-            opened = prompts_of_table(table, reader, shuffled=split == "train")
-        else:
-            opened = _of_rows(small, reader, split)
-        told = holds_out and split == "eval"
-        return _told(opened, f"its own held-out part, {files[0].name}", source.location) if told else opened
+        opened = _undivided(files, small, reader, split)
+        return opened, f"its own held-out part, {files[0].name}"
     if small is not None:
         known = list(small)
         try:
@@ -174,23 +172,25 @@ def _of_files(reader: Reader, split: Literal["train", "eval"], *, holds_out: boo
             _of_rows(known, reader, split)  # a row that cannot be used is the better reason
             raise
         if split == "train":
-            return _of_rows(training_rows(known, division, reader.question), reader, split)
+            return _of_rows(training_rows(known, division, reader.question), reader, split), ""
         rows = held_out_rows(starmap(as_lazy_row, known), division, reader.question)
     else:
         division = large_division(seed)
         if split == "train":
-            table = open_table(files, reader.columns)
-            return prompts_of_table(table, replace(reader, division=division), shuffled=True)
+            return _undivided(files, None, replace(reader, division=division), split), ""
         rows = held_out_rows(each_row(files, reader.columns), division, reader.question)
     opened = _of_rows(rows, reader, split)
-    return _told(opened, f"{counted(len(opened), 'prompt')} of it, which are not trained on", source.location)
+    return opened, f"{counted(len(opened), 'prompt')} of it, which are not trained on"
+
+
+def _undivided(
+    files: list[Path], rows: Rows | None, reader: Reader, split: Literal["train", "eval"]
+) -> PromptSource:
+    """Return the prompts of all rows of files; None: the files are too large to be read whole."""
+    if rows is not None:
+        return _of_rows(rows, reader, split)
+    return prompts_of_table(open_table(files, reader.columns), reader, shuffled=split == "train")
 
 
 def _of_rows(rows: Rows, reader: Reader, split: Literal["train", "eval"]) -> PromptSource:
     return read_prompts(rows, reader, shuffled=split == "train")
-
-
-def _told(opened: PromptSource, what: str, location: str) -> PromptSource:
-    """Return the held-out prompts with a line that says which they are."""
-    note = f"{location}: no --eval-prompt-data is given, so evaluation is on {what}"
-    return replace(opened, notes=(*opened.notes, note))

@@ -152,7 +152,10 @@ def generated_prompts(reader: Reader, split: Literal["train", "eval"]) -> Prompt
         while ready < _CHECKED_AT_START and time.monotonic() - started <= CHECK_S:
             prompt_at(ready)
             ready += 1
-    return PromptSource(prompt_at, tallies=(tally,), ready=ready, grows=data.drop_long_prompts)
+    notes: tuple[str, ...] = ()
+    if reader.rates is not None:
+        notes = (f"{spec}: --filter-pass-rate has no effect on it, since its prompts never repeat",)
+    return PromptSource(prompt_at, notes=notes, tallies=(tally,), ready=ready, grows=data.drop_long_prompts)
 
 
 @contextmanager
