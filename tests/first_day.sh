@@ -186,12 +186,12 @@ def brevity(completions, **columns):
     return [0.1 / len(messages) for messages in completions]
 PYTHON
 printf '{"prompt": "Play.", "label": "%s"}\n' 1 2 3 4 >"$work/games.jsonl"
-agent=(--config tiny_qwen3_agent --rollout-backend lean --prompt-data "$work/games.jsonl" --eval-num-prompts 0)
+agent=(--config tiny_qwen3_agent --rollout-backend lean --prompt-data "$work/games.jsonl" --rollout-batch-size 4
+    --eval-num-prompts 0)
 ibpo refused-environment "name the functions that score it by --environment-reward" -- \
     train "${agent[@]}" --environment "$work/game.py:Guess" --run-dir "$work/unscored"
 ibpo environment "finished: 2 steps" -- train "${agent[@]}" --environment "$work/game.py:Guess" \
-    --environment-reward "$work/game.py:tries" "$work/game.py:brevity" --num-rollout 2 --rollout-batch-size 4 \
-    --run-dir "$work/games"
+    --environment-reward "$work/game.py:tries" "$work/game.py:brevity" --num-rollout 2 --run-dir "$work/games"
 point environment-rewards '"reward/tries": [0-9]' '"reward/brevity": 0\.' -- cat "$work/games/metrics.jsonl"
 ibpo version "megatron_ibpo [0-9]" -- --version
 point front-door "git clone" "IBPO or GSPO first" "pip install \." "how to remove it all" -- cat README.md
