@@ -3,11 +3,12 @@
     "$(bash tools/bootstrap.sh)" tools/write_paper_claims.py
 
 The results are docs/studies/paper.json.gz: results.json of a run of examples/studies/paper.yaml, gzipped
-without its date (gzip -n). tests/study/test_study.py says where the page differs from them.
+without its date (gzip -n). tests/tools/test_paper_claims.py compares the page with them.
 """
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +34,10 @@ def page_with_tables(page: str) -> str:
     tables = brief(findings, compare_all(findings))
     planned = len(findings.study.methods) * len(findings.study.seeds)
     seconds = sum(run.seconds or 0.0 for run in findings.runs)
-    state = (
-        f"{counted(len(findings.runs), 'run')} of {planned}, {seconds / 60:.0f} minutes one after the other."
-    )
+    state = f"{counted(len(findings.runs), 'run')} of {planned}, {seconds / 60:.0f} minutes of wall time."
     if findings.runs_left:
-        state = (
-            f"**Partial: {state}** Rows with fewer seeds than {len(findings.study.seeds)} say nothing yet."
-        )
+        seeds = counted(len(findings.study.seeds), "seed")
+        state = f"**Partial: {state}** Rows with fewer than {seeds} say nothing yet."
     tuned = [
         f"{choice.method} ({counted(len(choice.tried), 'trial')}): "
         + ", ".join(f"{key} {value}" for key, value in choice.setting.items())
@@ -47,9 +45,14 @@ def page_with_tables(page: str) -> str:
         for choice in findings.choices
     ]
     results, claims = map(lines_of, tables)
-    parts = [state, results, f"Tuned to: {'. '.join(tuned)}.", "## Claim by claim", claims, tables[1].legend]
+    tuning, legend = _wrapped(f"Tuned to: {'. '.join(tuned)}."), _wrapped(tables[1].legend)
+    parts = [state, results, tuning, "## Claim by claim", claims, legend]
     before, rest = page.split(BEGIN)
     return before + BEGIN + "\n" + "\n\n".join(parts) + "\n\n" + END + rest.split(END)[1]
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
 def main(arguments: Arguments) -> None:

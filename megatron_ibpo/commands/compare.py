@@ -11,6 +11,7 @@ table, the curves and all numbers are written to --save.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -104,7 +105,8 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare methods. Return 1 if a run is missing."""
+    """Compare methods. Return 1 if a run is missing. SIGTERM stops the runs as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     stopped = "stopped; the same command resumes from here"
     return guarded(lambda: compare_methods(parsed(Arguments, __doc__, argv)), stopped=stopped)
 

@@ -158,7 +158,10 @@ def test_dynamic_sampling_takes_the_groups_that_it_took_round_by_round(wanted, m
     asked = sum(len(engine.asked) for engine in engines)
     assert len(batch.sampled) == asked, "also what was corrected and passed over"
     if not after_credit:
-        assert batch.metrics == metrics
+        of_all = batch.metrics.keys() - metrics.keys()
+        assert {name: batch.metrics[name] for name in metrics} == metrics
+        assert of_all == {"responses_sampled", "reward_sampled"}
+        assert batch.metrics["responses_sampled"] == metrics["sampling_rounds"] * 6 * 4
         corrections = sum(len(group.corrections) for group in groups)  # and none of what is discarded
         assert asked == metrics["sampling_rounds"] * 6 * 4 + corrections
     unsolved = [group for group in groups if not any(response.correct for response in group.responses)]

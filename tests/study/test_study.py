@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import write_paper_claims
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,11 +140,6 @@ def test_a_study_says_where_shaping_is_void_and_tunes_the_methods_it_names(tmp_p
     both = [result(method, seed, 0.5 + 0.1 * (method == "two")) for method in methods for seed in range(8)]
     (claim,) = compare_all(Findings(study, both)).claims
     assert "not tuned: two" in claim.blocks
-
-
-def test_the_page_of_the_papers_claims_has_the_tables_of_its_results():
-    page = write_paper_claims.PAGE.read_text(encoding="utf-8")
-    assert write_paper_claims.page_with_tables(page) == page, "run tools/write_paper_claims.py"
 
 
 def test_a_stopped_study_leaves_no_child(tmp_path, written, monkeypatch):
