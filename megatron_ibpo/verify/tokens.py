@@ -30,7 +30,7 @@ def check_tokens(subject: Subject) -> Iterator[Row]:
     prompts = data.first_prompts[:MOST]
     faults = [fault for prompt in prompts for fault in _prompt_faults(prompt, data.tokenizer)]
     yield counted_faults(
-        "tokens: prompts", faults, f"{len(prompts)} prompts decode to their text and encode to the same ids"
+        "tokens: prompts", faults, f"{len(prompts)} prompts show their text, and begin as they should"
     )
     yield _masked(subject)
 
