@@ -236,7 +236,7 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
             backend.check(config, shape)
             wait_connected = stack.enter_context(backend.connect(config))
             # these import torch, which takes a second
-            from megatron_ibpo.weights.formats.convert import check_checkpoint
+            from megatron_ibpo.weights.formats.expected_entries import check_checkpoint
             from megatron_ibpo.weights.formats.hugging_face import trained_elements
 
             starting("data")
