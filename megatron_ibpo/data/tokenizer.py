@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ibpo.basics.large_imports import declared_packages
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, check_user_file, read_user_file
@@ -210,7 +211,8 @@ def _tokenizer_class(path: Path) -> Any:
     if (path / "tokenizer.json").exists() and settings.exists():
         chosen = read_object(settings).get("tokenizer_class")
         if chosen in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-            from transformers import PreTrainedTokenizerFast
+            with declared_packages():
+                from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
