@@ -64,8 +64,13 @@ def run_tool(
     sys.exit(guarded(lambda: main(parsed(arguments, description)), stopped=stopped))
 
 
-def parsed(arguments: Any, description: str | None, words: Sequence[str] | None = None) -> Any:
+def parsed(
+    arguments: Any, description: str | None, words: Sequence[str] | None = None, *, program: str | None = None
+) -> Any:
     """Return the command line, or `words`, as the dataclass `arguments`.
+
+    Args:
+        program: name for the help; None: that of the file that runs.
 
     Raises:
         ValueError: wrong flags; tyro would draw a box.
@@ -74,7 +79,7 @@ def parsed(arguments: Any, description: str | None, words: Sequence[str] | None 
 
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_optional)
-    program = Path(sys.argv[0]).name
+    program = program or Path(sys.argv[0]).name
     read = partial(tyro.cli, arguments, args=words, prog=program, description=description, registry=registry)
     box = io.StringIO()  # no terminal, so that it is drawn without frame and colours
     try:

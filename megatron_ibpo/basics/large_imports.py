@@ -1,7 +1,10 @@
-"""Large libraries are imported without a search for garbage among their modules."""
+"""Large libraries are imported without work that nothing needs: a search for garbage among their modules, and
+one for the files of every installed package."""
 
 import gc
-from collections.abc import Iterator
+import importlib.metadata
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -16,3 +19,27 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def declared_packages() -> Iterator[None]:
+    """Import transformers within this block: .7 seconds of a processor less. It asks Python which package
+    belongs to which distribution, and Python reads the list of files of each distribution that declares
+    none."""
+    packages_distributions = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = _packages_distributions
+    try:
+        yield
+    finally:
+        importlib.metadata.packages_distributions = packages_distributions
+
+
+def _packages_distributions() -> Mapping[str, list[str]]:
+    """Return package → distributions, as they declare it; one that declares nothing has its own name."""
+    distributions = defaultdict(list)
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        packages = distribution.read_text("top_level.txt") or name.replace("-", "_")
+        for package in packages.split():
+            distributions[package].append(name)
+    return distributions

@@ -82,7 +82,7 @@ def _rounded(value: Any) -> Any:
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Audit one run."""
-    audit_run(parsed(Arguments, __doc__, argv))
+    audit_run(parsed(Arguments, __doc__, argv, program="ibpo audit"))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,7 +36,7 @@ Names = Annotated[list[str], tyro.conf.UseAppendAction]
 
 @dataclass
 class Arguments:
-    recipes: tyro.conf.Positional[tuple[Path, ...]]
+    recipes: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE …")]
     """A study, recipes, or a results.json."""
     save: Path
     """Directory for the runs and the results."""
@@ -107,8 +108,8 @@ def _named(text: str) -> tuple[str, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare methods. Return 1 if a run is missing. SIGTERM stops the runs as Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    stopped = "stopped; the same command resumes from here"
-    return guarded(lambda: compare_methods(parsed(Arguments, __doc__, argv)), stopped=stopped)
+    parse = partial(parsed, Arguments, __doc__, argv, program="ibpo compare")
+    return guarded(lambda: compare_methods(parse()), stopped="stopped; the same command resumes from here")
 
 
 if __name__ == "__main__":

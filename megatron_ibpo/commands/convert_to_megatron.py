@@ -87,7 +87,7 @@ def convert(arguments: Arguments, world: World) -> int:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert a checkpoint. Return 1 if --verify finds a difference."""
-    arguments = parsed(Arguments, __doc__, argv)
+    arguments = parsed(Arguments, __doc__, argv, program="ibpo convert to-megatron")
     from megatron_ibpo.commands import conversion  # Megatron: 8 s that --help does not need
 
     return conversion.run(lambda world: convert(arguments, world))

@@ -105,7 +105,7 @@ def problems_of_labels(prompts: list[Prompt], data: DataConfig) -> list[str]:
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Show the prompts of each source."""
-    show_data(parsed(Arguments, __doc__, argv))
+    show_data(parsed(Arguments, __doc__, argv, program="ibpo data"))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate as the flags say. Return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["compare"]:
-        compare(parsed(Comparison, None, words[1:]))
+        compare(parsed(Comparison, None, words[1:], program=f"ibpo evaluate {words[0]}"))
         return DONE
     policy = policy_of(words)
     check_evaluation(policy.config)

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from megatron_ibpo.basics.entry_point import command, parsed
 from megatron_ibpo.models import ModelConfigError, ModelShape, read_hf_config
-from megatron_ibpo.weights.formats.convert import model_entries
+from megatron_ibpo.weights.formats.expected_entries import model_entries
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.integrity import MANIFEST, changed_files
 from megatron_ibpo.weights.formats.run_state import (
@@ -202,7 +202,7 @@ def show_checkpoint(arguments: Arguments) -> int:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Show one checkpoint. Return 1 if something is missing, superfluous or changed."""
-    return show_checkpoint(parsed(Arguments, __doc__, argv))
+    return show_checkpoint(parsed(Arguments, __doc__, argv, program="ibpo inspect"))
 
 
 if __name__ == "__main__":

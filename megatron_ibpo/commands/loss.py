@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import tyro
@@ -41,7 +42,7 @@ GRADIENT_BOUND = 1e-5
 class Arguments:
     variant: tyro.conf.Positional[str]
     """Name of a loss variant, or package.module:VARIANT."""
-    loss_param: tuple[str, ...] = ()
+    loss_param: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE …")] = ()
     """Values of its parameters, as name=value."""
     save: Path | None = None
     """Write the picture to this file (.png, .svg or .pdf)."""
@@ -52,7 +53,7 @@ class Arguments:
 @command
 def main(argv: list[str] | None = None) -> int:
     """Show one variant. Return 1 if its gradient is wrong."""
-    arguments = parsed(Arguments, __doc__, argv)
+    arguments = parsed(Arguments, __doc__, argv, program="ibpo loss")
     loss = LossConfig(loss_variant=arguments.variant, loss_param=arguments.loss_param)
     check_loss(loss)
     variant, params = resolve_variant(arguments.variant, loss_params(loss))

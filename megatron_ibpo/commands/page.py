@@ -20,12 +20,14 @@ import tyro
 
 from megatron_ibpo.basics.entry_point import command, parsed
 
+Runs = Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="DIRECTORY …")]
+
 
 @dataclass
 class Serve:
     """Follow runs in a browser on this machine."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: Runs
     """Directories of runs or evaluations."""
     port: int = 8800
     """Port on 127.0.0.1; if it is in use, a free one is taken."""
@@ -35,11 +37,11 @@ class Serve:
 class Page:
     """Write runs as one HTML file."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: Runs
     """Directories of runs or evaluations."""
     save: Path | None = None
     """File to write; None: page.html in the first directory."""
-    steps: tuple[int, ...] | None = None
+    steps: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="STEP …")] = None
     """Recorded steps to show; None: as many of all as a browser opens at once."""
 
 
@@ -49,7 +51,7 @@ Arguments = Annotated[Serve, tyro.conf.subcommand("serve")] | Annotated[Page, ty
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Show runs as the flags say. Return the exit status."""
-    arguments: Serve | Page = parsed(Arguments, __doc__, argv)
+    arguments: Serve | Page = parsed(Arguments, __doc__, argv, program="ibpo")
     if not arguments.runs:
         raise ValueError("which run? Name the directory of one, as in: ibpo serve runs/a")
     if isinstance(arguments, Serve):

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] != ["search"]:
         print(__doc__)
         return 0 if words in (["-h"], ["--help"]) else BAD_INPUT
-    run(parsed(Search, __doc__, words[1:]))
+    run(parsed(Search, __doc__, words[1:], program="ibpo search"))
     return DONE
 
 

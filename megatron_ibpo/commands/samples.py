@@ -36,7 +36,7 @@ class Arguments:
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the group that the flags name. Return the exit status."""
-    arguments: Arguments = parsed(Arguments, __doc__, argv)
+    arguments: Arguments = parsed(Arguments, __doc__, argv, program="ibpo samples")
     print("\n".join(_lines(arguments)))
 
 

@@ -71,7 +71,7 @@ def measure_skill(arguments: Arguments) -> None:
 @command
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure one policy."""
-    measure_skill(parsed(Arguments, __doc__, argv))
+    measure_skill(parsed(Arguments, __doc__, argv, program="ibpo skill"))
 
 
 if __name__ == "__main__":

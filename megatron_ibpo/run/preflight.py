@@ -102,7 +102,7 @@ def check_present_files(hf_dir: Path) -> None:
     Raises:
         ValueError: as at the start of a run.
     """
-    from megatron_ibpo.weights.formats.convert import check_checkpoint  # imports torch
+    from megatron_ibpo.weights.formats.expected_entries import check_checkpoint  # imports torch
 
     shape = read_hf_config(hf_dir)
     if has_weights(hf_dir):
@@ -136,7 +136,7 @@ def check_hardware(config: Config, shape: ModelShape) -> None:
 
 
 def _check_weights(inputs: Inputs) -> None:
-    from megatron_ibpo.weights.formats.convert import check_checkpoint  # imports torch
+    from megatron_ibpo.weights.formats.expected_entries import check_checkpoint  # imports torch
 
     check_checkpoint(inputs.foundation.hf_dir, inputs.foundation.shape)
 

@@ -291,7 +291,7 @@ def _open_inputs(config: Config, foundation: Foundation, step: int, stack: ExitS
         stack: unlocks the run's directory.
     """
     # these import torch, which takes a second
-    from megatron_ibpo.weights.formats.convert import check_checkpoint
+    from megatron_ibpo.weights.formats.expected_entries import check_checkpoint
     from megatron_ibpo.weights.formats.hugging_face import trained_elements
 
     hf_dir, shape, context = foundation.hf_dir, foundation.shape, foundation.max_context

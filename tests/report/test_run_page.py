@@ -578,3 +578,10 @@ def test_in_a_browser_the_page_follows_a_run_while_it_trains(run_dir, tmp_path):
         # the server goes: the page says so
         process.kill()
         page.wait_until("document.getElementById('status').textContent.includes('no answer from the server')")
+
+
+def test_the_help_names_the_command_and_its_arguments_as_a_user_types_them(capsys):
+    with pytest.raises(SystemExit):
+        main(["page", "--help"])
+    usage = capsys.readouterr().out.partition("\n")[0]
+    assert usage == "usage: ibpo page [-h] DIRECTORY … [--save PATH] [--steps STEP …]"

@@ -20,7 +20,8 @@ from megatron_ibpo.run.preflight import check_inputs, dry_run
 from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.supervised import open_supervised
-from megatron_ibpo.weights.formats.convert import check_checkpoint, hf_to_megatron
+from megatron_ibpo.weights.formats.convert import hf_to_megatron
+from megatron_ibpo.weights.formats.expected_entries import check_checkpoint
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support.layouts import layout

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ibpo.basics.large_imports import uncollected
+from megatron_ibpo.basics.large_imports import declared_packages, uncollected
 from megatron_ibpo.basics.records import ExpertIds, SampleRequest, expert_ids
 from megatron_ibpo.basics.rendezvous import remove_private
 from megatron_ibpo.basics.sampling_mask import SamplingMask, sampling_mask
@@ -37,6 +37,7 @@ from megatron_ibpo.engines.vllm.messages import (
     Unsampled,
 )
 from megatron_ibpo.engines.vllm.model_runner import check_runner, uses_second_runner
+from megatron_ibpo.engines.vllm.slim_imports import slim_imports
 from megatron_ibpo.weights.transfer.update_order import TransportName
 
 HOLD_STEPS = 16
@@ -166,7 +167,8 @@ class SamplingEngine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        with uncollected():
+        slim_imports(settings)
+        with uncollected(), declared_packages():
             from vllm import LLMEngine
             from vllm.usage.usage_lib import UsageContext
         gc.freeze()  # vLLM looks for garbage several times as it loads a model
