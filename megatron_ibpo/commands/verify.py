@@ -19,9 +19,8 @@ from megatron_ibpo.run.checks import check_installed, check_settings
 from megatron_ibpo.run.settings import parse_config
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> int:
-    """Check one run. Return 1 if something is wrong."""
+def split_flags(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return (this command's own flags, those of the run)."""
     own = argparse.ArgumentParser(
         prog="ibpo verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -29,7 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     own.add_argument("--full", action="store_true", help="the run's own model, whatever its size")
     own.add_argument("--only", default=None, metavar="CHECK,CHECK", help="these checks alone")
     own.add_argument("--save", type=Path, default=None, metavar="FILE", help="write the rows as JSON")
-    arguments, of_run = own.parse_known_args(sys.argv[1:] if argv is None else argv)
+    return own.parse_known_args(words)
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check one run. Return 1 if something is wrong."""
+    arguments, of_run = split_flags(sys.argv[1:] if argv is None else argv)
     from megatron_ibpo.verify.rows import CHECKS, as_json, exit_status, table
 
     only = CHECKS if arguments.only is None else tuple(arguments.only.split(","))

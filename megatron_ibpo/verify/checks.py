@@ -3,7 +3,7 @@
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,11 @@ def run_checks(
         for name, check in ALONE.items():
             if name in only:
                 _tell(name)
-                rows += attempted(name, partial(check, subject))
+                rows += attempted(name, partial(_shown, partial(check, subject)))
         if set(only) & set(LIVE) and (set(only) & _NEEDS_RUN or _has_layout(small)):
             _tell("the run: " + ", ".join(name for name in LIVE if name in only))
-            rows += attempted(_first(only), partial(check_live, subject, only))
+            live = partial(_shown, partial(check_live, subject, only))
+            rows += attempted(_first(only), live)
         about = described(config, small)
     missing = set(only) - {row.check.partition(":")[0] for row in rows}
     rows += [Row(name, "not checked", reason="the run ended before it") for name in missing]
@@ -63,6 +64,13 @@ def _has_layout(small: Config) -> bool:
 def _first(only: Collection[str]) -> str:
     """Return the check that fails if the run cannot be opened."""
     return next(name for name in LIVE if name in only and (name in _NEEDS_RUN or name == "split"))
+
+
+def _shown(check: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """Yield the rows of a check, each shown as soon as it is there."""
+    for row in check():
+        print(f"  {row.verdict}: {row.check}", file=sys.stderr, flush=True)
+        yield row
 
 
 def _tell(name: str) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_ibpo.basics.records import Group, TrainSequence
+from megatron_ibpo.engines.registry import samples_in_trainer
 from megatron_ibpo.run import loop, saving
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.state import Run
@@ -73,7 +74,7 @@ def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
         if wanted("tokens"):
             yield from attempted("tokens", partial(_samples, live))
         live.train()
-        if wanted("split"):
+        if wanted("split") and not samples_in_trainer(subject.small.rollout.rollout_backend):
             yield from attempted("split: the run's layout", partial(_layout, live, initial))
         saving.save_if_due(run)
         run.policy.saved(wait=True)

@@ -21,14 +21,14 @@ def check_memory(run: Run) -> Iterator[Row]:
     """Compare the sum over trainers and engines."""
     if torch.cuda.is_available():
         raise NotCheckedError("on GPUs: metrics.jsonl has the peak of each rank, `ibpo plan` the prediction")
+    used = sum(_held().values())
+    if not used:
+        raise NotCheckedError("trainer and engine are this process, which does much else")
     config, shape = run.config, run.foundation.shape
     elements = trained_elements(run.foundation.hf_dir, shape)
     ranks = config.cluster.num_trainers or 1
     census = census_by_names(shape, config, read_overrides(config).chunks, elements, ranks)
-    parts = memory_on_cpus(config, shape, census)
-    planned, used = sum(parts.values()), sum(_held().values())
-    if not used:
-        raise NotCheckedError("trainer and engine are this process, which does much else")
+    planned = sum(memory_on_cpus(config, shape, census).values())
     yield measured(
         "memory: main", used / planned, BOUND, "activations and libraries come on top",
         f"{used / GIB:.2f} GiB held by trainers and engines, {planned / GIB:.2f} planned", "ibpo plan",

@@ -2,11 +2,10 @@
 
 import hashlib
 import os
-import pickle
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +21,15 @@ from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
 
+READING_TIMEOUT_S = 300.0
+FEW_HELD_OUT = 128
 MOST = 512
 """Prompts that are compared."""
-FEW = 64
-"""Prompts that another process reads."""
-READ_S = 300.0
-"""Seconds that it may take."""
 
 
 def check_data(subject: Subject) -> Iterator[Row]:
     """Read the run's own prompts twice."""
-    config = subject.config
+    config = _with_few_held_out(subject.config)
     foundation = read_foundation(config)
     data, again = (open_run_data(config, foundation) for _ in range(2))
     source, second = data.prompts, again.prompts
@@ -43,17 +40,23 @@ def check_data(subject: Subject) -> Iterator[Row]:
     prompts = source.batch(0, count)
     # read from the end, so that a prompt depends on its position alone
     other = [second.at(position) for position in reversed(range(count))][::-1]
+    faults = _unstable(prompts, other)
+    if _digest(prompts) != _digest_elsewhere(config, count):
+        faults.append("another process reads other prompts, or in another order")
     yield counted_faults(
-        "data: two readings",
-        _unstable(prompts, other),
-        f"{count} prompts have the same ids, labels and order",
+        "data: two readings", faults, f"{count} prompts have the same ids, labels and order in two processes"
     )
-    yield _other_process(config, prompts[:FEW])
-    yield _counted_rows(config, source)
+    yield from _rows(config, source, size, sum(len(own.prompts) for own in data.eval_sets))
     yield _left_out(source, size or count)
     yield _lengths(prompts, config, foundation)
     yield _epochs(source, size)
     yield _duplicates(prompts, [p for own in data.eval_sets for p in own.prompts[:MOST]])
+
+
+def _with_few_held_out(config: Config) -> Config:
+    """Return the settings with fewer prompts for evaluation, unless they are taken from those of training."""
+    few = config.run.eval_num_prompts if config.holds_out else min(config.run.eval_num_prompts, FEW_HELD_OUT)
+    return replace(config, run=replace(config.run, eval_num_prompts=few))
 
 
 def _unstable(prompts: Sequence[Prompt], other: Sequence[Prompt]) -> list[str]:
@@ -67,49 +70,45 @@ def _unstable(prompts: Sequence[Prompt], other: Sequence[Prompt]) -> list[str]:
     ]
 
 
-def _other_process(config: Config, prompts: Sequence[Prompt]) -> Row:
-    """A process whose `hash` has another seed, as every node's has, reads the same."""
-    program = f"from {__name__} import print_digests; print_digests({len(prompts)})"
-    seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
-    done = subprocess.run(
-        [sys.executable, "-c", program], input=pickle.dumps(config), stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONHASHSEED": seed}, timeout=READ_S, check=True,
-    )  # fmt: skip
-    digests = done.stdout.decode().split()[-len(prompts) :]
-    faults = [
-        f"prompt {prompt.index} differs"
-        for prompt, own in zip(prompts, digests, strict=True)
-        if own != _digest(prompt)
-    ]
-    return counted_faults("data: another process", faults, f"it reads the same {len(prompts)} prompts")
+def _digest(prompts: Sequence[Prompt]) -> str:
+    content = "".join(f"{p.index} {p.label!r} {p.token_ids.tolist()} {p.head_length}" for p in prompts)
+    return hashlib.sha256(content.encode(errors="replace")).hexdigest()
 
 
-def print_digests(count: int) -> None:
-    """Print digests of the first prompts of the configuration that comes pickled."""
-    config = pickle.load(sys.stdin.buffer)
+def digest_of(config: Config, count: int) -> str:
+    """Return the digest of the run's first prompts."""
     source = open_run_data(config, read_foundation(config)).prompts
-    assert source is not None
-    print(*[_digest(prompt) for prompt in source.batch(0, count)])
+    return "" if source is None else _digest(source.batch(0, count))
 
 
-def _digest(prompt: Prompt) -> str:
-    content = prompt.token_ids.tobytes() + f"{prompt.label}\0{prompt.index}".encode()
-    return hashlib.sha256(content).hexdigest()
+def _digest_elsewhere(config: Config, count: int) -> str:
+    """Return `digest_of` in a new process with another seed of Python's hashes."""
+    before = os.environ.get("PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = "11" if before != "11" else "12"
+    try:
+        with get_context("spawn").Pool(1) as pool:
+            digest: str = pool.apply_async(digest_of, (config, count)).get(READING_TIMEOUT_S)
+            return digest
+    finally:
+        os.environ.pop("PYTHONHASHSEED")
+        if before is not None:
+            os.environ["PYTHONHASHSEED"] = before
 
 
-def _counted_rows(config: Config, source: PromptSource) -> Row:
-    """Every row of a file is a prompt, or left out for a reason that is counted."""
-    spec = read_spec(config.data.prompt_data[0])
-    if "://" in spec.location or len(config.data.prompt_data) > 1 or config.holds_out or source.grows:
-        reason = "rows are counted of one file alone that is read whole and not divided for evaluation"
-        return Row("data: rows", "not checked", reason=reason)
-    rows = sum(1 for _ in each_row(chosen_files(Path(spec.location), "train", spec.split), ()))
-    left_out = sum(sum(tally.counts.values()) for tally in source.tallies)
-    missing = rows - source.num_prompts() - left_out
-    faults = [f"{missing} rows are neither"] * (missing != 0)
-    return counted_faults(
-        "data: rows", faults, f"of {rows} rows, {source.num_prompts()} are prompts and {left_out} left out"
-    )
+def _rows(config: Config, source: PromptSource, size: int, held_out: int) -> Iterator[Row]:
+    """Compare the prompts with the rows of their file: what is missing must be counted."""
+    specs = [read_spec(spec) for spec in config.data.prompt_data]
+    is_file = len(specs) == 1 and "://" not in specs[0].location and not specs[0].only
+    if not is_file or config.data.deduplicate or config.data.filter_pass_rate:
+        return
+    files = chosen_files(Path(specs[0].location), "train", specs[0].split)
+    rows = sum(1 for _ in each_row(files, ()))
+    counted = sum(sum(tally.counts.values()) for tally in source.tallies)
+    there = size + counted + (held_out if config.holds_out else 0)
+    yield measured(
+        "data: rows", abs(rows - there), 0, "exact",
+        f"{rows} rows, of which {size} are prompts, {counted} are counted as left out", "ibpo data",
+    )  # fmt: skip
 
 
 def _left_out(source: PromptSource, size: int) -> Row:

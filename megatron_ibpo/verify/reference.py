@@ -44,7 +44,7 @@ def check_reference(subject: Subject) -> Iterator[Row]:
         "the model's conversion, rotary positions, --rollout-temperature",
     )  # fmt: skip
     if subject.small.model.lora_rank is not None:
-        raise NotCheckedError("reference: the gradient of adapters has no reference here")
+        raise NotCheckedError("the gradient of adapters has no reference here")
     yield _gradient_row(subject, config, exact, sequences)
 
 

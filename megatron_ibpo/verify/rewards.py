@@ -7,6 +7,7 @@ from dataclasses import replace
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import Score, Verifier, named_rm_types, open_pool
+from megatron_ibpo.rewards.verifier import rm_type_of
 from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.run.user_code import scored_by_verifiers
 from megatron_ibpo.verify.batch import Subject
@@ -15,13 +16,14 @@ from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, meas
 MOST = 32
 """Prompts whose labels are tried."""
 FORMS: tuple[Callable[[str], str], ...] = (
-    lambda label: rf"\boxed{{{label}}}",
+    lambda label: rf"Step by step, I find \boxed{{{label}}}, and so this is the result.",
     lambda label: f"The answer is {label}.",
     lambda label: label,
     lambda label: f"<answer>{label}</answer>",
     lambda label: f"#### {label}",
 )
-"""Ways in which a response may give its answer; one of them must earn full marks for every label."""
+"""Ways in which a response may give its answer; one of them must earn full marks for every label. The first
+is that of --rm-type math."""
 BROKEN, HANGING = f"{__name__}:broken", f"{__name__}:hanging"
 
 
@@ -33,7 +35,7 @@ def check_rewards(subject: Subject) -> Iterator[Row]:
     if not prompts:
         raise NotCheckedError("environments score this run's responses, and no verifier")
     with Verifier(open_pool(data, named_rm_types(prompts, data)), data) as verifier:
-        form, full = _best_form(verifier, prompts)
+        form, full = _best_form(verifier, prompts, data)
         right = [form(prompt.label) for prompt in prompts]
         missed = [_named(p, s) for p, s in zip(prompts, full, strict=True) if not s.correct]
         if len(missed) == len(prompts):
@@ -49,8 +51,11 @@ def check_rewards(subject: Subject) -> Iterator[Row]:
     yield _failing(data, prompts[0])
 
 
-def _best_form(verifier: Verifier, prompts: Sequence[Prompt]) -> tuple[Callable[[str], str], list[Score]]:
-    scored = [(form, verifier.score([(p, form(p.label)) for p in prompts])) for form in FORMS]
+def _best_form(
+    verifier: Verifier, prompts: Sequence[Prompt], data: DataConfig
+) -> tuple[Callable[[str], str], list[Score]]:
+    forms = FORMS[:1] if {rm_type_of(prompt, data) for prompt in prompts} == {"math"} else FORMS
+    scored = [(form, verifier.score([(p, form(p.label)) for p in prompts])) for form in forms]
     return max(scored, key=lambda pair: sum(score.correct for score in pair[1]))
 
 
@@ -61,6 +66,7 @@ def _must_not_count(verifier: Verifier, prompts: Sequence[Prompt], form: Callabl
         "nothing": ["" for _ in prompts],
         "another prompt's label": [form(other) if other else "" for other in others],
         "its label with a 7 behind it": [form(f"{prompt.label}7") for prompt in prompts],
+        "its label cut by a digit": [form(p.label[:-1]) if _is_long(p.label) else "" for p in prompts],
         "half of its answer": [form(p.label)[: (len(form(p.label)) - len(p.label)) // 2] for p in prompts],
         "a response cut before its answer": ["First, I look at the question. Then" for _ in prompts],
     }  # fmt: skip
@@ -71,6 +77,10 @@ def _must_not_count(verifier: Verifier, prompts: Sequence[Prompt], form: Callabl
         if score.correct
     ]
     return counted_faults("rewards: wrong answers", faults, f"{', '.join(wrong)}: none counts as right")
+
+
+def _is_long(label: str) -> bool:
+    return len(label) > 2 and label.removeprefix("-").isdigit()
 
 
 def _twice(

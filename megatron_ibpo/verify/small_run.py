@@ -130,6 +130,13 @@ def _small_layout(parallel: ParallelConfig) -> ParallelConfig:
     return small
 
 
+def _num_trainers(config: Config, small: ParallelConfig) -> int:
+    """Return the ranks of the small layout, twice if the run has data parallelism and there is room."""
+    least = least_world(small)
+    shares = (config.cluster.num_trainers or 1) // least_world(config.parallel)
+    return 2 * least if shares > 1 and 2 * least <= MOST_RANKS else least
+
+
 def described(config: Config, small: Config) -> dict[str, Any]:
     """Return what verify.json says of the settings."""
     layout = {name: value for name, value in vars(small.parallel).items() if name.endswith("_size")}

@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Group, Prompt, Sample, TrainSequence
+from megatron_ibpo.basics.records import Group, Prompt, Sample, TokenIds, TrainSequence
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.run.run_data import open_run_data
@@ -30,7 +30,7 @@ def check_tokens(subject: Subject) -> Iterator[Row]:
     prompts = data.first_prompts[:MOST]
     faults = [fault for prompt in prompts for fault in _prompt_faults(prompt, data.tokenizer)]
     yield counted_faults(
-        "tokens: prompts", faults, f"{len(prompts)} prompts decode to their text and encode to the same ids"
+        "tokens: prompts", faults, f"{len(prompts)} prompts show their text, and begin as they should"
     )
     yield _masked(subject)
 
@@ -91,6 +91,13 @@ def _prompt_faults(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[str]:
         yield f"{where}: its ids do not show its text, {prompt.text[:60]!r} (--apply-chat-template?)"
 
 
+def _doubled_start(ids: TokenIds, tokenizer: Tokenizer) -> bool:
+    """Return whether a sequence begins with the same special token twice."""
+    if len(ids) < 2 or ids[0] != ids[1]:
+        return False
+    return bool(tokenizer.decode_all(ids[:1])) and not tokenizer.decode(ids[:1])
+
+
 def _masked(subject: Subject) -> Row:
     """Sequences whose tokens are all masked leave the weights as they are; of the others, what stands at
     masked places changes nothing but what is read there."""
@@ -136,6 +143,8 @@ def _group_faults(subject: Subject, group: Group, eos: set[int]) -> Iterator[str
             yield f"prompt {prompt.index}, sample {number}: {fault}"
         if sample.temperature not in temperatures:
             yield f"prompt {prompt.index}, sample {number}: sampled at temperature {sample.temperature}"
+        if _doubled_start(sample.prompt_token_ids, subject.data.tokenizer):
+            yield f"prompt {prompt.index}, sample {number}: begins with the same special token twice"
         if prompt.environment is not None:  # it has turns, and writes the prompt
             continue
         if is_plain and not np.array_equal(sample.prompt_token_ids, prompt.token_ids):
@@ -174,12 +183,16 @@ def _strange_turns(group: Group, turns: set[Turn]) -> Iterator[str]:
 
 def _trained_faults(groups: Sequence[Group], trained: Sequence[TrainSequence]) -> Iterator[str]:
     sampled = {
-        (number, sample.index, sample.token_ids.tobytes()): sample
+        (number, kind, sample.index, sample.token_ids.tobytes()): sample
         for number, group in enumerate(groups)
-        for sample in group.samples
+        for kind, samples in (
+            ("response", group.responses),
+            ("correction", [correction.response for correction in group.corrections]),
+        )
+        for sample in samples
     }
     for s in trained:
-        sample = sampled.get((s.group, s.index, s.response_token_ids.tobytes()))
+        sample = sampled.get((s.group, s.kind, s.index, s.response_token_ids.tobytes()))
         where = f"group {s.group}, {s.kind} {s.index}"
         if sample is None:
             yield f"{where}: its tokens were not sampled"

