@@ -43,13 +43,6 @@ def small_run(config: Config, scratch: Path, *, full: bool) -> Config:
     )
 
 
-def _num_trainers(config: Config, small: ParallelConfig) -> int:
-    """Return the ranks of the small layout, twice if the run has several data-parallel ranks."""
-    least = least_world(small)
-    is_parallel = (config.cluster.num_trainers or 1) > least_world(config.parallel)
-    return 2 * least if is_parallel and 2 * least <= MOST_RANKS else least
-
-
 def _in_float32(config: Config, hf_dir: Path, *, on_gpu: bool) -> Any:
     overrides = config.model.model_override if on_gpu else ()
     return replace(
