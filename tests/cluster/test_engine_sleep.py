@@ -370,4 +370,4 @@ def test_a_process_that_has_ended_is_said_to_have_been_killed_or_to_have_crashed
 def test_a_process_notes_how_much_memory_it_has_had(tmp_path):
     record_peak_memory(tmp_path, os.getpid())
     peak = tmp_path / f"peak-{os.getpid()}"
-    assert eventually(lambda: peak.exists() and int(peak.read_text()) > 10 * 1024, seconds=5)
+    assert eventually(lambda: peak.exists() and int(peak.read_text() or 0) > 10 * 1024, seconds=5)
