@@ -38,7 +38,7 @@ def check_rewards(subject: Subject) -> Iterator[Row]:
         form, full = _best_form(verifier, prompts, data)
         right = [form(prompt.label) for prompt in prompts]
         missed = [_named(p, s) for p, s in zip(prompts, full, strict=True) if not s.correct]
-        if len(missed) == len(prompts):
+        if len(missed) == len(prompts) and not _labels_are_answers(prompts, data):
             raise NotCheckedError(
                 "no label earns full marks as an answer in any form tried; it may be no answer (tests of a "
                 "program, a rubric)"
@@ -54,9 +54,14 @@ def check_rewards(subject: Subject) -> Iterator[Row]:
 def _best_form(
     verifier: Verifier, prompts: Sequence[Prompt], data: DataConfig
 ) -> tuple[Callable[[str], str], list[Score]]:
-    forms = FORMS[:1] if {rm_type_of(prompt, data) for prompt in prompts} == {"math"} else FORMS
+    forms = FORMS[:1] if _labels_are_answers(prompts, data) else FORMS
     scored = [(form, verifier.score([(p, form(p.label)) for p in prompts])) for form in forms]
     return max(scored, key=lambda pair: sum(score.correct for score in pair[1]))
+
+
+def _labels_are_answers(prompts: Sequence[Prompt], data: DataConfig) -> bool:
+    """Return whether every label must count as an answer: a task or a function may have labels of its own."""
+    return {rm_type_of(prompt, data) for prompt in prompts} == {"math"}
 
 
 def _must_not_count(verifier: Verifier, prompts: Sequence[Prompt], form: Callable[[str], str]) -> Row:
