@@ -1,7 +1,6 @@
 """The run's settings for a small run that checks them: the same model family, loss, credit, sampling, data
 and layout, with few prompts, short responses and float32."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,7 +135,7 @@ def described(config: Config, small: Config) -> dict[str, Any]:
     return {
         "model": str(config.model.hf_dir),
         "cut_down": small.model.hf_dir != config.model.hf_dir,
-        "layout": json.loads(json.dumps(layout)),
+        "layout": layout,
         "trainers": small.cluster.num_trainers,
         "precision": "float32",
     }
