@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ibpo.basics.text import counted
+from megatron_ibpo.study.equal_amounts import compare_at_equal_amounts
 from megatron_ibpo.study.findings import Findings
 from megatron_ibpo.study.published_claims import ClaimOutcome, judge_claims
 from megatron_ibpo.study.run_results import compare, compare_at_equal_steps, compare_overall, dose_response
@@ -36,6 +37,8 @@ class Comparison:
     """Result of `compare_overall`."""
     equal_steps: list[dict[str, Any]]
     """Result of `compare_at_equal_steps`."""
+    equal_amounts: list[dict[str, Any]]
+    """Result of `compare_at_equal_amounts`."""
     dose_response: list[dict[str, Any]]
     claims: list[Claim]
     """One claim for each method but the baseline, by the paired t test over seeds, with Holm's adjustment
@@ -57,6 +60,7 @@ def compare_all(found: Findings) -> Comparison:
         table=lines,
         overall=overall,
         equal_steps=compare_at_equal_steps(study, runs),
+        equal_amounts=compare_at_equal_amounts(study, runs),
         dose_response=dose_response(study, runs, lines),
         claims=[
             _claim(method, difference, found, confirmed)

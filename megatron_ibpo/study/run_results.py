@@ -77,6 +77,8 @@ class RunResult:
     dear_decoding: list[float] = field(default_factory=list)
     """Operations spent at each step of `reward` if writing a token cost ten times as much as reading it;
     empty in results from before decoding was counted apart."""
+    accelerator_seconds: list[float] = field(default_factory=list)
+    """Accelerator seconds spent up to each step of `reward`; empty in results from before they were kept."""
     responses: list[float] = field(default_factory=list)
     """Number of responses sampled in each step of `reward`."""
     correction_success: list[float] = field(default_factory=list)
@@ -143,6 +145,7 @@ def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) 
             for row in rewarded
             if "spent_flops_decoding" in row
         ],
+        accelerator_seconds=[row["spent_accelerator_seconds"] for row in rewarded],
         responses=[row.get("responses_sampled", of_step) for row in rewarded],
         correction_success=_correction_success(steps),
         code=_code(run.directory),

@@ -29,7 +29,8 @@ def tables(found: Findings, compared: Comparison) -> list[Table]:
     for task in found.study.tasks:
         of_task = [line for line in compared.table if line["task"] == task.name]
         made += [_methods(found.study, task.name, of_task), _gradient(task.name, of_task)]
-    made += [_equal_steps(compared.equal_steps), _doses(compared.dose_response), _tuning(found)]
+    made += [_equal_amounts(compared.equal_amounts), _equal_steps(compared.equal_steps)]
+    made += [_doses(compared.dose_response), _tuning(found)]
     return [table for table in made if table.rows]
 
 
@@ -50,8 +51,8 @@ def lines_of(table: Table) -> str:
 
 
 def brief(found: Findings, compared: Comparison) -> list[Table]:
-    """Return the results in few columns, for a page of documentation: the methods, then the published claims,
-    of a study of one task."""
+    """Return the results in few columns, for a page of documentation: the methods, the published claims, and
+    accuracies at equal amounts, of a study of one task."""
     rows = [
         [
             line["method"],
@@ -71,7 +72,9 @@ def brief(found: Findings, compared: Comparison) -> list[Table]:
         f"operations to {found.study.threshold:g}", "the same, decoding x 10",
         "corrections right, first → last",
     ]  # fmt: skip
-    return [Table("Results", header, rows), _published(compared.published)]
+    amounts = _equal_amounts(compared.equal_amounts)
+    shown = [Table("Results", header, rows), _published(compared.published), amounts]
+    return [table for table in shown if table.rows]
 
 
 def _origin(found: Findings) -> list[str]:
@@ -279,6 +282,31 @@ def _equal_steps(lines: Sequence[dict[str, Any]]) -> Table:
     header = ["task", "method", "steps", "seeds", "mean training reward [95 %]", "against baseline [95 %]"]
     legend = "What a step brings, whatever it costs. Intervals: Student's t over seeds; nothing is adjusted."
     return Table("At equal steps", header, rows, legend)
+
+
+def _equal_amounts(lines: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        [
+            line["task"] or "–",
+            line["method"],
+            line["currency"],
+            f"{line['amount']:.4g}",
+            str(line["seeds"]),
+            _interval(line["accuracy"]),
+            _interval(line["baseline_accuracy"]),
+            _interval(line["difference"], "+"),
+        ]
+        for line in lines
+    ]
+    header = [
+        "task", "method", "equal", "amount", "seeds", "accuracy [95 %]", "of the baseline [95 %]",
+        "difference [95 %]",
+    ]  # fmt: skip
+    legend = (
+        "Accuracy on held-out problems after the largest amount that all runs of both have spent, "
+        "interpolated between evaluations. Intervals: Student's t over seeds; nothing is adjusted."
+    )
+    return Table("At equal amounts", header, rows, legend)
 
 
 def _doses(points: Sequence[dict[str, Any]]) -> Table:

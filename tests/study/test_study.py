@@ -29,6 +29,7 @@ from megatron_ibpo.config import ConfigError, config_yaml
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study import plan, run_results, runs, statistics
 from megatron_ibpo.study.claims import Claim, compare_all
+from megatron_ibpo.study.equal_amounts import compare_at_equal_amounts
 from megatron_ibpo.study.findings import Findings, read_findings, write_findings
 from megatron_ibpo.study.page import write_page
 from megatron_ibpo.study.plan import (
@@ -527,6 +528,41 @@ def test_at_equal_steps_rewards_have_intervals_and_short_runs_none():
     assert gspo["reward"]["high"] > 0.1 > gspo["reward"]["low"]
     assert ibpo["difference"]["mean"] == pytest.approx(0.2)
     assert "reward" not in mine
+
+
+def test_methods_are_compared_after_equal_amounts_of_each_currency():
+    """One gains .1 per 10 s and step, the other .2 per 20 s, whose decoding is free: ahead by steps, level by
+    seconds, behind by dear decoding."""
+    slow, fast = (
+        [result(method, s, 0.5, rewards=(0.5,) * n) for s in (0, 1, 2)]
+        for method, n in (("ibpo", 3), ("gspo", 6))
+    )
+
+    def with_curves(run, gain, price, dear):
+        spent = [price * step for step in range(1, len(run.reward) + 1)]
+        return replace(
+            run,
+            reward=[(amount, 0.5) for amount in spent],
+            accuracy=[(at, 0.01 * run.seed + gain * at / price) for at in (0.0, *spent[1::2], spent[-1])],
+            accelerator_seconds=spent,
+            dear_decoding=[dear * amount for amount in spent],
+        )
+
+    runs = [with_curves(run, 0.2, 20.0, 2.0) for run in slow] + [
+        with_curves(run, 0.1, 10.0, 1.0) for run in fast
+    ]
+    lines = {line["currency"]: line for line in compare_at_equal_amounts(STUDY, runs)}
+    differences = {
+        name: (line["amount"], round(line["difference"]["mean"], 9)) for name, line in lines.items()
+    }
+    assert differences == {
+        "accelerator seconds": (60.0, 0.0), "steps": (3.0, 0.3), "operations, decoding x 10": (60.0, -0.3),
+    }  # fmt: skip
+    assert lines["steps"]["accuracy"]["mean"] == pytest.approx(0.61)
+    unknown = [replace(run, accelerator_seconds=[], dear_decoding=[]) for run in runs]
+    assert {line["currency"] for line in compare_at_equal_amounts(STUDY, unknown)} == {"steps"}
+    ends = [replace(run, accuracy=run.accuracy[::3]) for run in runs]
+    assert not compare_at_equal_amounts(STUDY, ends), "two evaluations are no curve"
 
 
 KEPT = sorted(p for p in (ROOT / "docs/studies").glob("*.json.gz") if not p.stem.startswith("audit"))
