@@ -96,7 +96,8 @@ def execute(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOADED)
-    child = server.Process(target=_in_child, args=(program, arguments, run.directory.with_suffix(".log")))
+    log = run.directory.with_suffix(".log")
+    child = server.Process(target=_in_child, args=(program, arguments, log, GRACE_S))
     child.start()
     try:
         in_time = _wait(child, study.run_timeout, lambda: _show_newest(run.directory, show), stop)
@@ -107,13 +108,25 @@ def execute(
     return "finished" if child.exitcode == 0 else "failed"
 
 
-def _in_child(program: Program, arguments: list[str], log: Path) -> None:
+def _in_child(program: Program, arguments: list[str], log: Path, grace: float) -> None:
     os.setsid()  # so that the child and all its processes can be signalled together
+    threading.Thread(target=_end_with_study, args=(grace,), daemon=True).start()
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = ["megatron_ibpo.commands.train", *arguments]  # recorded by the run as its command
     sys.exit(program(arguments))
+
+
+def _end_with_study(grace: float) -> None:
+    """End this child and its processes once the study's process is gone: killed, it cannot do so itself."""
+    study = multiprocessing.parent_process()
+    assert study is not None
+    study.join()
+    os.killpg(os.getpid(), signal.SIGINT)
+    time.sleep(grace)
+    end_group(os.getpid())
+    os._exit(1)
 
 
 def _planned_path(run: PlannedRun) -> Path:

@@ -798,6 +798,27 @@ def test_a_run_that_fails_keeps_its_log_and_one_that_does_not_end_is_ended(tmp_p
     assert eventually(lambda: has_ended(pid.read_text()), 5), "it was killed a moment ago"
 
 
+def test_a_run_ends_with_a_study_that_was_killed(tmp_path):
+    run, pid = planned(tmp_path), tmp_path / "pid"
+    code = f"""
+import threading
+from megatron_ibpo.study import runs
+from megatron_ibpo.study.plan import PlannedRun, Study
+from pathlib import Path, PosixPath
+from support.stand_in_training import stubborn
+runs.GRACE_S, runs.PRELOADED = 0.1, [runs.__name__]
+study = Study("one", {{"m": {{}}}}, baseline="m", budget=60.0, seeds=(0,))
+runs.execute({run!r}, study, stubborn, lambda row: None, threading.Event())
+"""
+    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | paths) as study:
+        try:
+            assert eventually(pid.exists, 60)
+        finally:
+            study.kill()
+    assert eventually(lambda: has_ended(pid.read_text()), 30)
+
+
 def test_a_finished_run_is_known_again_and_another_one_in_its_place_or_beside_it_refused(tmp_path, written):
     run = planned(tmp_path)
     run.directory.mkdir(parents=True)
