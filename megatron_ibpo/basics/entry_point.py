@@ -36,6 +36,8 @@ PACKAGE = __name__.partition(".")[0]
 READERS = ("json", "yaml")
 """Libraries whose errors mean that a file is malformed."""
 FRAME = re.compile(r'File "(.+)", line \d+, in .*\n +(.*)')
+ONE_OR_SEVERAL = re.compile(r"(\w+)\|\{(\[\1 .*)\}")
+"""tyro's name of a value that is one word or a list of such words, which the list alone says too."""
 LOG = "driver.log"
 INTERNAL, UNREADABLE = "internal error", "an input cannot be read"
 LONGEST = 500
@@ -107,6 +109,7 @@ def _optional(info: Any) -> Any:
         return spec
     return replace(
         spec,
+        metavar=ONE_OR_SEVERAL.sub(r"\2", spec.metavar),
         instance_from_str=lambda words: None if words == ["None"] else spec.instance_from_str(words),
         is_instance=lambda value: value is None or spec.is_instance(value),
         str_from_instance=lambda value: ["None"] if value is None else spec.str_from_instance(value),

@@ -105,6 +105,7 @@ def test_every_command_of_a_wheel_shows_its_help(python):
     assert helped.keys() == COMMANDS.keys(), done.stderr
     for name, said in helped.items():
         assert "usage:" in said, (name, said, done.stderr)
+        assert "|{" not in said, (name, "a type as the parser writes it", said)
 
 
 def test_a_wheel_holds_the_loss_the_edit_distance_their_kernels_and_its_types(python, site):
