@@ -1,9 +1,10 @@
-"""Write the tables of docs/paper_claims.md from the results of its study.
+"""Write the tables of docs/paper_claims.md from the results of its studies.
 
     "$(bash tools/bootstrap.sh)" tools/write_paper_claims.py
 
-The results are docs/studies/paper.json.gz: results.json of a run of examples/studies/paper.yaml, gzipped
-without its date (gzip -n). tests/tools/test_paper_claims.py compares the page with them.
+The results are docs/studies/{paper,default_run}.json.gz: results.json of a run of the file of that name in
+examples/studies, gzipped without its date (gzip -n). tests/tools/test_paper_claims.py compares the page with
+them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from pathlib import Path
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.study.claims import compare_all
-from megatron_ibpo.study.findings import read_findings
+from megatron_ibpo.study.findings import Findings, read_findings
 from megatron_ibpo.study.table import brief, lines_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULTS = ROOT / "docs/paper_claims.md", ROOT / "docs/studies/paper.json.gz"
-BEGIN, END = "<!-- written by tools/write_paper_claims.py -->\n", "<!-- end of what it writes -->\n"
+PAGE, RESULTS = ROOT / "docs/paper_claims.md", ROOT / "docs/studies"
+STUDIES = ("paper", "default_run")
+END = "<!-- end of what it writes -->\n"
 
 
 @dataclass
@@ -29,9 +31,17 @@ class Arguments:
 
 
 def page_with_tables(page: str) -> str:
-    """Return the page with the tables of the results between its two marks."""
-    findings = read_findings(RESULTS)
-    tables = brief(findings, compare_all(findings))
+    """Return the page with the tables of each study's results between its two marks."""
+    for study in STUDIES:
+        begin = f"<!-- {study}, written by tools/write_paper_claims.py -->\n"
+        before, rest = page.split(begin)
+        after = rest.split(END, 1)[1]
+        tables = _tables(read_findings(RESULTS / f"{study}.json.gz"))
+        page = f"{before}{begin}\n{tables}\n\n{END}{after}"
+    return page
+
+
+def _tables(findings: Findings) -> str:
     planned = len(findings.study.methods) * len(findings.study.seeds)
     seconds = sum(run.seconds or 0.0 for run in findings.runs)
     state = f"{counted(len(findings.runs), 'run')} of {planned}, {seconds / 60:.0f} minutes of wall time."
@@ -44,11 +54,13 @@ def page_with_tables(page: str) -> str:
         + (f"; {', '.join(choice.at_edge)} at the edge of the grid" if choice.at_edge else "")
         for choice in findings.choices
     ]
-    results, claims = map(lines_of, tables)
-    tuning, legend = _wrapped(f"Tuned to: {'. '.join(tuned)}."), _wrapped(tables[1].legend)
-    parts = [state, results, tuning, "## Claim by claim", claims, legend]
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + "\n\n".join(parts) + "\n\n" + END + rest.split(END)[1]
+    parts = [state]
+    for table in brief(findings, compare_all(findings)):
+        parts += [f"### {table.title}"] if table.title else []
+        parts += [lines_of(table)] + ([_wrapped(table.legend)] if table.legend else [])
+    if tuned:
+        parts.append(_wrapped(f"Tuned to: {'. '.join(tuned)}."))
+    return "\n\n".join(parts)
 
 
 def _wrapped(text: str) -> str:

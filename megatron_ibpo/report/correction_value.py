@@ -16,7 +16,8 @@ _VERDICT = {
 }
 _ORIGIN = (
     "That goes by success and cost in this run. Whether a run without corrections would have learned more "
-    "for the same cost, only such a run tells (ibpo compare); docs/paper_claims.md has them for a small task."
+    "for the same cost, only such a run tells (ibpo compare). On the default task GSPO reached a training "
+    "reward of .75 with 58 % of the operations of IBPO, over five seeds (docs/paper_claims.md)."
 )
 
 Row = Mapping[str, Any]

@@ -73,7 +73,7 @@ def brief(found: Findings, compared: Comparison) -> list[Table]:
         "corrections right, first → last",
     ]  # fmt: skip
     amounts = _equal_amounts(compared.equal_amounts)
-    shown = [Table("Results", header, rows), _published(compared.published), amounts]
+    shown = [Table("", header, rows), _published(compared.published), amounts]
     return [table for table in shown if table.rows]
 
 
