@@ -4,24 +4,32 @@
 
 The results are docs/studies/{paper,default_run}.json.gz: results.json of a run of the file of that name in
 examples/studies, gzipped without its date (gzip -n). tests/tools/test_paper_claims.py compares the page with
-them.
+them. docs/studies/test_time.json has, for each seed of `gspo`, the measures of `ibpo evaluate` on its policy.
 """
 
 from __future__ import annotations
 
+import json
 import textwrap
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.study.claims import compare_all
 from megatron_ibpo.study.findings import Findings, read_findings
-from megatron_ibpo.study.table import brief, lines_of
+from megatron_ibpo.study.statistics import over_seeds
+from megatron_ibpo.study.table import Table, brief, interval, lines_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs/paper_claims.md", ROOT / "docs/studies"
 STUDIES = ("paper", "default_run")
+TEST_TIME = {
+    "accuracy": "GSPO, one response",
+    "corrected_accuracy": "GSPO with the comparing prompt at test time",
+    "best_of_accuracy": "GSPO, best of 8 by mean log-prob",
+    "majority_accuracy": "GSPO, majority of 8",
+}
 END = "<!-- end of what it writes -->\n"
 
 
@@ -32,13 +40,42 @@ class Arguments:
 
 def page_with_tables(page: str) -> str:
     """Return the page with the tables of each study's results between its two marks."""
-    for study in STUDIES:
-        begin = f"<!-- {study}, written by tools/write_paper_claims.py -->\n"
+    findings = {study: read_findings(RESULTS / f"{study}.json.gz") for study in STUDIES}
+    parts = {study: _tables(of_study) for study, of_study in findings.items()}
+    parts["test_time"] = _test_time(findings["paper"])
+    for name, part in parts.items():
+        begin = f"<!-- {name}, written by tools/write_paper_claims.py -->\n"
         before, rest = page.split(begin)
-        after = rest.split(END, 1)[1]
-        tables = _tables(read_findings(RESULTS / f"{study}.json.gz"))
-        page = f"{before}{begin}\n{tables}\n\n{END}{after}"
+        page = f"{before}{begin}\n{part}\n\n{END}{rest.split(END, 1)[1]}"
     return page
+
+
+def _test_time(findings: Findings) -> str:
+    """Return the table of what more responses of GSPO's policies reach, beside one response of IBPO's."""
+    measures = json.loads((RESULTS / "test_time.json").read_text(encoding="utf-8"))["measures"]
+    ibpo = {run.seed: run.accuracy[-1][1] for run in findings.runs if run.method == "ibpo"}
+    seeds = sorted(map(int, measures))
+    rows = []
+    for key, title in TEST_TIME.items():
+        values = [measures[str(seed)][key] for seed in seeds]
+        differences = [ibpo[seed] - value for seed, value in zip(seeds, values, strict=True)]
+        rows.append(
+            [
+                title,
+                str(len(seeds)),
+                interval(asdict(over_seeds(values))),
+                interval(asdict(over_seeds(differences)), "+"),
+            ]
+        )
+    rows.append(
+        [
+            "IBPO, one response",
+            str(len(seeds)),
+            interval(asdict(over_seeds([ibpo[seed] for seed in seeds]))),
+            "–",
+        ]
+    )
+    return lines_of(Table("", ["policy", "seeds", "accuracy [95 %, t]", "IBPO less this [95 %, t]"], rows))
 
 
 def _tables(findings: Findings) -> str:

@@ -59,7 +59,7 @@ def brief(found: Findings, compared: Comparison) -> list[Table]:
             f"{_known(line['prompts_per_step'])}, {line['samples_per_prompt']}, {_known(line['lr'])}",
             str(line["seeds"]),
             f"{line['steps']:.0f}",
-            _interval(asdict(over_seeds(list(line["accuracy_by_seed"].values())))),
+            interval(asdict(over_seeds(list(line["accuracy_by_seed"].values())))),
             f"{line['greedy']:.3f}",
             _operations(line["cost_to_threshold"]["median"]),
             _operations(line["cost_to_threshold"]["dear_decoding"]),
@@ -107,7 +107,7 @@ def _published(outcomes: Sequence[ClaimOutcome]) -> Table:
             f"{one.claim.method} – {one.claim.than}" if one.claim.than else one.claim.method or "–",
             one.claim.measure if one.claim.method else "–",
             str(one.seeds) if one.seeds else "–",
-            _interval(asdict(one.difference), "+") if one.difference is not None else "–",
+            interval(asdict(one.difference), "+") if one.difference is not None else "–",
             shown_p(one.holm_p),
             f"{one.outcome}: {one.claim.untestable}" if one.claim.untestable else one.outcome,
         ]
@@ -145,7 +145,7 @@ def _overall(lines: Sequence[dict[str, Any]]) -> Table:
         [
             line["method"],
             str(line["seeds"]),
-            _interval(line["accuracy"]),
+            interval(line["accuracy"]),
             *_tests(line.get("difference"), "p"),
             *_by_task(line.get("difference")),
         ]
@@ -170,7 +170,7 @@ def _tests(difference: dict[str, Any] | None, p: str) -> list[str]:
     if difference is None:
         return ["–"] * 4
     flip = f"{shown_p(difference['sign_flip_p'])} ({shown_p(difference['sign_flip_floor'])})"
-    return [_interval(difference, "+"), shown_p(difference[p]), shown_p(difference["holm_p"]), flip]
+    return [interval(difference, "+"), shown_p(difference[p]), shown_p(difference["holm_p"]), flip]
 
 
 def _methods(study: Study, task: str, lines: Sequence[dict[str, Any]]) -> Table:
@@ -197,7 +197,7 @@ def _cells(study: Study, line: dict[str, Any], others: Sequence[str]) -> list[st
     if difference is not None:
         over_seeds = difference | difference["over_seeds"]
         bootstrap_p = shown_p(difference["bootstrap_p"], difference["bootstrap_floor"])
-        tests = [*_tests(over_seeds, "p"), f"{_interval(difference, '+')}, {bootstrap_p}"]
+        tests = [*_tests(over_seeds, "p"), f"{interval(difference, '+')}, {bootstrap_p}"]
     return [
         line["method"],
         _known(line["prompts_per_step"]),
@@ -209,9 +209,9 @@ def _cells(study: Study, line: dict[str, Any], others: Sequence[str]) -> list[st
         f"{line['steps']:.0f}",
         f"{line['spent'][unit]:.4g}",
         f"{line['spent']['flops']:.2e}",
-        _interval(line["accuracy"]),
-        *(_interval(line["other_accuracies"].get(at)) for at in others),
-        _interval(line["greedy_over_seeds"]),
+        interval(line["accuracy"]),
+        *(interval(line["other_accuracies"].get(at)) for at in others),
+        interval(line["greedy_over_seeds"]),
         *tests,
         f"{ratio:.2f}x, {reached}" if ratio is not None else reached,
         _operations(cost["dear_decoding"]),
@@ -231,7 +231,8 @@ def _known(value: Any) -> str:
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def _interval(estimate: dict[str, float] | None, sign: str = "") -> str:
+def interval(estimate: dict[str, float] | None, sign: str = "") -> str:
+    """Return `mean [low, high]` of an estimate, the mean alone without an interval, a dash without either."""
     if estimate is None:
         return "–"
     mean, low, high = (format(estimate[key], f"{sign}.3f") for key in ("mean", "low", "high"))
@@ -274,8 +275,8 @@ def _equal_steps(lines: Sequence[dict[str, Any]]) -> Table:
             line["method"],
             f"{line['first']} to {line['last']}",
             str(line.get("seeds", "–")),
-            _interval(line["reward"]) if "reward" in line else "fewer steps",
-            _interval(line.get("difference"), "+"),
+            interval(line["reward"]) if "reward" in line else "fewer steps",
+            interval(line.get("difference"), "+"),
         ]
         for line in lines
     ]
@@ -292,9 +293,9 @@ def _equal_amounts(lines: Sequence[dict[str, Any]]) -> Table:
             line["currency"],
             f"{line['amount']:.4g}",
             str(line["seeds"]),
-            _interval(line["accuracy"]),
-            _interval(line["baseline_accuracy"]),
-            _interval(line["difference"], "+"),
+            interval(line["accuracy"]),
+            interval(line["baseline_accuracy"]),
+            interval(line["difference"], "+"),
         ]
         for line in lines
     ]
@@ -310,7 +311,7 @@ def _equal_amounts(lines: Sequence[dict[str, Any]]) -> Table:
 
 
 def _doses(points: Sequence[dict[str, Any]]) -> Table:
-    rows = [[p["method"], p["task"], f"{p['skill']:.2f}", _interval(p, "+")] for p in points]
+    rows = [[p["method"], p["task"], f"{p['skill']:.2f}", interval(p, "+")] for p in points]
     header = ["method", "task", "comparison skill", "against baseline [95 %]"]
     legend = "Skill: how much more often a correction with a correct reference succeeds than another try."
     return Table("Dose and response", header, rows, legend)
