@@ -30,7 +30,7 @@ from megatron_ibpo.plan.feasibility import (
     tightest,
     usable_bytes,
 )
-from megatron_ibpo.plan.machine import find_machine
+from megatron_ibpo.plan.hardware import read_hardware
 from megatron_ibpo.plan.memory import GIB, RankMemory, kv_bytes, state_bytes_per_sequence, sync_bytes
 from megatron_ibpo.plan.node_memory import memory_on_cpus
 from megatron_ibpo.plan.parameter_count import Census
@@ -150,7 +150,7 @@ def _say_time(plan: Plan, hardware: str, say: Callable[[str], None]) -> None:
     config = plan.config
     say(f"Time on {hardware}, predicted; its errors are in docs/planner.md")
     try:
-        setting = setting_of(config, plan.shape, plan.world_size, find_machine(hardware))
+        setting = setting_of(config, plan.shape, plan.world_size, read_hardware(hardware))
         said = lines(setting, config.run.num_rollout, config.run.gpu_hour_price)
     except ValueError as error:
         said = [f"not predicted: {error}"]

@@ -6,8 +6,8 @@ from fit_planner import PAGE, RESULTS, tables
 from judge_memory import config_of, counted_bytes
 from published_runs import Row, halves, read_evidence, shape_of
 
+from megatron_ibpo.plan.coefficients import NAMES, fitted
 from megatron_ibpo.plan.hardware import hardware_names
-from megatron_ibpo.plan.machine import NAMES, fitted
 from megatron_ibpo.plan.parameter_count import estimate_census
 
 ROWS = read_evidence()
