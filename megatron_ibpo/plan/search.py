@@ -9,7 +9,6 @@ from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.plan.feasibility import Misfit, Plan, make_plan
 from megatron_ibpo.plan.hardware import Hardware, read_hardware
-from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.prediction import Setting, setting_of
 from megatron_ibpo.plan.roofline import pass_time
 
@@ -65,7 +64,7 @@ def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Fitt
     fitting: list[FittingLayout] = []
     problems: list[str] = []
     for seconds, _, setting, candidate in sorted(timed, key=lambda entry: entry[:2]):
-        plan = make_plan(candidate, setting.layout.gpus, estimate_census, shape)
+        plan = make_plan(candidate, setting.layout.gpus, shape)
         if isinstance(plan, Misfit) or plan.problems:
             problems = problems or plan.problems
             continue
@@ -115,7 +114,7 @@ def _trainers(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) 
         timed.append((passes.total, number, candidate))
     fitting = []
     for _, _, candidate in sorted(timed, key=lambda entry: entry[:2]):
-        plan = make_plan(candidate, gpus, estimate_census, shape)
+        plan = make_plan(candidate, gpus, shape)
         if not any(problem.startswith("training takes") for problem in plan.problems):
             fitting.append(candidate)
         if len(fitting) == _TRAINERS:
