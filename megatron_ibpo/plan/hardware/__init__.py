@@ -74,10 +74,8 @@ def read_hardware(name: str) -> Hardware:
     if name.lower() not in hardware_names():
         raise ValueError(f"no hardware {name!r}; there are {', '.join(hardware_names())}")
     figures: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    as_numbers = {
-        field.name: field.type(figures[field.name]) for field in fields(Hardware) if field.name in figures
-    }
-    return Hardware(name=name.lower(), **as_numbers)
+    numbers = {field.name: float(figures[field.name]) for field in fields(Hardware) if field.type is float}
+    return Hardware(name=name.lower(), **figures | numbers)
 
 
 def kind_of(device: str) -> str | None:
