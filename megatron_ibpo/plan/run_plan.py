@@ -327,7 +327,7 @@ def _remarks(plan: Plan) -> list[str]:
         _main_memory(plan),
         _disk(config, census),
         "* estimated, for Transformer Engine, flash attention and flash-linear-attention; the rest is "
-        "counted on the real model",
+        "counted",
     ]
     if uncounted := list(not_counted(plan.overrides)):
         lines.append(f"not counted, from --model-override: {'; '.join(uncounted)}")
