@@ -302,7 +302,7 @@ def measure(arguments: Arguments) -> dict[str, Any]:
     if on_gpu and not torch.cuda.is_available():
         sys.exit("no CUDA device: --device cpu compares results, --predict writes predictions")
     report: dict[str, Any] = {
-        "what": "the operator alone; whole steps are tools/bench_loop.py's",
+        "what": "the operator alone; whole steps are in tools/results/bench_loop.json",
         "errors": errors(arguments),
     }
     if on_gpu:

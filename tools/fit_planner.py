@@ -28,7 +28,7 @@ from scipy.optimize import least_squares
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.versions import machine
-from megatron_ibpo.plan.machine import FILE, NAMES, Coefficients
+from megatron_ibpo.plan.coefficients import FILE, NAMES, Coefficients
 
 RESULTS = ROOT / "tools/results/fit_planner.json"
 PAGE = ROOT / "docs/planner.md"
@@ -279,7 +279,7 @@ def write_page(results: Mapping[str, Any]) -> None:
 
 def save(used: Coefficients, error: Mapping[str, float]) -> None:
     """Write the file that the planner reads."""
-    head = "# Made by tools/fit_planner.py --save; megatron_ibpo/plan/machine.py says what each is.\n"
+    head = "# Made by tools/fit_planner.py --save; megatron_ibpo/plan/coefficients.py says what each is.\n"
     coefficients = {name: float(f"{value:.4g}") for name, value in asdict(used).items()}
     raw = {"coefficients": coefficients, "error": dict(error)}
     FILE.write_text(head + yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")

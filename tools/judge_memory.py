@@ -28,7 +28,7 @@ from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape, padded_vocab_size
 from megatron_ibpo.plan.memory import GIB, RankMemory, rank_memory
-from megatron_ibpo.plan.parameter_count import Census, StagePart, estimate_census
+from megatron_ibpo.plan.parameter_count import Census, StagePart, take_census
 from megatron_ibpo.policy.overrides import read_overrides
 
 RESULTS = Path(__file__).parent / "results/judge_memory.json"
@@ -80,7 +80,7 @@ def counted_bytes(row: Row, shape: ModelShape) -> tuple[int, int]:
         config_of(row.facts, shape.num_layers),
         row.facts.get("training_gpus", row.facts.get("gpus")),
     )
-    census = estimate_census(shape, config, gpus)
+    census = take_census(shape, config, gpus)
     tokens = row.facts.get("micro_batch_tokens") or row.facts["micro_batch"] * row.facts["sequence"]
     tokens //= config.parallel.context_parallel_size
     found = []

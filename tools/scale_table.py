@@ -21,13 +21,13 @@ from simulated_fleet import Fleet, bound, simulate
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.versions import machine
-from megatron_ibpo.commands.plan import described
+from megatron_ibpo.commands.search import described
 from megatron_ibpo.config import Config
 from megatron_ibpo.models.cost import weight_count
-from megatron_ibpo.plan.machine import fitted
+from megatron_ibpo.plan.coefficients import fitted
 from megatron_ibpo.plan.prediction import Setting
 from megatron_ibpo.plan.roofline import decode_seconds
-from megatron_ibpo.plan.search import Found, search
+from megatron_ibpo.plan.search import FittingLayout, search
 from megatron_ibpo.plan.step_time import StepTimes
 from megatron_ibpo.plan.workload import median_length
 from megatron_ibpo.run.settings import parse_config
@@ -137,7 +137,7 @@ def copies_received(setting: Setting) -> int:
     return setting.engine_gpus // setting.engine.tensor if setting.colocated else setting.engine_gpus
 
 
-def simulated(found: Found, times: StepTimes) -> dict[str, float] | None:
+def simulated(found: FittingLayout, times: StepTimes) -> dict[str, float] | None:
     """Return the streaming loop on engines as fast as the predicted ones, without corrections, beside its
     bound and its prediction. None without sampling ahead, and for large clusters."""
     setting, staleness = found.setting, found.setting.task.staleness
@@ -155,7 +155,7 @@ def simulated(found: Found, times: StepTimes) -> dict[str, float] | None:
     }
 
 
-def fleet_of(found: Found, times: StepTimes) -> Fleet:
+def fleet_of(found: FittingLayout, times: StepTimes) -> Fleet:
     """Return engines and a trainer that work concurrently, as fast as predicted."""
     setting = found.setting
     basis = replace(setting.basis, reached=setting.basis.reached.within_a_loop())

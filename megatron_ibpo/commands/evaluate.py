@@ -215,11 +215,7 @@ def _stored(path: Path) -> Path | None:
 @contextmanager
 def _with_weights(policy: Policy) -> Iterator[Config]:
     """Give the configuration with a Hugging Face checkpoint of the policy. A Megatron checkpoint is converted
-    into a temporary directory.
-
-    Raises:
-        ValueError, OSError: it cannot be converted.
-    """
+    into a temporary directory."""
     config = policy.config
     if policy.stored is None:
         yield config

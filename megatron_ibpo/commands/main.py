@@ -38,12 +38,8 @@ COMMANDS = {
     ),
     "plan": Command(_module("train", "--dry-run"), "what a run would need, without running it"),
     "search": Command(
-        _module("plan", "search"),
+        _module("search"),
         "layouts that fit a cluster, by the predicted time of a step",
-    ),
-    "calibrate": Command(
-        _module("plan", "calibrate"),
-        "measure this machine, so that runs on it can be predicted",
     ),
     "convert to-megatron": Command(
         _module("convert_to_megatron"), "Hugging Face checkpoint → Megatron's distributed checkpoint"

@@ -76,8 +76,6 @@ class Entry:
         if value is None or not (self.kind or isinstance(value, Path)):
             return value
         locate = path_in_recipe if in_recipe and self.kind is not Kind.WRITTEN else path_of_user
-        if self.kind is Kind.NAME_OR_YAML and not value.endswith(".yaml"):
-            return value
         if self.kind is Kind.MODEL and hub_id(value) is not None:
             return value
         if self.kind is not Kind.FILE_OR_URL:

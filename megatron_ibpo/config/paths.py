@@ -100,7 +100,6 @@ class Kind(Enum):
     FILE_OR_URL = "text that is a path or Hub id unless it has a scheme such as reasoning_gym://"
     MODEL = "a directory or a Hub id"
     WRITTEN = "a path that need not exist yet, so that it is not looked for"
-    NAME_OR_YAML = "a name, or the path of a file that ends in .yaml"
 
 
 def user_directory() -> Path:

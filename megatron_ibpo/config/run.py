@@ -170,11 +170,10 @@ class RunConfig:
     """Memory per GPU that the plan must fit, in GiB."""
     dry_run_gpus_per_node: Annotated[int, RANKS] = 8
     """GPUs per node in a dry run."""
-    dry_run_hardware: Annotated[str | None, Kind.NAME_OR_YAML] = None
+    dry_run_hardware: str | None = None
     """GPU type, such as h100, for predicting the seconds of a step in a dry run; docs/planner.md lists the
-    types and the errors of the predictions. Or a file of `ibpo calibrate` that describes this machine. A run
-    compares the same prediction with the time it took. None: a dry run predicts no time, and a run uses the
-    detected GPU, if known."""
+    types and the errors of the predictions. A run compares the same prediction with the time it took. None: a
+    dry run predicts no time, and a run uses the detected GPU, if known."""
     dry_run_response_len: Annotated[int | None, COUNT] = None
     """Mean tokens per response in that prediction. None: half of --rollout-max-response-len, since the mean
     is unknown before the first step."""

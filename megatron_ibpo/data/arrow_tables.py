@@ -69,12 +69,7 @@ class Parquet:
         return f"{self.path}, row {self._first[block] + number}"
 
     def _checked_bytes(self, number: int, group: Any) -> int:
-        """Return the decompressed bytes of a row group's columns that may be needed.
-
-        Raises:
-            DataError: they, or the values in them, are more than memory should hold; or values share their
-                beginnings, so that a few bytes may stand for any number of long ones.
-        """
+        """Return the decompressed bytes of a row group's columns that may be needed."""
         try:
             columns = [group.column(place) for place in range(group.num_columns)]
             needed = [

@@ -304,11 +304,7 @@ def _num_numbers(label: Any) -> float:
 
 
 def _plain_value(value: Any) -> Any:
-    """Return a value that JSON can hold.
-
-    Raises:
-        DataError: it nests too deep, or holds itself.
-    """
+    """Return a value that JSON can hold."""
     try:
         return json_value(value)
     except ValueError as error:

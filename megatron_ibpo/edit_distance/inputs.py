@@ -88,11 +88,7 @@ def _kind(value: Any) -> type:
 
 
 def _read_offsets(name: str, offsets: Any, num_values: int) -> npt.NDArray[np.int64]:
-    """Return `offsets` as int64; first 0, never falling, last `num_values`.
-
-    Raises:
-        TypeError: not integers; ValueError: one of these conditions fails.
-    """
+    """Return `offsets` as int64; first 0, never falling, last `num_values`."""
     array = read_ids(name, offsets).astype(np.int64, copy=False)
     if array.size == 0 or array[0] != 0:
         raise ValueError(f"{name}: must start with 0")

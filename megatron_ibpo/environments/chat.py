@@ -219,11 +219,7 @@ class TemplateChat:
         return None
 
     def _try_answer(self) -> None:
-        """Find out whether the template takes the answer of a tool after any turn, or after a call alone.
-
-        Raises:
-            DataError: it takes none.
-        """
+        """Find out whether the template takes the answer of a tool after any turn, or after a call alone."""
         try:
             self._following([_PROBE_ANSWER])
         except DataError:

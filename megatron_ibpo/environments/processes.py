@@ -142,11 +142,7 @@ class EnvironmentPool:
         return EpisodeFaultError(kind, text)
 
     async def _forked(self, target: str) -> tuple[_Zygote, socket.socket]:
-        """Return the zygote, and the connection to a new process of its.
-
-        Raises:
-            EpisodeFaultError: no zygote can be started.
-        """
+        """Return the zygote, and the connection to a new process of its."""
         with self._lock:
             self.opened += 1
         for _ in range(_STARTS):
@@ -166,11 +162,7 @@ class EnvironmentPool:
 
     def _alive(self, target: str) -> _Zygote:
         """Return the zygote of an environment, after starting it if it has died. Runs in the thread of
-        starts.
-
-        Raises:
-            ConfigError: it cannot be imported, or cannot be started.
-        """
+        starts."""
         before = self._zygotes.get(target)
         if before is not None and before.is_ready():
             return before

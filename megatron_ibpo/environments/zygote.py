@@ -160,9 +160,6 @@ class _Zygote:
 
         Args:
             connection: called in it; returns the connection on which it serves an episode.
-
-        Raises:
-            OSError: it cannot be forked.
         """
         own = os.getpid()
         if (pid := os.fork()) == 0:

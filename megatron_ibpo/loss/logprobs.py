@@ -145,11 +145,7 @@ def _row_logprobs(
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """Compute log-probs as `row_functions` says; kept are the computed rows, all temperatures, the rows'
-    log-sum-exp and the sampling sets.
-
-    Raises:
-        ValueError: a target outside the vocabulary of all shards, or outside its row's set.
-    """
+    log-sum-exp and the sampling sets."""
     device, num_rows = logits_NV.device, len(logits_NV)
     rows_R = torch.arange(num_rows, device=device) if mask_N is None else mask_N.nonzero().squeeze(1)
     temperature_N = torch.as_tensor(temperature_N, device=device).expand(num_rows)

@@ -75,11 +75,8 @@ def _text_model(fields: Fields, family: str) -> DeltaNetShape:
     fields.refuse("output_gate_type", "swish", "silu")  # of the delta net
     is_moe = family.removesuffix(TEXT).endswith("_moe")
     fields = fields.or_default(MOE if is_moe else DENSE)
-    return DeltaNetShape(**delta_net_fields(fields), **(_experts(fields) if is_moe else _dense(fields)))
-
-
-def _dense(fields: Fields) -> dict[str, Any]:
-    return {"ffn_hidden_size": fields.count("intermediate_size")}
+    mlp = _experts(fields) if is_moe else {"ffn_hidden_size": fields.count("intermediate_size")}
+    return DeltaNetShape(**delta_net_fields(fields), **mlp)
 
 
 def _experts(fields: Fields) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """Feasibility of a configuration on a cluster, and its needs there, worked out without a GPU.
 
-A rank's part of every stage of the real model is built on the meta device (`census`), memory is counted from
-it (`memory`), and configurations that training or engines would refuse are refused here, with the reason.
+The parameters of a rank of every stage are counted (`parameter_count`), and memory from them (`memory`).
+Configurations that training or engines would refuse are refused here, with the reason.
 Settings of --model-override that change memory in ways this does not count are named.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
@@ -69,13 +69,11 @@ class Plan:
 def make_plan(
     config: Config,
     world_size: int,
-    count: Callable[[ModelShape, Config, int], Census] = take_census,
     shape: ModelShape | None = None,
 ) -> Plan | Misfit:
     """Return the plan of a run on `world_size` ranks.
 
     Args:
-        count: counts parameters; by default on the real model.
         shape: of the model; None: read from its config.json.
 
     Raises:
@@ -93,7 +91,7 @@ def make_plan(
     problems += _context_problems(shape, config.rollout, context)
     if problems or placement is None:
         return Misfit(config, shape, world_size, problems)
-    census = count(shape, config, world_size)
+    census = take_census(shape, config, world_size)
     max_tokens = max(config.model.max_tokens_per_gpu, _share(context, config.parallel.context_parallel_size))
     stages = [rank_memory(shape, config, overrides, part, census, max_tokens) for part in census.stages]
     gpu_bytes = int(config.run.dry_run_gpu_memory_gib * GIB)

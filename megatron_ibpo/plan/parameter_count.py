@@ -1,27 +1,20 @@
-"""Parameters of every pipeline stage's ranks, counted on the real model, which is built on the meta
-device."""
+"""Parameters of every pipeline stage's ranks, counted by the weight map."""
 
-import contextlib
-import io
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.nn import Module
+from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
+from megatron_ibpo.models.lora import Lora, chosen_lora, lora_entries
+from megatron_ibpo.models.weight_map import Entry, weight_map
+from megatron_ibpo.policy.overrides import read_overrides
 
-from megatron_ibpo.basics.distributed import World
-from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
-from megatron_ibpo.models import ModelShape, least_world, pipeline_layers
-from megatron_ibpo.models.backends import LOCAL
-from megatron_ibpo.models.cost import weight_count
-from megatron_ibpo.models.lora import adapter_elements
-from megatron_ibpo.policy.overrides import CHUNKS, read_overrides
+BEGINNING, END = -1, -2
+"""Places, beside the layers' numbers, of the embedding, and of the final norm, the head and what follows."""
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -111,169 +104,99 @@ class Census:
         return Place(rank, tensor, stage, data, expert, expert_data)
 
 
+@dataclass(frozen=True)
+class _Parameters:
+    """The parameters of one place that ranks divide in the same way."""
+
+    place: int
+    """Number of the layer, or `BEGINNING` or `END`."""
+    is_expert: bool
+    is_divided: bool
+    """Whether tensor-parallel ranks divide them; otherwise each holds all."""
+    elements: int
+    largest: int
+    """Elements of the largest of them."""
+
+    def on_rank(self, parallel: ParallelConfig) -> int:
+        """Return the elements of one rank."""
+        experts = parallel.expert_model_parallel_size if self.is_expert else 1
+        return self.elements // (self.ranks(parallel) * experts)
+
+    def largest_on_rank(self, parallel: ParallelConfig) -> int:
+        """Return the elements of one rank's part of the largest."""
+        return self.largest // self.ranks(parallel)
+
+    def ranks(self, parallel: ParallelConfig) -> int:
+        """Return the number of ranks that divide each of them."""
+        if not self.is_divided:
+            return 1
+        tensor, expert_tensor = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+        return expert_tensor if self.is_expert else tensor
+
+
 def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
-    """Build one rank's part of each pipeline stage on the meta device, as that rank would, and count.
-
-    The layout must have passed `check_layout`. Needs no launcher and no GPU, and leaves no process group
-    behind. The time does not depend on the world size: parts are built in the smallest world that has the
-    layout.
-
-    Raises:
-        RuntimeError: torch.distributed is in use in this process.
-        ValueError: Megatron refuses a setting of --model-override.
-    """
-    from megatron_ibpo.policy.model import check_model
-
-    if dist.is_initialized():
-        raise RuntimeError("a census needs a process without process groups")
-    parallel = config.parallel
-    stages = parallel.pipeline_model_parallel_size
-    alone = replace(
-        config,
-        parallel=ParallelConfig(sequence_parallel=False),
-        model=replace(config.model, model_override=()),
-    )
-    base = replace(alone, model=replace(alone.model, lora_rank=None))
-    with _quiet():
-        check_model(shape, config)
-        # parameters do not depend on how ranks share a sequence or the optimizer's state
-        alike = replace(parallel, context_parallel_size=1, use_distributed_optimizer=False)
-        config = replace(config, parallel=alike)
-        world = least_world(alike)
-        whole = _count(shape, base, 0, rank=0, world_size=1)
-        adapters = config.model.lora_rank is not None
-        trained = _count(shape, alone, 0, rank=0, world_size=1).trained if adapters else whole.trained
-        parts = [
-            _count(shape, config, stage, rank=stage * world // stages, world_size=world)
-            for stage in range(stages)
-        ]
-    return Census(whole.parameters, trained, whole.largest, parts, parallel, world_size)
-
-
-def estimate_census(shape: ModelShape, config: Config, world_size: int) -> Census:
-    """Estimate the same counts from the shape alone, instantly, for comparing many layouts. Norms, biases and
-    short convolutions are left out. All layers of a model are assumed to have the same size, apart from
-    experts, and adapters to be whole on every rank."""
-    parallel, count, chunks = config.parallel, weight_count(shape), read_overrides(config).chunks
-    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
-    expert = shape.hidden_size * shape.expert_hidden_size
-    largest = max(count.table, 2 * shape.hidden_size * shape.ffn_hidden_size, 2 * expert)
-    adapters = adapter_elements(config.model, shape)
+    """Count the parameters. The layout must have passed `check_layout`."""
+    parallel, mtp = config.parallel, config.model.mtp_num_layers
+    last = parallel.pipeline_model_parallel_size - 1
+    lora = chosen_lora(config.model, shape)
+    model = _model(shape, mtp, padded_vocab_size(shape, parallel))
+    adapters = () if lora is None else _adapters(shape, lora)
     parts = []
-    for stage, ranges in enumerate(pipeline_layers(shape.num_layers, parallel, chunks)):
-        layers = sum(map(len, ranges))
-        with_experts = sum(shape.has_experts(layer) for own in ranges for layer in own)
-        ends = (stage == 0) + (stage == stages - 1)
-        tables = min(ends, 1) if shape.tie_word_embeddings else ends
-        dense = (count.layers * layers // shape.num_layers + tables * count.table) // tensor
-        experts = count.experts * with_experts // max(1, shape.moe_layers) // expert_ranks
+    for stage, pieces in enumerate(
+        pipeline_layers(shape.num_layers, parallel, read_overrides(config).chunks)
+    ):
+        layers = [layer for piece in pieces for layer in piece]
+        places = {*layers, *([BEGINNING] if stage == 0 else []), *([END] if stage == last else [])}
+        if stage == last and shape.tie_word_embeddings:
+            places.add(BEGINNING)  # the last stage has a copy of the embedding as its head
+        held = [group for group in model if group.place in places]
+        base, added = _on_rank(held, parallel), _on_rank([a for a in adapters if a.place in places], parallel)
         parts.append(
             StagePart(
                 pipeline=stage,
-                dense=dense + adapters * layers // shape.num_layers,
-                experts=experts,
-                frozen_dense=dense if adapters else 0,
-                frozen_experts=experts if adapters else 0,
-                layers=layers,
-                largest=largest // tensor,
+                dense=base[False] + added[False],
+                experts=base[True] + added[True],
+                frozen_dense=0 if lora is None else base[False],
+                frozen_experts=0 if lora is None else base[True],
+                layers=len(layers),
+                largest=max(group.largest_on_rank(parallel) for group in held),
             )
         )
-    return Census(count.total, adapters or count.total, largest, parts, parallel, world_size)
+    unpadded = _model(shape, mtp, None)
+    total = sum(group.elements for group in unpadded)
+    trained = total if lora is None else sum(group.elements for group in adapters)
+    return Census(total, trained, max(group.largest for group in unpadded), parts, parallel, world_size)
 
 
-def _count(shape: ModelShape, config: Config, stage: int, *, rank: int, world_size: int) -> StagePart:
-    model = config.model
-    # no other setting changes a parameter, and other overrides may need libraries that are missing here
-    pieces = read_overrides(config).chunks
-    built = ModelConfig(
-        mtp_num_layers=model.mtp_num_layers,
-        lora_rank=model.lora_rank,
-        lora_targets=model.lora_targets,
-        model_override=(f"{CHUNKS}={pieces}",) if pieces > 1 else (),
-    )
-    return _build_and_count(shape, _values(built), _values(config.parallel), stage, rank, world_size)
+def _on_rank(groups: Iterable[_Parameters], parallel: ParallelConfig) -> Counter[bool]:
+    """Return the elements of one rank, outside the experts (False) and in them (True)."""
+    elements = Counter[bool]()
+    for group in groups:
+        elements[group.is_expert] += group.on_rank(parallel)
+    return elements
 
 
-def _values(section: ModelConfig | ParallelConfig) -> tuple[Any, ...]:
-    return tuple(getattr(section, field.name) for field in fields(section))
+@lru_cache(maxsize=64)
+def _model(shape: ModelShape, mtp_layers: int, vocab_rows: int | None) -> tuple[_Parameters, ...]:
+    entries = weight_map(shape, mtp_layers, vocab_rows)
+    if shape.tie_word_embeddings:
+        del entries[_HEAD]
+    return _grouped(entries.values())
 
 
-@lru_cache(maxsize=256)
-def _build_and_count(
-    shape: ModelShape,
-    model: tuple[Any, ...],
-    parallel: tuple[Any, ...],
-    stage: int,
-    rank: int,
-    world_size: int,
-) -> StagePart:
-    """Build and count one part. Sections of the configuration are passed as their values, as keys of the
-    cache: a large model takes seconds to build, and the plans of one process mostly differ in settings that
-    change no parameter."""
-    from megatron_ibpo.policy.model import build_model
-
-    config = Config(model=ModelConfig(*model), parallel=ParallelConfig(*parallel))
-    with as_rank(rank, world_size, config):
-        largest = 0
-        counts = {(is_expert, trained): 0 for is_expert in (False, True) for trained in (False, True)}
-        chunks = build_model(shape, config, device="meta")
-        layers = sum(len(chunk.decoder.layers) for chunk in chunks)
-        for part in [*chunks, *_beside(shape, config)]:
-            for name, parameter in part.named_parameters():
-                if parameter.device.type != "meta":
-                    raise AssertionError(f"{name} was really allocated")
-                largest = max(largest, parameter.numel())
-                is_expert = not getattr(parameter, "allreduce", True)
-                counts[is_expert, parameter.requires_grad] += parameter.numel()
-        return StagePart(
-            pipeline=stage,
-            dense=counts[False, False] + counts[False, True],
-            experts=counts[True, False] + counts[True, True],
-            frozen_dense=counts[False, False],
-            frozen_experts=counts[True, False],
-            layers=layers,
-            largest=largest,
-        )
+@lru_cache(maxsize=64)
+def _adapters(shape: ModelShape, lora: Lora) -> tuple[_Parameters, ...]:
+    return _grouped(lora_entries(shape, lora))
 
 
-def _beside(shape: ModelShape, config: Config) -> list[Module]:
-    """Build the layers that are trained in addition to the policy; there is one stage then
-    (`check_layout`)."""
-    from megatron_ibpo.policy.mtp_model import build_mtp
-
-    if not config.model.mtp_num_layers:
-        return []
-    return [build_mtp(shape, config, device="meta", libraries=LOCAL)]
-
-
-@contextmanager
-def as_rank(rank: int, world_size: int, config: Config) -> Iterator[None]:
-    """Make this process `rank` of a world without other processes, where no collective communicates."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from megatron_ibpo.policy import parallel
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        world = World(rank, world_size, torch.device("cpu"), control=None)
-        parallel.initialize(config.parallel, world, config.run.seed)
-        try:
-            yield
-        finally:
-            parallel.destroy()
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Megatron's warnings and output at every construction."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
+def _grouped(entries: Iterable[Entry]) -> tuple[_Parameters, ...]:
+    sizes: dict[tuple[int, bool, bool], list[int]] = {}
+    for entry in entries:
+        if entry.dtype is not None:
+            continue  # a buffer
+        place = entry.layer if entry.layer is not None else BEGINNING if entry.name == _EMBEDDING else END
+        cut, size = entry.cut, math.prod(entry.shape)
+        if cut is not None and cut.padded is not None:
+            size = size // entry.shape[cut.dim] * cut.padded
+        sizes.setdefault((place, entry.expert is not None, cut is not None), []).append(size)
+    return tuple(_Parameters(*key, sum(of_group), max(of_group)) for key, of_group in sizes.items())

@@ -1,6 +1,6 @@
 """Seconds of a trainer's pass, of sampling and of a weight update: one roofline of about ten coefficients.
 
-Work is divided by the share of a data sheet's rate that programs reach (`plan.machine`). A trainer's
+Work is divided by the share of a data sheet's rate that programs reach (`plan.coefficients`). A trainer's
 pass adds up products, attention, memory traffic, exchanges between ranks, the pipeline's bubble and the
 optimizer. An engine reads prompts and then takes decoding steps. Each step reads the weights or computes
 products, whichever takes longer, and reads caches.
@@ -141,11 +141,10 @@ class _Pass:
         return moved / (basis.hardware.memory_bandwidth * basis.reached.memory)
 
     def waiting(self, computing: float) -> float:
-        """Return the time for starting operations. A layer takes at least `train_layer`, or that much more if
-        nothing is started ahead."""
+        """Return the time by which starting a layer's operations, `train_layer`, exceeds computing them."""
         layers = self.basis.shape.num_layers / self.layout.pipeline
         least = self.basis.reached.train_layer * layers * self.micro_batches * self.passes
-        return max(0.0, least - computing) if self.basis.hardware.starts_ahead else least
+        return max(0.0, least - computing)
 
     def tensor(self) -> float:
         """Return the time of sequence parallelism, which gathers and scatters four times in the forward pass
@@ -343,7 +342,7 @@ def decode_seconds(basis: Basis, engine: Engine, running: Any, context: float) -
         + 2 * shape.num_layers * (engine.tensor > 1) * basis.hardware.start(engine.tensor)
     )
     on_host = running * reached.engine_sequence
-    return np.maximum(on_gpus, on_host) if basis.hardware.starts_ahead else on_gpus + on_host
+    return np.maximum(on_gpus, on_host)
 
 
 def prompt_seconds(basis: Basis, engine: Engine, tokens: float) -> float:

@@ -13,7 +13,8 @@ from megatron_ibpo.basics.text import counted, listed
 from megatron_ibpo.cluster.main_memory import main_memory
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import find_operator
-from megatron_ibpo.engines.registry import check_model, fallback_note, on_device
+from megatron_ibpo.engines.registry import check_model as check_engine_model
+from megatron_ibpo.engines.registry import fallback_note, on_device
 from megatron_ibpo.engines.truncation import check_truncation
 from megatron_ibpo.models import ModelConfigError, padded_vocab_size
 from megatron_ibpo.models.backends import ALLOW, FAST, served_by
@@ -30,7 +31,7 @@ from megatron_ibpo.plan.feasibility import (
     tightest,
     usable_bytes,
 )
-from megatron_ibpo.plan.machine import find_machine
+from megatron_ibpo.plan.hardware import read_hardware
 from megatron_ibpo.plan.memory import GIB, RankMemory, kv_bytes, state_bytes_per_sequence, sync_bytes
 from megatron_ibpo.plan.node_memory import memory_on_cpus
 from megatron_ibpo.plan.parameter_count import Census
@@ -60,11 +61,22 @@ def plan_run(config: Config, console: Console | None = None) -> int:
         plan = make_plan(
             config, config.run.dry_run_world_size or environment_number("WORLD_SIZE", 1, least=1)
         )
+        if isinstance(plan, Plan):
+            _check_with_megatron(plan)
     except (ModelConfigError, ValueError) as error:
         console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return REFUSED
     _print_plan(plan, console, "" if has_gpu else _on_this_machine(plan, config))
     return REFUSED if plan.problems else FITS
+
+
+def _check_with_megatron(plan: Plan) -> None:
+    """Raise ValueError if Megatron refuses a setting of --model-override."""
+    from megatron_ibpo.policy.model import check_model  # imports Megatron
+    from megatron_ibpo.policy.process_start import hush_megatron
+
+    hush_megatron()
+    check_model(plan.shape, plan.config)
 
 
 def _on_this_machine(plan: Plan | Misfit, config: Config) -> str:
@@ -80,7 +92,7 @@ def _on_this_machine(plan: Plan | Misfit, config: Config) -> str:
     note = fallback_note(config.rollout, plan.shape, on_gpu=False)
     config = on_device(config, plan.shape, on_gpu=False, max_context=context)
     try:
-        check_model(config.rollout, plan.shape, on_gpu=False)
+        check_engine_model(config.rollout, plan.shape, on_gpu=False)
         check_truncation(config, on_gpu=False)
         parts = memory_on_cpus(config, plan.shape, plan.census)
     except ValueError as error:
@@ -150,7 +162,7 @@ def _say_time(plan: Plan, hardware: str, say: Callable[[str], None]) -> None:
     config = plan.config
     say(f"Time on {hardware}, predicted; its errors are in docs/planner.md")
     try:
-        setting = setting_of(config, plan.shape, plan.world_size, find_machine(hardware))
+        setting = setting_of(config, plan.shape, plan.world_size, read_hardware(hardware))
         said = lines(setting, config.run.num_rollout, config.run.gpu_hour_price)
     except ValueError as error:
         said = [f"not predicted: {error}"]
@@ -315,7 +327,7 @@ def _remarks(plan: Plan) -> list[str]:
         _main_memory(plan),
         _disk(config, census),
         "* estimated, for Transformer Engine, flash attention and flash-linear-attention; the rest is "
-        "counted on the real model",
+        "counted",
     ]
     if uncounted := list(not_counted(plan.overrides)):
         lines.append(f"not counted, from --model-override: {'; '.join(uncounted)}")

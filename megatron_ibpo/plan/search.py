@@ -8,9 +8,7 @@ from typing import Literal
 from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.plan.feasibility import Misfit, Plan, make_plan
-from megatron_ibpo.plan.hardware import read_hardware
-from megatron_ibpo.plan.machine import Machine, find_machine
-from megatron_ibpo.plan.parameter_count import estimate_census
+from megatron_ibpo.plan.hardware import Hardware, read_hardware
 from megatron_ibpo.plan.prediction import Setting, setting_of
 from megatron_ibpo.plan.roofline import pass_time
 
@@ -31,7 +29,7 @@ _TRAINERS = 12
 
 
 @dataclass(frozen=True)
-class Found:
+class FittingLayout:
     """A layout that fits."""
 
     config: Config
@@ -41,7 +39,7 @@ class Found:
     plan: Plan
 
 
-def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Found]:
+def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[FittingLayout]:
     """Return the fastest layouts that fit, fastest first.
 
     Args:
@@ -60,45 +58,45 @@ def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[Foun
     timed = [
         (setting.times().total, number, setting, candidate)
         for number, (setting, candidate) in enumerate(
-            _candidates(replace(config, run=run), shape, find_machine(kind.name), gpus)
+            _candidates(replace(config, run=run), shape, kind, gpus)
         )
     ]
-    found: list[Found] = []
+    fitting: list[FittingLayout] = []
     problems: list[str] = []
     for seconds, _, setting, candidate in sorted(timed, key=lambda entry: entry[:2]):
-        plan = make_plan(candidate, setting.layout.gpus, estimate_census, shape)
+        plan = make_plan(candidate, setting.layout.gpus, shape)
         if isinstance(plan, Misfit) or plan.problems:
             problems = problems or plan.problems
             continue
-        found.append(Found(candidate, seconds, setting, plan))
-        if len(found) == most:
+        fitting.append(FittingLayout(candidate, seconds, setting, plan))
+        if len(fitting) == most:
             break
-    if not found:
+    if not fitting:
         reason = f": {problems[0]}" if problems else ""
         raise ValueError(
             f"no layout of {display_name(config.model.hf_dir)} fits {gpus} GPUs of {kind.name}{reason}"
         )
-    return found
+    return fitting
 
 
 def _candidates(
-    config: Config, shape: ModelShape, machine: Machine, gpus: int
+    config: Config, shape: ModelShape, hardware: Hardware, gpus: int
 ) -> Iterator[tuple[Setting, Config]]:
     """Yield engines of every kind with the trainer's fastest layouts, where both have room."""
-    for own in (0, *(int(gpus * share) for share in SHARES if gpus * share >= 1)):
-        trainers = _trainers(config, shape, machine, gpus - own)
-        for trainer, size, staleness in product(trainers, ENGINES, STALENESS if own else (0,)):
-            if size > (own or gpus) or (own or gpus) % size:
+    for engine_gpus in (0, *(int(gpus * share) for share in SHARES if gpus * share >= 1)):
+        trainers = _trainers(config, shape, hardware, gpus - engine_gpus)
+        for trainer, size, staleness in product(trainers, ENGINES, STALENESS if engine_gpus else (0,)):
+            if size > (engine_gpus or gpus) or (engine_gpus or gpus) % size:
                 continue
             rollout = replace(
                 trainer.rollout,
-                colocate=not own,
-                rollout_num_gpus=own or None,
+                colocate=not engine_gpus,
+                rollout_num_gpus=engine_gpus or None,
                 rollout_num_gpus_per_engine=size,
                 max_staleness=staleness,
             )
             candidate = replace(trainer, rollout=rollout)
-            setting = setting_of(candidate, shape, gpus - own, machine)
+            setting = setting_of(candidate, shape, gpus - engine_gpus, hardware)
             try:
                 setting.times()
             except ValueError:  # an engine does not hold weights and a sequence
@@ -106,17 +104,17 @@ def _candidates(
             yield setting, candidate
 
 
-def _trainers(config: Config, shape: ModelShape, machine: Machine, gpus: int) -> list[Config]:
+def _trainers(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) -> list[Config]:
     """Return the fastest trainer layouts whose training fits by itself."""
     timed = []
     for number, candidate in enumerate(_layouts(config, shape, gpus)):
-        setting = setting_of(candidate, shape, gpus, machine)
+        setting = setting_of(candidate, shape, gpus, hardware)
         task = setting.task
         passes = pass_time(setting.basis, setting.layout, task.batch, steps=task.updates)
         timed.append((passes.total, number, candidate))
     fitting = []
     for _, _, candidate in sorted(timed, key=lambda entry: entry[:2]):
-        plan = make_plan(candidate, gpus, estimate_census, shape)
+        plan = make_plan(candidate, gpus, shape)
         if not any(problem.startswith("training takes") for problem in plan.problems):
             fitting.append(candidate)
         if len(fitting) == _TRAINERS:

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.cost import seen_pairs, weight_count
+from megatron_ibpo.plan.coefficients import Coefficients
 from megatron_ibpo.plan.hardware import Hardware
-from megatron_ibpo.plan.machine import Coefficients
 
 SIGMA = 1.0
 """Assumed standard deviation of the logarithm of lengths before truncation."""
@@ -216,15 +216,13 @@ class Task:
     """Forward passes for the log-probs of old and reference policy."""
     staleness: int = 0
     """Steps that engines may sample ahead."""
-    trained: float = 1.0
-    """Share of the sampled tokens, prompts included, that is trained on."""
 
     @property
     def batch(self) -> Batch:
         """The sequences that are trained on: responses and corrections."""
         lengths = np.asarray(self.responses, np.float64)
-        asked = self.count * (1 + self.corrections)
-        return Batch.of(lengths + self.prompt, self.trained * asked / len(lengths))
+        num_sequences = self.count * (1 + self.corrections)
+        return Batch.of(lengths + self.prompt, num_sequences / len(lengths))
 
 
 @dataclass(frozen=True, kw_only=True)

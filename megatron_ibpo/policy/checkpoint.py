@@ -221,11 +221,7 @@ def _stored_scales(directory: Path) -> frozenset[str]:
 
 def _check_scales(value: Any, checkpoint: Path, name: str) -> None:
     """Check, with an unpickler that cannot run code, a pickle that Transformer Engine would load unchecked.
-    It is a tensor of bytes, empty without FP8.
-
-    Raises:
-        CheckpointError: the tensor holds something else, or asks for more than scales need.
-    """
+    It is a tensor of bytes, empty without FP8."""
     try:
         if value.numel():
             SafeUnpickler(io.BytesIO(value.numpy().tobytes())).load()

@@ -320,10 +320,6 @@ def _has_own_rows() -> bool:
 
 
 def _optimizer_config(config: Config, lr: float) -> MegatronOptimizerConfig:
-    """
-    Raises:
-        ValueError: --use-precision-aware-optimizer without Transformer Engine, or see `optimizer_overrides`.
-    """
     chosen, overrides = config.optimizer, optimizer_overrides(config)
     if chosen.use_precision_aware_optimizer and not (chosen.optimizer_cpu_offload or HAVE_TE):
         raise ValueError(

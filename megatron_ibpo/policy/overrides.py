@@ -217,10 +217,6 @@ def read_overrides(config: Config) -> Overrides:
 
 
 def _check_pipeline(config: Config) -> None:
-    """
-    Raises:
-        ValueError: an interleaved pipeline that Megatron's schedule cannot run.
-    """
     overrides, stages = model_overrides(config), config.parallel.pipeline_model_parallel_size
     chunks, group = overrides.get(CHUNKS), overrides.get(GROUP)
     if chunks is None:
@@ -242,11 +238,6 @@ def _check_pipeline(config: Config) -> None:
 
 
 def _check_replay(config: Config) -> None:
-    """
-    Raises:
-        ValueError: replay of routing with features that choose experts, or repeat the choice, without its
-            knowledge.
-    """
     if not config.replays_routing:
         return
     overrides = model_overrides(config)

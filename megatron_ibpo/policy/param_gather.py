@@ -126,11 +126,7 @@ def _watched(model: Module, run: Callable[[], object]) -> _Pass:
 
 def _uncalled(model: Module, passes: Sequence[_Pass]) -> Waits:
     """Return the waiting places for modules that some pass did not call; the modules around them were called
-    in all passes.
-
-    Raises:
-        ValueError: a parameter was read before either was called.
-    """
+    in all passes."""
     modules, found, unguarded = dict(model.named_modules()), [], []
     for name, module in modules.items():
         own = dict(module.named_parameters(recurse=False))

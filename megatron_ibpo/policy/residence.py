@@ -187,11 +187,7 @@ class _HostCopy:
     def _grow(self, size: int, *, pinned: bool) -> None:
         """Grow the memory to `size` bytes, pinned for copies at full speed; optimizers have more state after
         a first step. PyTorch's own pinned memory comes in powers of two, which would waste up to half of the
-        memory that a node's ranks take.
-
-        Raises:
-            RuntimeError: the memory could not be pinned.
-        """
+        memory that a node's ranks take."""
         if pinned and len(self._memory):
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._memory = torch.empty(size, dtype=torch.uint8)

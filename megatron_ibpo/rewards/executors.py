@@ -246,11 +246,6 @@ def _is_final(error: Exception) -> bool:
 
 
 def _execution(answer: Any) -> Execution:
-    """
-    Raises:
-        SandboxError: the server's sandbox failed.
-        KeyError, TypeError: the answer does not follow the protocol.
-    """
     if answer["status"] not in ("Success", "Failed"):
         raise SandboxError(f"{answer['status']}: {answer.get('message')}")
     result = answer["run_result"]

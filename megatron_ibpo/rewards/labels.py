@@ -137,11 +137,7 @@ def _refuse(constant: str) -> Any:
 
 def _python_value(text: str) -> Any:
     """Return the list or object of a text in Python's notation, as `str()` of one gives it; None for other
-    text.
-
-    Raises:
-        LabelError: it begins as one and cannot be read.
-    """
+    text."""
     if "'" not in text and '"' not in text:
         return None
     try:

@@ -158,12 +158,7 @@ def _graded(
 
 
 def _judged(asked: Sequence[tuple[_Item, str]]) -> list[Verdict]:
-    """Return the verdict on each answer to an item.
-
-    Raises:
-        LabelError: an item's task has no dataset with its parameters.
-        SandboxError: the scorer cannot run here, or the sandbox fails.
-    """
+    """Return the verdict on each answer to an item."""
     places_of: dict[Task, list[int]] = {}
     for place, (item, _) in enumerate(asked):
         places_of.setdefault(item.task, []).append(place)

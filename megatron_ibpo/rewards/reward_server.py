@@ -270,11 +270,7 @@ class RewardServer:
     # ------------------------------------------------------------------------------------------ the request
 
     async def _answers(self, calls: Sequence[_Call], seconds: float) -> list[Any]:
-        """Return the answers of one request, which is made until it succeeds, fails for good, or time is up.
-
-        Raises:
-            _NoAnswerError: it failed.
-        """
+        """Return the answers of one request, made until it succeeds, fails for good, or time is up."""
         deadline, wait = self._loop.time() + seconds, _FIRST_WAIT
         body = self._wire.body([call.question for call in calls], again=calls[0].again)
         while True:
@@ -335,11 +331,7 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _api_key() -> str:
-    """Return the key.
-
-    Raises:
-        ConfigError: no header can hold it.
-    """
+    """Return the key."""
     key = os.environ.get(API_KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(f"{API_KEY}: has characters that no HTTP header can hold; set it to the key alone")

@@ -223,11 +223,7 @@ def _first_pickled(asks: Sequence[Ask]) -> list[bytes]:
 
 
 def _verdicts(content: bytes, count: int) -> list[Verdict]:
-    """Return the verdicts that the sandbox sends.
-
-    Raises:
-        ValueError: it sends something else.
-    """
+    """Return the verdicts that the sandbox sends."""
     verdicts = []
     while content:
         if len(content) < _HEAD.size:

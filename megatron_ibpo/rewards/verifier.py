@@ -364,11 +364,7 @@ def _text_for(target: str, response: Response) -> str:
 
 
 def _function(name: str) -> str:
-    """Return module:function of a verifier other than a composite.
-
-    Raises:
-        ConfigError: an unknown name, with the nearest.
-    """
+    """Return module:function of a verifier other than a composite."""
     known = dict.fromkeys([*VERIFIERS, COMPOSITE], "") | VERIFIERS
     return known_or_path("--rm-type", name, known, "verifier") or name
 

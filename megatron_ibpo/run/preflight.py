@@ -130,9 +130,9 @@ def dry_run(config: Config) -> int:
 def check_hardware(config: Config, shape: ModelShape) -> None:
     """Raise ValueError if --dry-run-hardware names no hardware."""
     if config.run.dry_run_hardware is not None:
-        from megatron_ibpo.plan.machine import find_machine  # imports torch
+        from megatron_ibpo.plan.hardware import read_hardware
 
-        find_machine(config.run.dry_run_hardware)
+        read_hardware(config.run.dry_run_hardware)
 
 
 def _check_weights(inputs: Inputs) -> None:

@@ -11,7 +11,7 @@ import pytest
 from megatron_ibpo.basics import user_files
 from megatron_ibpo.basics.user_files import UserFileError, read_user_file
 from megatron_ibpo.commands import train
-from megatron_ibpo.commands.plan import main as plan
+from megatron_ibpo.commands.search import main as search
 from megatron_ibpo.config import DataConfig, read_yaml
 from megatron_ibpo.data import DataError, load_tokenizer, open_source, tables
 from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
@@ -108,7 +108,7 @@ def test_ids_of_a_tokenizer_are_bounded(tmp_path):
 def test_a_model_that_would_compute_nonsense_is_refused_at_the_doors_of_plans_and_runs(tmp_path, capfd):
     says = "rms_norm_eps must be above 0 and below 1, is 0"
     named = ["--hf-checkpoint", str(changed(tmp_path / "hf", "config.json", rms_norm_eps=0))]
-    assert plan(["search", "--gpus", "8", "--hardware", "h100", *named]) == 2
+    assert search(["--gpus", "8", "--hardware", "h100", *named]) == 2
     assert says in capfd.readouterr().err
     assert train.main(["--dry-run", *named]) == 2
     found = capfd.readouterr()

@@ -21,7 +21,6 @@ from megatron_ibpo.basics import records, seeds
 from megatron_ibpo.commands.choose_recipe import Devices, choose
 from megatron_ibpo.commands.evaluate import Comparison
 from megatron_ibpo.commands.main import COMMANDS
-from megatron_ibpo.commands.plan import Search
 from megatron_ibpo.config import PRESETS
 from megatron_ibpo.run.settings import parse_config
 from support.documented_modules import write_modules
@@ -77,14 +76,12 @@ def check_ibpo(words):
     flags = words[length + (words[0] == "evaluate" and not words[1].startswith("-")) :]  # after a policy
     if words[:2] == ["evaluate", "compare"]:
         tyro.cli(Comparison, args=flags)
-    elif python[2:] == ("search",):
-        tyro.cli(Search, args=flags)
     elif python[1].endswith(".verify"):
         parse_config(importlib.import_module(python[1]).split_flags(flags)[1])
     elif hasattr(module := importlib.import_module(python[1]), "Arguments"):
         tyro.cli(module.Arguments, args=[*python[2:], *flags])
     else:
-        parse_config([*(word for word in python[2:] if word != "calibrate"), *flags])
+        parse_config([*python[2:], *flags])
 
 
 def check_training(variables, script, flags):
@@ -173,7 +170,7 @@ def test_imports_run_down_and_libraries_are_declared_and_heavy_ones_stay_in_thei
         # tokenizers; names in GGUF files; logits beside ours; an engine
         "transformers": {"data", "weights", "policy", "engines", "verify"},
         "ray": {"cluster"},
-        "triton": {"kernels"}, "scipy": {"study", "plan"},  # statistics; the fit of a calibration
+        "triton": {"kernels"}, "scipy": {"study"},
         "pyarrow": {"data", "evaluate"}, "huggingface_hub": {"data"}, "msgpack": {"journal"},
         "starlette": {"report"}, "uvicorn": {"report"}, "renderers": {"environments"},
         "aiohttp": {"rewards", "environments"}, "verifiers": {"environments"},

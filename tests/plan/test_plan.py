@@ -3,12 +3,15 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
+from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import read_hf_config
@@ -17,7 +20,6 @@ from megatron_ibpo.plan import memory
 from megatron_ibpo.plan.feasibility import make_plan, not_counted, peaks, sequences, tightest
 from megatron_ibpo.plan.memory import communicators, kv_bytes, rank_memory, state_bytes_per_sequence
 from megatron_ibpo.plan.node_memory import census_by_names
-from megatron_ibpo.plan.parameter_count import estimate_census
 from megatron_ibpo.plan.run_plan import FITS, REFUSED, in_short, plan_run
 from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.weights.layout.export import metadata_of
@@ -80,9 +82,7 @@ def test_other_families_fit_by_the_recipes_for_models_of_their_size(planner, nam
     if "glm" in name:
         # the first stage has a dense layer, the others experts in all of theirs, 16 of 128 on a rank
         experts = [layers * 16 * 3 * 4096 * 1408 for layers in (10, 12, 12, 11)]
-        estimated = estimate_census(plan.shape, configured(model, *flags.split()), gpus)
-        for census in (plan.census, estimated):
-            assert [part.experts for part in census.stages] == experts
+        assert [part.experts for part in plan.census.stages] == experts
 
 
 DEMANDS = [
@@ -118,14 +118,7 @@ def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
     assert {part.experts for part in plan.census.stages} == {12 * 512 // 8 * 3 * 2048 * 512}
     assert plan.placement.owners == [0, 8, 16, 24]
     assert plan.placement.partners == [tuple(range(first, first + 8)) for first in (0, 8, 16, 24)]
-    # an estimate is near the count on the real model
-    estimated = estimate_census(plan.shape, plan.config, 32)
-    assert estimated.total == pytest.approx(plan.census.total, rel=0.002)
-    assert estimated.largest == plan.census.largest
-    for about, real in zip(estimated.stages, plan.census.stages, strict=True):
-        assert about.parameters == pytest.approx(real.parameters, rel=0.01)
-        assert (about.layers, about.pipeline) == (real.layers, real.pipeline)
-    # and so is a census by names of a checkpoint, by which a driver that builds no model checks main memory
+    # a census by names of a checkpoint, by which a driver checks main memory, is near
     elements = {meta.name: meta.num_bytes // 2 for meta in metadata_of(plan.shape, torch.bfloat16)}
     found = census_by_names(plan.shape, plan.config, 1, elements, 32)
     assert found.total == plan.census.total
@@ -334,16 +327,34 @@ def test_what_cannot_work_is_refused_with_the_reason(planner):
         (ROOT / "docs", 8, "", "config.json"),
     ]:
         status, text = planner(printed, model, "--dry-run-world-size", str(world_size), *flags.split())
-        assert status == REFUSED
+        assert status == REFUSED, (model, world_size, flags, reason)
         refusal = text.rpartition("This cannot work:")[2]
         assert re.search(reason, refusal), refusal
+
+
+@contextmanager
+def as_rank(rank, world_size, config):
+    """Make this process `rank` of a world without other processes, where no collective communicates."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron_ibpo.policy import parallel
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        world = World(rank, world_size, torch.device("cpu"), control=None)
+        parallel.initialize(config.parallel, world, config.run.seed)
+        try:
+            yield
+        finally:
+            parallel.destroy()
+    finally:
+        dist.destroy_process_group()
 
 
 def places_and_sizes(directory, world_size, *flags):
     """For every rank, what Megatron says of its place, and the size of the model that it builds."""
     from megatron.core import parallel_state as state
 
-    from megatron_ibpo.plan.parameter_count import as_rank
     from megatron_ibpo.policy.model import build_model
 
     config, shape, found = configured(directory, *flags), read_hf_config(directory), []
@@ -396,7 +407,7 @@ def test_numbers_of_the_launcher_that_are_none_and_nodes_without_a_shared_direct
     ):
         own = {"IBPO_PYTHON": sys.executable, "MASTER_PORT": "0", "NODE_RANK": "1"} | variables
         done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 2
+        assert done.returncode == 2, (variables, says)
         assert says in done.stderr.splitlines()[-1]
     for value in ("abc", "0", "-1", "1e3", "", "9" * 5000):
         monkeypatch.setenv("WORLD_SIZE", value)

@@ -6,8 +6,8 @@ import pytest
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import forward_flops, weight_count
 from megatron_ibpo.plan import roofline
+from megatron_ibpo.plan.coefficients import Coefficients, fitted
 from megatron_ibpo.plan.hardware import hardware_names, read_hardware
-from megatron_ibpo.plan.machine import Coefficients, fitted
 from megatron_ibpo.plan.roofline import GIB, cache_bytes, decode_seconds, pass_time, prompt_seconds, sample
 from megatron_ibpo.plan.step_time import step_times
 from megatron_ibpo.plan.workload import Basis, Batch, Engine, Layout, Task, log_normal, recorded, stand_ins
@@ -24,7 +24,6 @@ ALL = Coefficients(
 """Everything that a data sheet promises."""
 H100 = read_hardware("h100")
 ENDLESS = replace(H100, memory_bandwidth=1e30, link=1e30, network=1e30)  # only arithmetic takes time
-PROCESSOR = replace(H100, starts_ahead=False)
 BATCH = Batch.of([4096] * 64)
 
 
@@ -118,8 +117,6 @@ def test_a_layer_takes_a_least_time_and_gradients_are_exchanged_behind_half_of_t
     layout, batch, least = Layout(gpus=1, micro_batch=64), Batch.of([64] * 4), 3 * 36 * 4 * 0.01
     found = pass_time(on(train_layer=0.01), layout, batch)
     assert found.products + found.attention + found.memory + found.layers == pytest.approx(least)
-    found = pass_time(on(hardware=PROCESSOR, train_layer=0.01), layout, batch)
-    assert found.layers == pytest.approx(least)
     # six bytes of each parameter, on a network of a node whose GPUs all take part
     instant = replace(H100, peak_bf16=1e30, memory_bandwidth=1e30)
     layout = Layout(gpus=64, micro_batch=4096)
@@ -177,8 +174,6 @@ def test_hosts_work_beside_gpus_and_prompts_take_their_operations_once_for_a_gro
     busy = on(engine_sequence=1e-3)
     assert decode_seconds(busy, Engine(), 100, 0) == pytest.approx(0.1)
     assert decode_seconds(busy, Engine(), 1, 0) == decode_seconds(on(), Engine(), 1, 0)
-    in_turn = 0.1 + decode_seconds(on(), Engine(), 100, 0)
-    assert decode_seconds(replace(busy, hardware=PROCESSOR), Engine(), 100, 0) == pytest.approx(in_turn)
     operations = 2 * 1000 * weight_count(DENSE).layers + 36 * 4 * 32 * 128 * 1000 * 1001 / 2
     assert prompt_seconds(on(), Engine(), 1000) == pytest.approx(operations / 989e12)
     for basis, engine, times in ((on(), Engine(), 8), (on(HYBRID), Engine(tensor=4), 1)):

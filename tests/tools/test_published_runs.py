@@ -6,9 +6,9 @@ from fit_planner import PAGE, RESULTS, tables
 from judge_memory import config_of, counted_bytes
 from published_runs import Row, halves, read_evidence, shape_of
 
+from megatron_ibpo.plan.coefficients import NAMES, fitted
 from megatron_ibpo.plan.hardware import hardware_names
-from megatron_ibpo.plan.machine import NAMES, fitted
-from megatron_ibpo.plan.parameter_count import estimate_census
+from megatron_ibpo.plan.parameter_count import take_census
 
 ROWS = read_evidence()
 SHAPE = shape_of("qwen3_4b")
@@ -42,7 +42,7 @@ def test_what_other_programs_hold_is_counted_as_by_hand():
         return counted_bytes(row, SHAPE)
 
     def census_of(**changed):
-        return estimate_census(SHAPE, config_of(facts | changed, SHAPE.num_layers), 8)
+        return take_census(SHAPE, config_of(facts | changed, SHAPE.num_layers), 8)
 
     # sharded state is 16 bytes shared out, and what is gathered
     (part,) = census_of().stages

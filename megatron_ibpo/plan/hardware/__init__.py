@@ -1,7 +1,7 @@
 """GPU types as data: one file each with the figures of a data sheet, for dense products."""
 
 import re
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ These are the figures by which NCCL chooses how to send (its src/graph/tuning.cc
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A GPU type and its links. The shares of its rates that programs reach are in `plan.machine`."""
+    """A GPU type and its links. The shares of its rates that programs reach are in `plan.coefficients`."""
 
     name: str
     about: str
@@ -38,10 +38,7 @@ class Hardware:
     host_link: float
     """Bytes per second that it sends to main memory."""
     generation: str = ""
-    """Generation of the design; `plan.machine` has a factor for some."""
-    starts_ahead: bool = True
-    """True if kernels are started while others compute. A processor starts a kernel only when the previous
-    one is done."""
+    """Generation of the design; `plan.coefficients` has a factor for some."""
 
     def peak(self, precision: str) -> float:
         """Return the operations per second of products in `bf16`, or in any kind of fp8."""
@@ -76,17 +73,9 @@ def read_hardware(name: str) -> Hardware:
     path = _PLACE / f"{name.lower()}.yaml"
     if name.lower() not in hardware_names():
         raise ValueError(f"no hardware {name!r}; there are {', '.join(hardware_names())}")
-    return hardware_of(name.lower(), yaml.safe_load(path.read_text(encoding="utf-8")))
-
-
-def hardware_of(name: str, raw: dict[str, Any]) -> Hardware:
-    """Return the hardware that a file describes. Raises KeyError or ValueError for a wrong file."""
-    read: dict[str, Any] = {
-        field.name: field.type(raw[field.name]) if callable(field.type) else raw[field.name]
-        for field in fields(Hardware)
-        if field.name != "name" and (field.name in raw or field.default is MISSING)
-    }
-    return Hardware(name=name, **read)
+    figures: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    numbers = {field.name: float(figures[field.name]) for field in fields(Hardware) if field.type is float}
+    return Hardware(name=name.lower(), **figures | numbers)
 
 
 def kind_of(device: str) -> str | None:

@@ -111,11 +111,7 @@ def _check_metadata(metadata: Metadata) -> dict[str, int]:
     """Check that the metadata describes tensors; return the smallest size in bytes that each file must have.
 
     The unpickler checks only classes, not their content, and a reader allocates as much memory as a piece
-    claims.
-
-    Raises:
-        AttributeError, TypeError, ValueError: it does not describe tensors.
-    """
+    claims."""
     for key, meta in metadata.state_dict_metadata.items():
         if isinstance(meta, TensorStorageMetadata):
             _check_sizes(key, meta.size)

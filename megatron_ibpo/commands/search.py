@@ -1,10 +1,8 @@
-"""Search the layouts of a run before it is started.
+"""Search the layouts of a run before it is started: print those that fit on a number of GPUs, fastest first.
 
-    python -m megatron_ibpo.commands.plan search --gpus 64 --hardware h100 --hf-checkpoint DIR
-    python -m megatron_ibpo.commands.plan calibrate FLAGS…
+    bash tools/ibpo.sh search --gpus 64 --hardware h100 --hf-checkpoint DIR
 
-Only config.json of the checkpoint is read. docs/planner.md gives the accuracy of the predictions. calibrate,
-with the flags of a run on this machine, makes the measurements for its predictions.
+Only config.json of the checkpoint is read. docs/planner.md gives the accuracy of the predictions.
 """
 
 import sys
@@ -12,21 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_ibpo.basics.entry_point import BAD_INPUT, DONE, command, parsed
+from megatron_ibpo.basics.entry_point import command, parsed
 from megatron_ibpo.commands.choose_recipe import choose_recipe
 from megatron_ibpo.config import write_config
 from megatron_ibpo.data.hub import local_model
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.plan.prediction import lines
-from megatron_ibpo.plan.search import Found, search
+from megatron_ibpo.plan.search import FittingLayout, search
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.settings import parse_config
 
 
 @dataclass
-class Search:
-    """Print the layouts of a run on a number of GPUs, fastest first, and save the best as a recipe."""
-
+class Arguments:
     gpus: int
     """Total GPUs of trainers and engines."""
     hardware: str
@@ -41,27 +37,16 @@ class Search:
     """Number of layouts to show."""
     save: Path | None = None
     """File for the best layout as a recipe."""
-    picture: Path | None = None
-    """PNG file for a time line of one step of the best layout."""
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> int:
-    """Search or calibrate. Return the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["calibrate"]:
-        from megatron_ibpo.commands.calibrate import main as calibrate  # with all that a run imports
-
-        return calibrate(words[1:])
-    if words[:1] != ["search"]:
-        print(__doc__)
-        return 0 if words in (["-h"], ["--help"]) else BAD_INPUT
-    run(parsed(Search, __doc__, words[1:], program="ibpo search"))
-    return DONE
+def main(argv: Sequence[str] | None = None) -> None:
+    """Search. Return the exit status."""
+    run(parsed(Arguments, __doc__, argv, program="ibpo search"))
 
 
-def run(arguments: Search) -> None:
-    """Print the layouts found, and write the requested files."""
+def run(arguments: Arguments) -> None:
+    """Print the layouts found, and write the best as a recipe."""
     hf_dir = local_model(arguments.hf_checkpoint, weights=False)
     shape = read_hf_config(hf_dir)
     recipe = arguments.config or choose_recipe(shape, arguments.gpus).path
@@ -69,34 +54,28 @@ def run(arguments: Search) -> None:
     config.run.dry_run_response_len = arguments.response_len
     planned = replace(config.run, dry_run=True, dry_run_world_size=arguments.gpus)
     check_settings(replace(config, run=planned))
-    found = search(config, arguments.gpus, arguments.hardware, arguments.top)
-    for place, layout in enumerate(found, 1):
+    layouts = search(config, arguments.gpus, arguments.hardware, arguments.top)
+    for place, layout in enumerate(layouts, 1):
         print(f"{place}. {layout.seconds:,.1f} s per step: {described(layout)}")
-    best = found[0]
+    best = layouts[0]
     print("\nThe first:")
     print("\n".join(lines(best.setting, best.config.run.num_rollout)))
     if arguments.save is not None:
         write_config(best.config, arguments.save)
         print(f"its recipe is in {arguments.save}")
-    if arguments.picture is not None:
-        from megatron_ibpo.plan.timeline import LANES, plot_step, timeline  # matplotlib takes its time
-
-        plot_step(timeline(best.setting), LANES, arguments.picture, title=described(best))
-        print(f"the timeline of its step is in {arguments.picture}")
 
 
-def described(found: Found) -> str:
+def described(fitting: FittingLayout) -> str:
     """Return a line that describes a layout."""
-    layout, engine, task = found.setting.layout, found.setting.engine, found.setting.task
+    setting = fitting.setting
+    layout, engine, task = setting.layout, setting.engine, setting.task
     shared = f" CP{layout.context}" if layout.context > 1 else ""
     words = [f"TP{layout.tensor} PP{layout.pipeline}{shared} EP{layout.expert} DP{layout.data}"]
     if layout.recompute != "none":
         words.append("recomputed")
     if layout.offload_optimizer:
         words.append("optimizer in main memory")
-    where = (
-        "on the same GPUs" if found.setting.colocated else f"on {found.setting.engine_gpus} GPUs of their own"
-    )
+    where = "on the same GPUs" if setting.colocated else f"on {setting.engine_gpus} GPUs of their own"
     words.append(f"engines of {engine.tensor} {where}")
     if task.staleness:
         words.append(f"staleness {task.staleness}")
