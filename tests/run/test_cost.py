@@ -44,6 +44,9 @@ def test_an_update_costs_three_forward_passes_and_four_when_it_recomputes():
         meter = CostMeter(DENSE, 1, recomputes=passes == 4)
         meter.training([4], [6, 5])
         assert (meter.spent.tokens, meter.spent.flops) == (15, pytest.approx(f[4] + passes * (f[6] + f[5])))
+        thrice = CostMeter(DENSE, 1, recomputes=passes == 4, epochs=3)
+        of_updates = thrice.of_sample(2, 3, trained=5) - thrice.of_sample(2, 3)
+        assert of_updates == pytest.approx(3 * passes * f[5])
 
 
 def test_what_only_observes_is_free():
