@@ -100,10 +100,14 @@ class CostMeter:
         for sample in samples:
             read = len(sample.prompt_token_ids) + sample.num_begun_tokens
             written = len(sample.prompt_token_ids) + len(sample.token_ids) - read
-            tokens += written
-            decoding += self._written(read, written)
+            drafted, accepted = sample.drafts
+            operations = self._written(read, written)
+            each = operations / max(1, written)
+            tokens += written + drafted - accepted
+            flops += operations + each * (drafted - accepted)
+            decoding += operations - each * accepted  # a step computes what it accepts as a prompt is read
         repeated_flops = sum(map(self._forward, repeated))
-        self._add(tokens, flops + decoding, sum(repeated), repeated_flops, decoding)
+        self._add(tokens, flops, sum(repeated), repeated_flops, decoding)
 
     def training(
         self,
