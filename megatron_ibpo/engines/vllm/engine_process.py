@@ -253,8 +253,7 @@ class SamplingEngine:
     def step(self) -> list[Finished]:
         """Sample one token for every running request; return the requests that end with it."""
         ended: list[Any] = [output for output in self._llm.step() if output.finished]
-        for output in ended:
-            drafted, accepted = _drafts(output)
+        for drafted, accepted in filter(any, map(_drafts, ended)):
             self._drafted += drafted
             self._accepted += accepted
         choices = self._routed_experts(ended)
