@@ -103,6 +103,8 @@ class SampleRequest:
     begun: int = 0
     """Number of tokens at the end of the prompt that already begin the response: the sample comes back as the
     whole response, and its beginning is not trained on."""
+    repeats_prompt: bool = False
+    """True if the response is likely to repeat parts of its prompt, as a correction does."""
 
     @property
     def is_cut(self) -> bool:
@@ -134,6 +136,8 @@ class Sample:
     sampling_mask: SamplingMask | None = None
     """Ids that top-k and top-p left to sample from, for each of `token_ids`. None: nothing was cut off, or
     the engine does not record it."""
+    drafts: tuple[int, int] = (0, 0)
+    """(tokens that the engine drafted, those that it accepted). Every other token took a step of its own."""
     index: int = 0
     """Its index among the responses, or the corrections, of its group."""
     reward: float | None = None

@@ -129,8 +129,8 @@ class LossConfig:
     use_routing_replay: bool = False
     """Mixture-of-experts models: in a rollout's optimizer steps, routers reuse the experts chosen in the pass
     for the old log-probs, so that a ratio does not compare two different models. Off: each pass routes by
-    itself. A mini-batch whose own pass gives its old log-probs (the first, without importance corrections)
-    has nothing to replay."""
+    itself. A mini-batch whose own pass gives its old log-probs (the first, without importance corrections,
+    in one epoch) has nothing to replay."""
     use_tis: bool = False
     """Importance correction: weight the gradient of each token by its ratio of trainer to engine, at most
     --tis-clip (ibpo step 14, per token). Off, as in the paper."""
@@ -144,8 +144,18 @@ class LossConfig:
     geometric mean of its tokens' ratios lies outside. The mean is near 1, so use tight bounds, such as 0.99
     1.01."""
     num_steps_per_rollout: Annotated[int, COUNT] = 1
-    """Optimizer steps (mini-batches of whole prompts) per rollout. With 1, all ratios to recomputed log-probs
-    are 1."""
+    """Optimizer steps (mini-batches of whole prompts) per epoch over a rollout. With 1, and one epoch, all
+    ratios to recomputed log-probs are 1."""
+    num_epochs_per_rollout: Annotated[int, COUNT] = 1
+    """Passes over a rollout's responses (PPO's epochs, the μ of GRPO). Each pass trains on the same
+    mini-batches in the same order; old log-probs stay those before the first step, so ratios and clips act
+    from the second pass on. Each pass costs an update; the learning-rate schedule counts all optimizer
+    steps."""
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps per rollout, over all epochs."""
+        return self.num_steps_per_rollout * self.num_epochs_per_rollout
 
     @property
     def corrections(self) -> list[str]:

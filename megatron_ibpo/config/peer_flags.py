@@ -13,7 +13,6 @@ _MODEL = "--hf-checkpoint, a directory or owner/name on the Hugging Face Hub"
 _DATA = "--prompt-data, a file, a directory or owner/name on the Hugging Face Hub"
 _CLIP = "--eps-clip; --loss-variant gspo clips a sequence's ratio, at 3e-4 or so: for 0.2 take grpo or dapo"
 _CLIP_HIGH = _CLIP.replace("--eps-clip", "--eps-clip-high")
-_ONCE = "none: each response is trained on once; --num-steps-per-rollout splits a rollout"
 _LONG = "--rollout-max-context-len, for prompt and response; --drop-long-prompts drops those that do not fit"
 _NODES = "the variable {} of examples/run.sh; --num-trainers counts the trainers' GPUs over all nodes"
 _PARALLEL = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
@@ -37,17 +36,18 @@ TRL = _renamed("""
     vllm-tensor-parallel-size=rollout-num-gpus-per-engine vllm-max-model-length=rollout-max-context-len
     lora-r=lora-rank lora-target-modules=lora-targets report-to=use-wandb resume-from-checkpoint=load
     use-peft=lora-rank top-p=rollout-top-p hub-model-id=push-to-hub
+    num-iterations=num-epochs-per-rollout num-ppo-epochs=num-epochs-per-rollout
 """) | {
     "model-name-or-path": _MODEL,
     "dataset-name": _DATA,
     "reward-funcs": _REWARD,
     "num-train-epochs": "--num-epoch, a whole number; without it --num-rollout gives the number of steps",
-    "max-steps": "--num-rollout, which counts rollouts of --num-steps-per-rollout optimizer steps each",
+    "max-steps": "--num-rollout, which counts rollouts, each of --num-steps-per-rollout optimizer steps",
     "gradient-checkpointing": _RECOMPUTE, "logging-steps": "nothing: all are logged",
     "per-device-train-batch-size": "--rollout-batch-size, prompts over all devices, not responses per device",
     "gradient-accumulation-steps": "nothing: micro-batches follow from --max-tokens-per-gpu",
     "steps-per-generation": "--num-steps-per-rollout, in optimizer steps rather than micro-batches",
-    "num-iterations": _ONCE, "max-prompt-length": _LONG,
+    "max-prompt-length": _LONG,
     "top-k": "--rollout-top-k, where -1 is off instead of 0",
     "use-vllm": "nothing: vLLM samples (--rollout-backend)",
     "vllm-mode": "--colocate, or --no-colocate with --rollout-num-gpus; the run starts vLLM itself",
@@ -105,8 +105,9 @@ OPENRLHF = _renamed("""
     colocate-all-models=colocate async-queue-size=max-staleness enable-vllm-is-correction=use-tis
     vllm-is-truncated-threshold=tis-clip dynamic-filtering=dynamic-sampling eval-dataset=eval-prompt-data
     eval-n-samples-per-prompt=n-samples-per-eval-prompt adam-offload=optimizer-cpu-offload
+    max-epochs=num-epochs-per-rollout
 """) | {
-    "pretrain": _MODEL, "prompt-max-len": _LONG, "max-epochs": _ONCE, "entropy-loss-coef": _NO_ENTROPY,
+    "pretrain": _MODEL, "prompt-max-len": _LONG, "entropy-loss-coef": _NO_ENTROPY,
     "reward-pretrain": "--rm-type http_score with --rm-url: a reward model runs on a server of its own",
     "remote-rm-url": "--rm-url, with --rm-type http_score or http_judge",
     "critic-pretrain": "--advantages critic; no critic of your own can be named",
@@ -141,14 +142,14 @@ _SECTIONS = {
     "actor_rollout_ref.actor": _renamed("""
         optim.lr=lr optim.lr_warmup_steps_ratio=lr-warmup-fraction optim.min_lr_ratio=min-lr-ratio
         optim.weight_decay=weight-decay grad_clip=clip-grad ppo_max_token_len_per_gpu=max-tokens-per-gpu
-        kl_loss_coef=kl-coef policy_loss.loss_mode=loss-variant
+        kl_loss_coef=kl-coef policy_loss.loss_mode=loss-variant ppo_epochs=num-epochs-per-rollout
     """) | {
         **{f"megatron.{of}_parallel_size": f"--{of}-parallel-size".replace("_", "-") for of in _PARALLEL},
         "ppo_mini_batch_size": "--num-steps-per-rollout, which is train_batch_size / ppo_mini_batch_size",
         "ppo_micro_batch_size_per_gpu": _PACKED,
         "use_dynamic_bsz": _ALWAYS_PACKED,
         "clip_ratio": _CLIP, "clip_ratio_low": _CLIP, "clip_ratio_high": _CLIP_HIGH,
-        "ppo_epochs": _ONCE, "entropy_coeff": _NO_ENTROPY,
+        "entropy_coeff": _NO_ENTROPY,
         "use_kl_loss": "--kl-coef above 0", "kl_loss_type": "--kl-estimator; low_var_kl is k3",
         "loss_agg_mode": "--loss-aggregation; seq-mean-token-mean is sequence-mean",
     },
@@ -279,6 +280,7 @@ _SYNONYMS = """
     reward reward-fn reward-func reward-function reward-model verifier grader rm=rm-type
     steps num-steps total-steps iterations num-iterations-total train-steps=num-rollout
     epochs num-epochs total-epochs=num-epoch
+    update-epochs mu=num-epochs-per-rollout
     batch-size train-batch-size num-prompts prompts-per-step=rollout-batch-size
     group-size num-samples num-responses samples-per-prompt n-samples rollouts-per-example n
     num-return-sequences=n-samples-per-prompt

@@ -247,6 +247,7 @@ def _request(
         rollout.rollout_temperature,
         rollout.rollout_top_p,
         rollout.rollout_top_k,
+        repeats_prompt=True,
     )
 
 

@@ -48,7 +48,8 @@ def correction_metrics(groups: Sequence[Group], *, knows_answers: bool) -> dict[
 
     correction_success: share of scored corrections that are correct. rewrite_rate, noop_rate (ŷ = y),
     reference_copy_rate (ŷ = a reference), reference_leakage_rate (`note_reference_leakage`) and
-    beyond_threshold_rate (d(y, ŷ) > α): shares of all corrections.
+    beyond_threshold_rate (d(y, ŷ) > α): shares of all corrections. correction_steps_per_token: steps of the
+    engine per token, where it drafted any.
 
     Args:
         knows_answers: if False, leakage is unknown and left out.
@@ -56,7 +57,9 @@ def correction_metrics(groups: Sequence[Group], *, knows_answers: bool) -> dict[
     corrections = [correction for group in groups for correction in group.corrections]
     responses = [correction.response for correction in corrections]
     lengths = [response.num_trained_tokens for response in responses]
+    drafted, accepted = (sum(response.drafts[part] for response in responses) for part in (0, 1))
     return _known(
+        correction_steps_per_token=1 - accepted / sum(lengths) if drafted else None,
         corrections=len(corrections),
         correction_success=_mean(r.correct for r in responses if r.reward is not None),
         rewrite_rate=_mean(correction.rewritten for correction in corrections),

@@ -45,6 +45,9 @@ class EngineSettings:
     """True to record the ids that top-k and top-p leave to sample from (`Sample.sampling_mask`)."""
     drafts_with_mtp: bool = False
     """True if it drafts with the policy's multi-token prediction layer, and so takes its weights too."""
+    drafts_corrections: bool = False
+    """True to draft for requests that repeat their prompt (`SampleRequest.repeats_prompt`), and on CPUs only
+    for those."""
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
     """--vllm-arg: further arguments of vLLM's EngineArgs, by name."""
 

@@ -202,6 +202,7 @@ def _sample_fields(sample: Sample) -> list[Any]:
         sample.reward_details or None,
         None if sample.routed_experts is None else _choices_fields(sample.routed_experts),
         None if sample.sampling_mask is None else encoded_mask(sample.sampling_mask, sample.token_ids),
+        sample.drafts if any(sample.drafts) else None,
     ]
     while more and more[-1] is None:  # left out at the end, as in older versions without them
         more.pop()
@@ -233,6 +234,7 @@ def _sample(
     reward_details: dict[str, float] | None = None,
     routed_experts: list[Any] | None = None,
     sampling_mask: bytes | None = None,
+    drafts: tuple[int, int] | None = None,
 ) -> Sample:
     tokens = np.frombuffer(token_ids, _TOKENS).copy()
     return Sample(
@@ -250,6 +252,7 @@ def _sample(
         reward_details=reward_details or {},
         routed_experts=None if routed_experts is None else _choices(*routed_experts),
         sampling_mask=None if sampling_mask is None else decoded_mask(sampling_mask, tokens),
+        drafts=(0, 0) if drafts is None else (int(drafts[0]), int(drafts[1])),
     )
 
 

@@ -119,6 +119,7 @@ def task_of(config: Config) -> Task:
         corrections=corrections,
         correction_prompt=mean * operator.ibpo_k if corrections else 0,
         updates=config.loss.num_steps_per_rollout,
+        epochs=config.loss.num_epochs_per_rollout,
         passes_without_gradient=1 + (config.loss.kl_coef > 0),
         staleness=rollout.max_staleness,
     )

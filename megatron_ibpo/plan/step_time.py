@@ -33,6 +33,7 @@ class StepTimes:
     sampled: Sampled
     corrected: Sampled
     passes: PassTime
+    """One epoch of the update."""
 
     def stages(self) -> dict[str, float]:
         """Return the seconds by stage, in the order of a step."""
@@ -70,6 +71,7 @@ def step_times(
     scoring = pass_time(basis, replace(layout, recompute="none"), task.batch, backward=False)
     passes = pass_time(basis, layout, task.batch, steps=task.updates)
     log_probs = task.passes_without_gradient * scoring.total
+    update = task.epochs * passes.total
     weights = update_seconds(
         basis,
         transport or ("ipc" if colocated else "gathered"),
@@ -77,13 +79,13 @@ def step_times(
         gpus=layout.gpus + (0 if colocated else engine_gpus),
     )
     switching = 2 * checkpoint_seconds(basis, layout) if colocated else 0.0
-    sampling, training = first.seconds + corrections, log_probs + passes.total
+    sampling, training = first.seconds + corrections, log_probs + update
     working = max(sampling, training) if ahead else sampling + training
     return StepTimes(
         sampling=first.seconds,
         corrections=corrections,
         log_probs=log_probs,
-        update=passes.total,
+        update=update,
         weights=weights,
         switching=switching,
         other=basis.reached.step,

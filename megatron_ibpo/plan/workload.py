@@ -211,7 +211,9 @@ class Task:
     correction_prompt: float = 0.0
     """Tokens of a correction's prompt beyond those of a response's."""
     updates: int = 1
-    """Optimizer steps."""
+    """Optimizer steps per epoch."""
+    epochs: int = 1
+    """Updates on the same sequences."""
     passes_without_gradient: float = 1.0
     """Forward passes for the log-probs of old and reference policy."""
     staleness: int = 0

@@ -81,7 +81,8 @@ class Critic:
             metrics, the same on every rank. `critic_updates_skipped` counts steps that were not taken because
             the loss or the gradient was not finite.
         """
-        steps = [self._optimizer_step(part) for part in share]
+        epochs = range(self.config.loss.num_epochs_per_rollout)
+        steps = [self._optimizer_step(part) for _ in epochs for part in share]
         finish_gathers(self.chunks)
         taken = [step for step in steps if step["critic_updates_skipped"] == 0]
         metrics = {"critic_updates_skipped": float(len(steps) - len(taken))}

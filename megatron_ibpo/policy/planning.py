@@ -64,7 +64,7 @@ class MiniBatch:
 
 
 RankUpdate = list[MiniBatch]
-"""One rank's part of a rollout's optimizer steps."""
+"""One rank's part of the optimizer steps of one epoch over a rollout; every epoch has the same."""
 RankForward = list[MicroBatch]
 """One rank's part of a forward pass. Every rank has the same number; none if there is no sequence."""
 
@@ -124,7 +124,7 @@ class Plan(Generic[Share]):
 def plan_update(
     sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
 ) -> Plan[RankUpdate]:
-    """Plan the optimizer steps of one rollout.
+    """Plan the optimizer steps of one rollout: the mini-batches of an epoch, and the passes of all epochs.
 
     Sequences without a gradient (`has_gradient`) are not computed; they count in the divisor of a token mean.
 
@@ -141,14 +141,15 @@ def plan_update(
     unread = _unread(config)
     live = [[_without(s, *unread) for s in part if has_gradient(s, config)] for part in parts]
     _check_rollout_logprobs((s for part in live for s in part), loss)
-    # the first mini-batch's own forward pass gives its old log-probs, unless a weight depends on them
+    # the first mini-batch's own forward pass gives its old log-probs, unless a weight or a later epoch
+    # depends on them
+    read_again = bool(loss.corrections) or loss.num_epochs_per_rollout > 1
     needs_old = [
-        loss.old_logprobs == "recompute" and (bool(loss.corrections) or number > 0)
-        for number in range(len(live))
+        loss.old_logprobs == "recompute" and (read_again or number > 0) for number in range(len(live))
     ]
     # old log-probs are all of the weights before the first step
     old = [s for part, needed in zip(live, needs_old, strict=True) if needed for s in part]
-    passes = Passes.of([old], live)
+    passes = Passes.of([old], live * loss.num_epochs_per_rollout)
     minibatches = [
         _minibatch(of_loss, part, needed, config, num_ranks, cost)
         for part, of_loss, needed in zip(parts, live, needs_old, strict=True)
@@ -159,8 +160,8 @@ def plan_update(
 def plan_value_update(
     sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
 ) -> Plan[RankUpdate]:
-    """Plan the critic's optimizer steps of one rollout: it learns from all sequences, whatever their
-    advantage.
+    """Plan the critic's optimizer steps of one rollout, as `plan_update` the policy's: it learns from all
+    sequences, whatever their advantage.
 
     Raises:
         ValueError: a sequence whose arrays do not fit its response, or without returns and old values.
@@ -174,7 +175,7 @@ def plan_value_update(
     bare = [_without(s, *OF_POLICY, "sampling_mask") for s in sequences]
     parts = split_minibatches(bare, config.loss.num_steps_per_rollout)
     minibatches = [_minibatch(part, part, False, config, num_ranks, cost) for part in parts if part]
-    passes = Passes.of([], parts)
+    passes = Passes.of([], parts * config.loss.num_epochs_per_rollout)
     return Plan(_rank_updates(minibatches, num_ranks), passes)
 
 

@@ -78,7 +78,7 @@ class TrainerRank:
         self.whole_export = HFExport(chunks, shape, mtp=mtp, values=values)
         """Export of everything that files hold."""
         adapters = offered_adapters(chunks, shape, config.model)
-        updates = config.run.num_rollout * config.loss.num_steps_per_rollout
+        updates = config.run.num_rollout * config.loss.updates_per_rollout
         reference = None
         if config.loss.kl_coef > 0:
             reference = load_reference(chunks, shape, config.model.ref_load)

@@ -111,17 +111,15 @@ class Trainer:
         prepared = [self._prepared(part) for part in share]
         seconds_logprobs = time.perf_counter() - started
         corrected: list[Corrected] = []
-        totals = _Totals()
+        inputs = []
         for part, packs in zip(share, prepared, strict=True):
             if self.config.loss.corrections:
                 packs, own = self._corrected(packs)
                 corrected += self._in_order(own)
-            packs = self._with_reference(packs, part.cut)
-            totals.merge(self._optimizer_step(packs, part.mean_length))
+            inputs.append((self._with_reference(packs, part.cut), part.mean_length))
+        epochs = [self._epoch(inputs) for _ in range(self.config.loss.num_epochs_per_rollout)]
         finish_gathers(self.chunks)
-        metrics = totals.metrics()
-        metrics["loss"] /= len(share)
-        metrics["seconds_old_logprobs"] = seconds_logprobs
+        metrics = _update_metrics(epochs, len(share)) | {"seconds_old_logprobs": seconds_logprobs}
         return metrics | correction_metrics(corrected) | self._routing_metrics()
 
     def logprobs(self, share: RankForward) -> list[tuple[int, Floats]]:
@@ -220,6 +218,13 @@ class Trainer:
         """Return the outcomes of all ranks, in the order of the sequences."""
         parts = self.world.all_gather(corrected if is_reporting_rank() else [])
         return sorted(sequence for part in parts for sequence in part)
+
+    def _epoch(self, inputs: Sequence[tuple[list[PackedArrays], float]]) -> _Totals:
+        """Take the optimizer steps of one pass over the mini-batches."""
+        totals = _Totals()
+        for packs, mean_length in inputs:
+            totals.merge(self._optimizer_step(packs, mean_length))
+        return totals
 
     def _optimizer_step(self, packs: Sequence[PackedArrays], mean_length: float) -> _Totals:
         totals = _Totals()
@@ -355,6 +360,10 @@ _MEANS = (
 """Metrics that are means: the sum and the count that make each."""
 
 
+_OF_EPOCHS = ("loss", "grad_norm", "clip_fraction", "ratio_mean", "ratio_max", "entropy", "kl")
+"""Metrics that each of several epochs reports as well, as `NAME_epoch_1` and so on."""
+
+
 @dataclass
 class _Totals:
     """Sums and maxima that add up over micro-batches, ranks and mini-batches."""
@@ -381,6 +390,21 @@ class _Totals:
             if total in sums and sums[count]:
                 out[mean] = sums[total] / sums[count]
         return out | mtp_metrics(sums) | self.maxima
+
+
+def _update_metrics(epochs: Sequence[_Totals], num_minibatches: int) -> dict[str, float]:
+    """Return the metrics over all epochs of an update and, of several, those of each."""
+    totals = _Totals()
+    for epoch in epochs:
+        totals.merge(epoch)
+    metrics = totals.metrics()
+    metrics["loss"] /= num_minibatches * len(epochs)
+    if len(epochs) == 1:
+        return metrics
+    for number, epoch in enumerate(epochs, 1):
+        own = _update_metrics([epoch], num_minibatches)
+        metrics |= {f"{name}_epoch_{number}": own[name] for name in _OF_EPOCHS if name in own}
+    return metrics
 
 
 def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats, trainer_N: Tensor | None) -> Observed:

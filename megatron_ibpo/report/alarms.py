@@ -143,7 +143,7 @@ def rounding_bound(config: Config, *, replays_mask: bool = False) -> float | Non
     """
     rollout, loss = config.rollout, config.loss
     one_policy = not rollout.max_staleness and (
-        loss.old_logprobs == "recompute" or loss.num_steps_per_rollout == 1
+        loss.old_logprobs == "recompute" or loss.updates_per_rollout == 1
     )
     truncated = bool(rollout.truncation) and not replays_mask
     precision = sampling_precision(rollout)

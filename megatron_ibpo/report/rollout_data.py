@@ -270,6 +270,8 @@ def _sample_to_json(
     else:
         packed = encoded_mask(sample.sampling_mask, sample.token_ids)
         content["sampling_mask"] = base64.b64encode(packed).decode("ascii")
+    if not any(sample.drafts):
+        content = _without(content, "drafts")
     if np.array_equal(sample.prompt_token_ids, usual_prompt):
         content["prompt_token_ids"] = None
     if sample.loss_mask.all():
@@ -292,6 +294,8 @@ def _sample_from_json(item: dict[str, Any], index: int, usual_prompt: TokenIds) 
     sample["logprobs"] = np.asarray(sample["logprobs"], np.float32)
     sample["loss_mask"] = np.ones(len(sample["token_ids"]), bool) if mask is None else np.asarray(mask, bool)
     sample["versions"] = tuple((first, version) for first, version in sample["versions"])
+    drafted, accepted = sample.get("drafts", (0, 0))
+    sample["drafts"] = (int(drafted), int(accepted))
     numbers = [sample["reward"] or 0.0, *sample.get("reward_details", {}).values()]
     if not all(abs(number) <= LARGEST_REWARD for number in numbers):
         raise ValueError(f"a reward or a detail of one is larger than {LARGEST_REWARD:g}: {numbers}")

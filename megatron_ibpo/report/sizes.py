@@ -40,9 +40,10 @@ def run_sizes(
         ),
         Size(
             "updates per step",
-            loss.num_steps_per_rollout,
+            loss.updates_per_rollout,
             f"optimizer steps, of {counted(prompts // loss.num_steps_per_rollout, 'prompt')} each",
         ),
+        Size("epochs per step", loss.num_epochs_per_rollout, "passes over the responses of a step"),
         Size("response tokens", f"≤ {rollout.rollout_max_response_len:,}", "--rollout-max-response-len"),
         Size("context tokens", f"≤ {rollout.rollout_max_context_len or 0:,}", "prompt and response together"),
         Size("tokens per micro-batch", cp * config.model.max_tokens_per_gpu, f"--max-tokens-per-gpu{packed}"),
@@ -75,6 +76,7 @@ def run_sizes(
         in_trainer = f"--rollout-backend {backend}: the trainer's own process, float32"
         sizes.append(Size("engines", engines, in_trainer if samples_in_trainer(backend) else own))
     unused = set() if corrections else {"corrections per step"}
+    unused |= {"epochs per step"} if loss.num_epochs_per_rollout == 1 else set()
     unused |= {"budget"} if config.run.budget is None else set()
     unused |= {"without a gradient"} if config.model.log_probs_max_tokens_per_gpu is None else set()
     return [size for size in sizes if size.name not in unused]

@@ -66,18 +66,26 @@ class CostMeter:
     """Adds up the cost of a run."""
 
     def __init__(
-        self, shape: ModelShape, accelerators: int, *, recomputes: bool = False, before: Spent | None = None
+        self,
+        shape: ModelShape,
+        accelerators: int,
+        *,
+        recomputes: bool = False,
+        epochs: int = 1,
+        before: Spent | None = None,
     ):
         """Start from the cost in `before`.
 
         Args:
             accelerators: number that the run holds, engines' own included.
             recomputes: the backward pass repeats the forward pass (full activation recomputation).
+            epochs: updates on each sequence, in prices of a sample.
             before: cost before resuming; None for a new run.
         """
         self._shape = shape
         self._accelerators = accelerators
         self._update_passes = 4.0 if recomputes else 3.0
+        self._epochs = epochs
         self.spent = before or Spent()
 
     def sampling(self, samples: Iterable[Sample]) -> None:
@@ -92,10 +100,14 @@ class CostMeter:
         for sample in samples:
             read = len(sample.prompt_token_ids) + sample.num_begun_tokens
             written = len(sample.prompt_token_ids) + len(sample.token_ids) - read
-            tokens += written
-            decoding += self._written(read, written)
+            drafted, accepted = sample.drafts
+            operations = self._written(read, written)
+            each = operations / max(1, written)
+            tokens += written + drafted - accepted
+            flops += operations + each * (drafted - accepted)
+            decoding += operations - each * accepted  # a step computes what it accepts as a prompt is read
         repeated_flops = sum(map(self._forward, repeated))
-        self._add(tokens, flops + decoding, sum(repeated), repeated_flops, decoding)
+        self._add(tokens, flops, sum(repeated), repeated_flops, decoding)
 
     def training(
         self,
@@ -137,7 +149,8 @@ class CostMeter:
         def each(samples: Sequence[Sample], kind: str) -> float:
             apart = CostMeter(self._shape, self._accelerators, recomputes=self._update_passes > 3)
             apart.sampling(samples)
-            apart.training((), [sequence.num_tokens for sequence in sequences if sequence.kind == kind])
+            lengths = [sequence.num_tokens for sequence in sequences if sequence.kind == kind]
+            apart.training((), lengths * self._epochs)
             return apart.spent.flops / len(samples)
 
         return each(corrections, "correction") / each(responses, "response")
@@ -148,10 +161,11 @@ class CostMeter:
         Args:
             prompt, response: tokens read and written.
             sharing: number of samples that share one reading of the prompt.
-            trained: tokens of an update on the sample; 0 without one.
+            trained: tokens of the updates on the sample; 0 without any.
         """
-        read, update = self._forward(prompt) / sharing, self._update_passes * self._forward(trained)
-        return read + self._written(prompt, response) + update
+        read = self._forward(prompt) / sharing
+        updates = self._epochs * self._update_passes * self._forward(trained)
+        return read + self._written(prompt, response) + updates
 
     def time(self, seconds: Mapping[str, float]) -> None:
         """Count seconds by stage of the loop."""

@@ -130,7 +130,13 @@ def join(
         reporter.note(note)
     processes.wait_ready()
     recomputes = config.model.recompute_granularity == "full"
-    cost = CostMeter(foundation.shape, resolved.accelerators, recomputes=recomputes, before=point.spent)
+    cost = CostMeter(
+        foundation.shape,
+        resolved.accelerators,
+        recomputes=recomputes,
+        epochs=config.loss.num_epochs_per_rollout,
+        before=point.spent,
+    )
     episodes = open_episodes(config, inputs, processes.environments)
     disk = DiskWait(config.run.disk_wait, reporter.note)
     memory = JournalMemory(own_journal, recovered, disk.write)

@@ -215,6 +215,7 @@ class Transcript:
             if not spans or version != spans[-1][1]:
                 spans.append((start + first, version))
         sample.versions = tuple(spans)
+        sample.drafts = (sample.drafts[0] + turn.drafts[0], sample.drafts[1] + turn.drafts[1])
         if turn.routed_experts is not None:
             sample.routed_experts = _joined(sample.routed_experts, turn.routed_experts)
         self.counts["turns"] += 1

@@ -63,7 +63,7 @@ def reading_off(config: Config) -> Config:
     return replace(
         config,
         optimizer=replace(config.optimizer, lr=READ_OFF, lr_decay_style="constant"),
-        loss=replace(config.loss, num_steps_per_rollout=1),
+        loss=replace(config.loss, num_steps_per_rollout=1, num_epochs_per_rollout=1),
     )
 
 

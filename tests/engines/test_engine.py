@@ -25,7 +25,7 @@ import torch
 
 from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.basics.supervised import shared_memory
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, ModelConfig
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.engines.probe import Probe, compare_probes, probe
@@ -38,7 +38,9 @@ from megatron_ibpo.engines.vllm.engine_process import (
     _obey,
 )
 from megatron_ibpo.engines.vllm.messages import Answer, Asked, Refused
+from megatron_ibpo.engines.vllm.needs import on_device
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer import gloo
 from megatron_ibpo.weights.transfer.update import update_engines
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder, choose_transport
@@ -532,6 +534,46 @@ def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path, setting
         assert guessed(7) > 0.9
         update(connect(engine, policy_alone), engine, policy_alone, 8)
         assert guessed(8) > 0.9, "a layer that is not trained stays what it is"
+
+
+@pytest.mark.parametrize(("model", "on_gpu", "changes", "drafts"), [
+    ("dense 0", True, {}, "on"), ("dense 0", False, {}, "off"), ("next 0", True, {}, "off"),
+    ("dense 0", True, {"rollout_top_k": 20}, "off"), ("dense 0", True, {"ibpo_operator": "none"}, "off"),
+])  # fmt: skip
+def test_corrections_of_dense_models_are_drafted_on_gpus(checkpoints, model, on_gpu, changes, drafts):
+    config = Config(model=ModelConfig(bf16=False))
+    for name, value in changes.items():
+        setattr(config.rollout if hasattr(config.rollout, name) else config.algorithm, name, value)
+    resolved = on_device(config, read_hf_config(checkpoints[model]), on_gpu)
+    assert resolved.parameters["ibpo_draft_from_prompt"] == drafts
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_corrections_alone_are_drafted_from_their_prompts_and_sampled_as_without(checkpoints, tmp_path):
+    """Of a random policy. Greedy tokens are the likeliest, and log-probs those of the policy."""
+    hf_dir, rollout = checkpoints["dense 0"], engine_runs.make_config(tmp_path, "float32").rollout
+    rollout.parameters["ibpo_draft_from_prompt"] = "on"
+    drafting = engine_settings(rollout, hf_dir, "gloo", gpus=(), num_threads=1)
+    with closing(Engine(drafting, tmp_path / "engine.log")) as engine:
+
+        def sampled(temperature, repeats_prompt):
+            requests = [
+                replace(request, repeats_prompt=repeats_prompt)
+                for request in engine_runs.make_requests(40, temperature=temperature)
+            ]
+            samples = engine.generate(requests, version=0, timeout=TIMEOUT)
+            return requests, samples, engine.call("drafts", timeout=TIMEOUT)
+
+        engine.wait_ready(TIMEOUT)
+        for repeats_prompt in (False, True):
+            requests, greedy, (drafted, accepted) = sampled(0.0, repeats_prompt)
+            assert (0 < accepted < drafted) if repeats_prompt else drafted == 0
+            assert engine_runs.short_of_best(hf_dir, requests, greedy) < 1e-4
+            requests, samples, (drafted, _) = sampled(1.0, repeats_prompt)
+            assert (drafted > 0) == repeats_prompt
+            reference = engine_runs.reference_logprobs(hf_dir, requests, samples)
+            assert difference([s.logprobs for s in samples], reference).max() < 2e-5
 
 
 @pytest.mark.engine

@@ -93,6 +93,7 @@ any_sample = st.integers(0, 9).flatmap(
         sampling_mask=st.none() | st.lists(
             st.sets(any_id, max_size=4).map(list), min_size=length, max_size=length
         ).map(sampling_mask),
+        drafts=st.just((0, 0)) | st.tuples(st.integers(1, 2**31), st.integers(0, 2**31)),
     )
 )  # fmt: skip
 

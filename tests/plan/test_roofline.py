@@ -244,6 +244,7 @@ def test_steps_share_the_wait_for_the_longest_response_and_corrections_are_writt
     assert many.corrections == pytest.approx(many.corrected.seconds - many.sampled.tail)
     found = step(task=replace(TASK, corrections=0.5))
     assert found.update == pytest.approx(1.5 * step().update, rel=0.1)
+    assert step(task=replace(TASK, epochs=3)).total == pytest.approx(step().total + 2 * step().update)
 
 
 FASTER = ("peak_bf16", "memory_bandwidth", "link", "network", "host_link")

@@ -148,10 +148,15 @@ OLD = {"recompute": {}, "corrected": {"sequence_rejection": (0.5, 2.0)}, "engine
 BUDGETS = st.none() | st.integers(30, 400)
 
 
-@given(SOME_SEQUENCES, st.integers(1, 5), st.integers(1, 3), st.sampled_from([*OLD]), BUDGETS)
-def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, ranks, steps, old, own_tokens):
-    budgets = {"max_tokens": 60, "log_probs_tokens": own_tokens}
-    config = config_for(layout(), num_steps_per_rollout=steps, **budgets, **OLD[old])
+SIZES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 2))
+
+
+@given(SOME_SEQUENCES, SIZES, st.sampled_from([*OLD]), BUDGETS)
+def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, sizes, old, own_tokens):
+    """Once, however many epochs; each epoch costs the passes of an update again."""
+    (ranks, steps, epochs), budgets = sizes, {"max_tokens": 60, "log_probs_tokens": own_tokens}
+    counts = {"num_steps_per_rollout": steps, "num_epochs_per_rollout": epochs}
+    config = config_for(layout(), **counts, **budgets, **OLD[old])
 
     def members(batches, most):
         assert all(sum(s.num_tokens for s in b.sequences) <= most or len(b.members) == 1 for b in batches)
@@ -164,7 +169,8 @@ def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, rank
     live = [
         [s for s in p if s.loss_mask.any() and (s.advantage or s.token_advantages is not None)] for p in parts
     ]
-    needs_old = [old == "corrected" or (old == "recompute" and number > 0) for number in range(steps)]
+    read_again = old == "corrected" or (old == "recompute" and epochs > 1)
+    needs_old = [read_again or (old == "recompute" and number > 0) for number in range(steps)]
     for number, part in enumerate(live):
         own, sent = [share[number] for share in plan.shares], []
         assert len({(len(m.cut.micro_batches), len(m.cut.forward_batches), m.mean_length) for m in own}) == 1
@@ -175,7 +181,7 @@ def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, rank
             assert members(cut.forward_batches, own_tokens or 60) == members(cut.micro_batches, 60)
             assert own_tokens or cut.forward_batches == cut.micro_batches
         assert sorted(sent) == list(range(len(part)))
-    assert plan.passes.updates == [s.num_tokens for part in live for s in part]
+    assert plan.passes.updates == [s.num_tokens for part in live for s in part] * epochs
     ahead = [part for part, needed in zip(live, needs_old, strict=True) if needed]
     assert plan.passes.forward == [s.num_tokens for part in ahead for s in part]
     forward = plan_forward(rows, config, ranks, cost).shares

@@ -337,7 +337,7 @@ def recorded_group():
         "logprobs": np.array([-0.125, -0.3, -0.0], np.float32), "loss_mask": np.array([True, False, True]),
         "temperature": 5e-324, "versions": ((0, 3), (2, 4)), "reward_details": {"x": LARGEST_REWARD},
         "routed_experts": np.arange(12, dtype=np.uint16).reshape(3, 2, 2),
-        "sampling_mask": sampling_mask([[52, 7, 200], [], [52]]),
+        "sampling_mask": sampling_mask([[52, 7, 200], [], [52]]), "drafts": (4, 2),
     }  # fmt: skip
     wrong = response("41", False, **own)
     right = response("42", True, index=1, reward=None, reward_error="timed out")

@@ -1,5 +1,7 @@
 """The expense of a run equals a count by hand, and fits the parameters of the real models."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +46,9 @@ def test_an_update_costs_three_forward_passes_and_four_when_it_recomputes():
         meter = CostMeter(DENSE, 1, recomputes=passes == 4)
         meter.training([4], [6, 5])
         assert (meter.spent.tokens, meter.spent.flops) == (15, pytest.approx(f[4] + passes * (f[6] + f[5])))
+        thrice = CostMeter(DENSE, 1, recomputes=passes == 4, epochs=3)
+        of_updates = thrice.of_sample(2, 3, trained=5) - thrice.of_sample(2, 3)
+        assert of_updates == pytest.approx(3 * passes * f[5])
 
 
 def test_what_only_observes_is_free():
@@ -73,6 +78,18 @@ def test_a_shared_prompt_is_read_once_and_a_beginning_that_sequences_share_can_b
     trained.training([4], [6, 5], [0], [0, 2])
     assert trained.spent.of("tokens-shared-prefixes") == 13
     assert trained.spent.of("flops-shared-prefixes") == pytest.approx(f[4] + 3 * (f[6] + f[5] - f[2]))
+
+
+def test_rejected_drafts_are_computed_and_accepted_ones_take_no_step():
+    """Of six tokens two were accepted and three more drafted in vain."""
+    plain, drafted = (CostMeter(DENSE, accelerators=1) for _ in range(2))
+    sample = response([7] * 6, finish_reason="length", prompt=[1, 2])
+    plain.sampling([sample])
+    drafted.sampling([replace(sample, drafts=(5, 2))])
+    written = plain.spent.flops_decoding
+    assert drafted.spent.tokens == plain.spent.tokens + 3
+    assert drafted.spent.flops == pytest.approx(plain.spent.flops + written * 3 / 6)
+    assert drafted.spent.flops_decoding == pytest.approx(written * 4 / 6)
 
 
 @given(st.lists(st.lists(st.integers(0, 300), max_size=6), max_size=8))

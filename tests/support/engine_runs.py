@@ -76,6 +76,18 @@ def reference_logprobs(directory, requests, samples, dtype=torch.float32):
     return found
 
 
+@torch.no_grad()
+def short_of_best(directory, requests, samples):
+    """Return how far the logit of a sampled token was below the best one's, at most."""
+    model, worst = reference_model(directory), 0.0
+    for request, sample in zip(requests, samples, strict=True):
+        ids = torch.tensor([[*request.prompt_token_ids, *sample.token_ids]])
+        logits = model(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(sample.token_ids, dtype=torch.long)[:, None])[:, 0]
+        worst = max(worst, (logits.max(-1).values - chosen).max().item())
+    return worst
+
+
 def difference(ours, theirs):
     return torch.cat([(torch.tensor(a) - torch.tensor(b)).abs() for a, b in zip(ours, theirs, strict=True)])
 

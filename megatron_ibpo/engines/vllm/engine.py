@@ -366,6 +366,7 @@ class _Inbox:
                 loss_mask=np.ones(len(done.token_ids), dtype=np.bool_),
                 routed_experts=done.routed_experts,
                 sampling_mask=done.sampling_mask,
+                drafts=done.drafts,
             )
             self._samples.append((done.number, sample))
 

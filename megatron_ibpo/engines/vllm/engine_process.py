@@ -26,6 +26,7 @@ from megatron_ibpo.basics.rendezvous import remove_private
 from megatron_ibpo.basics.sampling_mask import SamplingMask, sampling_mask
 from megatron_ibpo.basics.supervised import end_group
 from megatron_ibpo.engines.settings import EngineSettings
+from megatron_ibpo.engines.vllm.drafts import MARK
 from megatron_ibpo.engines.vllm.messages import (
     Answer,
     Asked,
@@ -237,6 +238,7 @@ class SamplingEngine:
             ignore_eos=not self._settings.eos_token_ids,
             logprobs=0,
             flat_logprobs=True,
+            extra_args={MARK: request.repeats_prompt} if self._settings.drafts_corrections else None,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -251,10 +253,9 @@ class SamplingEngine:
     def step(self) -> list[Finished]:
         """Sample one token for every running request; return the requests that end with it."""
         ended: list[Any] = [output for output in self._llm.step() if output.finished]
-        for output in ended:
-            if (drafts := output.outputs[0].spec_decode_metrics) is not None:
-                self._drafted += drafts.num_draft_tokens
-                self._accepted += sum(length * times for length, times in enumerate(drafts.histogram))
+        for drafted, accepted in filter(any, map(_drafts, ended)):
+            self._drafted += drafted
+            self._accepted += accepted
         choices = self._routed_experts(ended)
         self._rest_if_idle()
         masks = self._settings.records_sampling_mask
@@ -460,7 +461,17 @@ def _finished(output: Any, routed_experts: ExpertIds | None, mask: SamplingMask 
         tuple((span.start, int(span.version)) for span in completion.weight_versions),
         routed_experts,
         mask,
+        _drafts(output),
     )
+
+
+def _drafts(output: Any) -> tuple[int, int]:
+    """Return (tokens drafted for a finished request, those accepted)."""
+    metrics = output.outputs[0].spec_decode_metrics
+    if metrics is None:
+        return 0, 0
+    accepted = sum(length * times for length, times in enumerate(metrics.histogram))
+    return metrics.num_draft_tokens, accepted
 
 
 def _backend(transport: TransportName) -> str:

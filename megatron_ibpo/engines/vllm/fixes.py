@@ -14,9 +14,11 @@ from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from megatron_ibpo.engines.vllm.drafts import MARK
 from megatron_ibpo.engines.vllm.version_guard import written_for
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ def fix_cpu() -> None:
     _hold_generators_of_discarded_tokens()
     _cache_prompts_alone()
     _read_single_tokens_as_prompts()
+    _expand_settings_to_drafts()
+    _draft_for_marked_requests()
 
 
 def fix_gpu() -> None:
@@ -133,6 +137,40 @@ def _read_single_tokens_as_prompts() -> None:
         return build(self, prefix, batch, *arguments, **more)
 
     builder.build = build_prompts
+
+
+@written_for("0.32")
+def _expand_settings_to_drafts() -> None:
+    """Give drafted tokens their requests' temperature, top-k and top-p. On CPUs vLLM 0.32 writes them into a
+    copy of another type and drops it (`_expand_kernel_impl`), and samples with what memory holds instead."""
+
+    def expand(
+        x: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> torch.Tensor:
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts)
+
+    rejection_sampler.expand_batch_to_tokens = expand
+
+
+@written_for("0.32")
+def _draft_for_marked_requests() -> None:
+    """Let requests decide by their mark (`drafts.MARK`) whether vLLM 0.32 drafts for them. It proposes
+    nothing for a request without new tokens. This is the first model runner."""
+    runner: Any = CPUModelRunner
+    propose = runner.propose_draft_token_ids
+
+    def propose_for_marked(self: Any, scheduled: Any, sampled: Any, *arguments: Any) -> Any:
+        if self.speculative_config.method == "ngram":
+            wanted = [_is_drafted(self.requests[name]) for name in self.input_batch.req_ids]
+            sampled = [ids if drafted else [] for ids, drafted in zip(sampled, wanted, strict=True)]
+        return propose(self, scheduled, sampled, *arguments)
+
+    runner.propose_draft_token_ids = propose_for_marked
+
+
+def _is_drafted(request: Any) -> bool:
+    return (request.sampling_params.extra_args or {}).get(MARK, True)
 
 
 @written_for("0.32")

@@ -31,6 +31,7 @@ class Finished(NamedTuple):
     """(first token, policy version) of each span, as in `Sample.versions`."""
     routed_experts: ExpertIds | None
     sampling_mask: SamplingMask | None
+    drafts: tuple[int, int]
 
 
 class Samples(NamedTuple):

@@ -3,12 +3,12 @@ CPU kernels cannot compute, and the samples whose probabilities it does not desc
 vLLM."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any
 
 from megatron_ibpo.config import Config, RolloutConfig, eval_sampling, named_values
 from megatron_ibpo.engines.settings import EngineNeeds, Precision
 from megatron_ibpo.engines.vllm.model_runner import VARIABLE, uses_second_runner
-from megatron_ibpo.engines.vllm.parameters import vllm_parameters
+from megatron_ibpo.engines.vllm.parameters import VllmParameters, vllm_parameters
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape
 
@@ -63,20 +63,33 @@ def kv_cache_bytes(rollout: RolloutConfig, *, on_gpu: bool) -> int | None:
 
 
 def on_device(config: Config, shape: ModelShape, on_gpu: bool) -> RolloutConfig:
-    """Return the settings of sampling with --vllm-dtype resolved: auto is the trainer's precision on GPUs and
-    float32 on CPUs, but bfloat16 where vLLM does not support float32, which is with quantized weights, and on
-    CPUs with delta nets.
+    """Return the settings of sampling with "auto" resolved: --ibpo-draft-from-prompt by `draft_by_default`,
+    and --vllm-dtype to the trainer's precision on GPUs and float32 on CPUs, but bfloat16 where vLLM does not
+    support float32, which is with quantized weights, and on CPUs with delta nets.
 
     Args:
         config: configuration with the trainer's precision resolved.
     """
     rollout, own = config.rollout, vllm_parameters(config.rollout)
-    if own.vllm_dtype != "auto":
-        return rollout
-    rounds = config.model.bf16 if on_gpu else shape.is_recurrent
-    is_quantized = "quantization" in named_values(own.vllm_arg)
-    dtype: Literal["bfloat16", "float32"] = "bfloat16" if is_quantized or rounds else "float32"
-    return replace(rollout, parameters=rollout.parameters | {"vllm_dtype": dtype})
+    resolved: dict[str, Any] = {}
+    if own.ibpo_draft_from_prompt == "auto":
+        drafts = draft_by_default(config, own, shape, on_gpu)
+        resolved["ibpo_draft_from_prompt"] = "on" if drafts else "off"
+    if own.vllm_dtype == "auto":
+        rounds = config.model.bf16 if on_gpu else shape.is_recurrent
+        is_quantized = "quantization" in named_values(own.vllm_arg)
+        resolved["vllm_dtype"] = "bfloat16" if is_quantized or rounds else "float32"
+    return replace(rollout, parameters=rollout.parameters | resolved)
+
+
+def draft_by_default(config: Config, own: VllmParameters, shape: ModelShape, on_gpu: bool) -> bool:
+    """Return whether to draft without being told: on GPUs, for models whose state is a cache that can be cut
+    back, if the policy corrects responses and no routing or sampling mask is recorded. Not run on GPUs."""
+    rollout = config.rollout
+    recorded = rollout.use_rollout_routing_replay or bool(rollout.truncation)
+    chosen = "speculative_config" in named_values(own.vllm_arg)
+    corrects = config.algorithm.ibpo_operator == "compare-and-correct"  # which marks its requests
+    return on_gpu and corrects and not (shape.is_recurrent or recorded or chosen)
 
 
 def precision(rollout: RolloutConfig) -> Precision:

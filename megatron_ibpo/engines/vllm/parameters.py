@@ -26,6 +26,11 @@ class VllmParameters:
     """Sequences decoded at once by one engine."""
     vllm_enforce_eager: bool = False
     """Disable compilation and graph capture. Always disabled on CPUs, where compiling was 20x slower."""
+    ibpo_draft_from_prompt: Literal["auto", "on", "off"] = "auto"
+    """Let vLLM draft tokens of corrections from their prompts, which hold the texts that they correct;
+    rejection sampling leaves the distribution as it is. On GPUs vLLM then drafts for all requests. "auto": on
+    GPUs, for models without delta nets, with --ibpo-operator compare-and-correct; off on CPUs. Refused for
+    delta nets on CPUs."""
     vllm_start_timeout: Annotated[float | None, SECONDS] = None
     """Seconds that an engine may take to start. None: 600, for compiling and capturing graphs, plus the time
     to read the model's files at 0.25 GB/s; 1,240 for 160 GB."""

@@ -10,6 +10,8 @@ from megatron_ibpo.config import RolloutConfig, named_values
 from megatron_ibpo.config.declared import declared_fields, declared_values
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.settings import EngineSettings
+from megatron_ibpo.engines.vllm.drafts import FLAG as DRAFT_FLAG
+from megatron_ibpo.engines.vllm.drafts import SPECULATION
 from megatron_ibpo.engines.vllm.model_runner import VARIABLE, uses_second_runner
 from megatron_ibpo.engines.vllm.needs import kv_cache_bytes
 from megatron_ibpo.engines.vllm.parameters import vllm_parameters
@@ -89,7 +91,12 @@ def engine_settings(
     recorded = shape.num_experts if rollout.use_rollout_routing_replay else 0
     own = vllm_parameters(rollout)
     assert own.vllm_dtype != "auto"  # `needs.on_device` resolved it
+    drafts = own.ibpo_draft_from_prompt == "on"
     arguments = _taking_new_weights(vllm_arguments(own.vllm_arg), experts_on_gpu=shape.is_moe and not on_cpu)
+    if drafts and "speculative_config" in arguments:
+        raise ValueError(f"{DRAFT_FLAG} on: --vllm-arg speculative-config drafts too; drop one of the two")
+    if drafts:
+        arguments["speculative_config"] = SPECULATION
     by_cache = recorded > 0 and uses_second_runner("cpu" if on_cpu else "cuda")
     if recorded and not by_cache and not on_cpu:
         raise ValueError(
@@ -110,14 +117,14 @@ def engine_settings(
     if on_cpu and shape.is_recurrent and "speculative_config" in arguments:
         # vLLM 0.32: log-probs are NaN from the second token on, greedy tokens change, and there is no error
         raise ValueError(
-            "--vllm-arg speculative-config: on CPUs vLLM's speculative decoding samples wrongly from "
+            f"{_named(drafts)}: on CPUs vLLM's speculative decoding samples wrongly from "
             "models with delta nets; leave it out, or speculate on GPUs"
         )
     if on_cpu and recorded and "speculative_config" in arguments:
         # a position may be computed for a draft that is rejected, and the record keeps its first choice
         raise ValueError(
             "--use-rollout-routing-replay: on CPUs routing is not recorded while vLLM speculates; leave "
-            "--vllm-arg speculative-config out"
+            f"{_named(drafts)} out"
         )
     return EngineSettings(
         model=str(hf_dir),
@@ -141,8 +148,13 @@ def engine_settings(
         dense_layers=shape.dense_layers,
         records_sampling_mask=records_sampling_mask,
         drafts_with_mtp=drafts_with_mtp(own.vllm_arg),
+        drafts_corrections=drafts,
         extra_arguments=arguments,
     )
+
+
+def _named(drafts: bool) -> str:
+    return f"{DRAFT_FLAG} on" if drafts else "--vllm-arg speculative-config"
 
 
 def drafts_with_mtp(vllm_arg: Sequence[str]) -> bool:
