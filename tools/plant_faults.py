@@ -87,11 +87,15 @@ class Trial:
 
 
 def changed_model(copy: Path, changes: dict[str, Any]) -> Path:
-    """Write a directory like a model's, without weights and with other fields in config.json."""
+    """Write a directory with the tokenizer of the model `like`, without weights, and with the config.json of
+    the model `config`, or `like` itself, in which some fields differ."""
     like, target = copy / changes["like"], copy / "build/changed_model"
     shutil.copytree(like, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-    fields = json.loads((like / "config.json").read_text()) | changes
-    (target / "config.json").write_text(json.dumps(fields))
+    fields = json.loads((like / "config.json").read_text())
+    of_tokenizer = {name: fields[name] for name in fields if name.endswith(("vocab_size", "_token_id"))}
+    if "config" in changes:
+        fields = json.loads((copy / changes["config"] / "config.json").read_text()) | of_tokenizer
+    (target / "config.json").write_text(json.dumps(fields | changes))
     return target
 
 

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_ibpo.basics.records import Floats, Sample, SampleRequest, TokenIds, token_ids
-from megatron_ibpo.engines.probe import TIMEOUT_S
-from megatron_ibpo.run.recovery import sleep_engines, wake_engines
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.engine import (
@@ -21,8 +19,11 @@ from megatron_ibpo.verify.engine import (
     as_trained,
     differences,
     engine_dtype,
-    precision_spread,
+    engine_samples,
+    loaded,
+    logprobs_of,
 )
+from megatron_ibpo.verify.own_policy import weights_in
 from megatron_ibpo.verify.rows import NotCheckedError, Row, measured
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
 
@@ -49,7 +50,7 @@ def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> 
     if run.engines is None:
         raise NotCheckedError("recorded rollouts are replayed, so there is no engine")
     origin = export("arrival")
-    tensors = {name: t for file in origin.glob("*.safetensors") for name, t in load_file(file).items()}
+    tensors = weights_in(origin)
     by_kind: dict[str, list[str]] = {}
     for name in tensors:
         by_kind.setdefault(kind_of(name), []).append(name)
@@ -66,7 +67,10 @@ def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> 
             seen[f"adapters' {factor}"] = _sent_and_sampled(subject, run)
             run.policy.shift_adapters(factor, -SHIFT)
     everything = [as_trained(s) for own in seen.values() for s in own.samples]
-    spread = float(np.concatenate(precision_spread(origin, engine_dtype(run), everything)).mean())
+    exact, rounded = (
+        logprobs_of(loaded(origin, dtype), everything) for dtype in (torch.float64, engine_dtype(run))
+    )
+    spread = float(np.concatenate(differences(exact, rounded, everything)).mean())
     unchanged = run.policy.logprobs(everything)
     yield from _rows(seen, unchanged, max(FLOOR, SPREADS * spread))
 
@@ -81,11 +85,12 @@ def _rows(seen: Mapping[str, _Seen], unchanged: Sequence[Floats], bound: float) 
     for kind, own in seen.items():
         before = unchanged[start : start + len(own.samples)]
         start += len(own.samples)
-        gap = float(np.concatenate(differences(own.samples, own.trainer)).mean())
-        moved = float(np.concatenate([
-            np.abs(np.subtract(a, b, dtype=float))[s.loss_mask]
-            for a, b, s in zip(own.trainer, before, own.samples, strict=True)
-        ]).mean())  # fmt: skip
+        sequences = [as_trained(sample) for sample in own.samples]
+        engine = [sample.logprobs for sample in own.samples]
+        gap, moved = (
+            float(np.concatenate(differences(own.trainer, other, sequences)).mean())
+            for other in (engine, before)
+        )
         reason = f"mean |difference| in nats after an update that moves the trainer's by {moved:.2g}"
         if gap <= bound and moved < VISIBLE * bound:
             reason += ", too little to be seen beside the bound"
@@ -119,7 +124,6 @@ def _sent_and_sampled(subject: Subject, run: Run) -> _Seen:
     assert run.engines is not None
     rollout = subject.small.rollout
     run.engines.update_weights(run.engines.version + 1)
-    wake_engines(run)
     requests = [
         SampleRequest(
             ids,
@@ -130,8 +134,7 @@ def _sent_and_sampled(subject: Subject, run: Run) -> _Seen:
         )
         for number, ids in enumerate(_prompts(subject))
     ]
-    samples = run.engines.idle(0).generate(requests, version=run.engines.version, timeout=TIMEOUT_S)
-    sleep_engines(run)
+    samples = engine_samples(run, requests)
     return _Seen(samples, run.policy.logprobs([as_trained(sample) for sample in samples]))
 
 

@@ -1,14 +1,18 @@
 """Log-probs of sampled tokens: the engine's beside the trainer's."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_ibpo.basics.records import Floats, Group, Sample, TrainSequence
+from megatron_ibpo.basics.records import Floats, Group, Sample, SampleRequest, TrainSequence
+from megatron_ibpo.engines.probe import TIMEOUT_S
 from megatron_ibpo.policy.transformers_reference import transformers_model
+from megatron_ibpo.run.recovery import sleep_engines, wake_engines
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.reference import logprobs
 from megatron_ibpo.verify.rows import NotCheckedError, Row, measured
@@ -20,22 +24,31 @@ BIN = 8
 FEWEST = 24
 """Tokens that such a mean must have."""
 
+OTHER_TEMPERATURES = (0.5, 0.8, 1.25, 2.0)
+"""Factors of the temperature at which samples could have been drawn instead."""
+SURE = 13.8
+"""Logarithm of a million: chances below its inverse are none."""
+
 Array = npt.NDArray[np.float64]
 
 
 def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> Iterator[Row]:
     """Compare the log-probs of a step's samples under the weights in `hf_dir`, over all tokens and by their
-    place in the response."""
+    place in the response; then the samples with their own probabilities."""
     samples = [sample for group in groups for sample in group.samples if sample.loss_mask.any()]
     sequences = [as_trained(sample) for sample in samples]
-    gaps = differences(samples, run.policy.logprobs(sequences))
+    trainer = run.policy.logprobs(sequences)
+    gaps = differences([sample.logprobs for sample in samples], trainer, sequences)
     dtype = engine_dtype(run)
-    spreads = precision_spread(hf_dir, dtype, sequences)
+    reference = loaded(hf_dir, torch.float64)
+    exact = logprobs_of(reference, sequences)
+    spreads = differences(logprobs_of(loaded(hf_dir, dtype), sequences), exact, sequences)
     mean, spread = float(np.concatenate(gaps).mean()), float(np.concatenate(spreads).mean())
+    bound = max(FLOOR, SPREADS * spread)
     source = f"{SPREADS:.0f} x the spread of transformers in {_name(dtype)}, {spread:.1e}"
     next_step = "temperature, top-p and top-k of both, the engine's precision, weight updates (arrival)"
     yield measured(
-        f"engine: {when}", mean, max(FLOOR, SPREADS * spread), source,
+        f"engine: {when}", mean, bound, source,
         f"mean |difference| in nats over {sum(map(len, gaps))} tokens of {len(samples)} samples, largest "
         f"{max(own.max() for own in gaps):.1e}", next_step,
     )  # fmt: skip
@@ -45,6 +58,44 @@ def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> I
         f"engine: {when}, by place", place, max(2 * FLOOR, 2 * SPREADS * max(allowed, spread)), source,
         f"largest mean over {where}", "positions, a cache that outlives its weights, a state not reset",
     )  # fmt: skip
+    if any(sample.sampling_mask is not None for sample in samples):
+        reason = "top-p or top-k cuts the distribution, which the reference does not know"
+        yield Row(f"engine: {when}, the draw", "not checked", reason=reason)
+    else:
+        written = float(np.concatenate(differences(trainer, exact, sequences)).mean())
+        yield measured(
+            f"reference: written {when}", written, bound, source,
+            "mean |difference| in nats between the trainer and transformers on the weights that it wrote",
+            "the export in Hugging Face format",
+        )  # fmt: skip
+        yield _drawn_row(when, reference, exact, sequences)
+
+
+def _drawn_row(when: str, reference: Any, exact: Sequence[Array], sequences: Sequence[TrainSequence]) -> Row:
+    """Tokens are drawn from the distribution that is reported. The ratio of their probability at another
+    temperature to that at their own has the mean 1, so a large ratio has at most its inverse as its
+    chance."""
+    log_ratios = {}
+    for factor in OTHER_TEMPERATURES:
+        others = logprobs_of(reference, [replace(s, temperature=s.temperature * factor) for s in sequences])
+        log_ratios[factor] = float(sum(
+            (other - own)[s.loss_mask].sum() for other, own, s in zip(others, exact, sequences, strict=True)
+        ))  # fmt: skip
+    likeliest = max(log_ratios, key=lambda factor: log_ratios[factor])
+    return measured(
+        f"engine: {when}, the draw", log_ratios[likeliest], SURE, "chance of 1 in a million",
+        f"nats by which the samples are likelier at {likeliest:g} times their temperature",
+        "temperature and seeds of the engine's sampler",
+    )  # fmt: skip
+
+
+def engine_samples(run: Run, requests: Sequence[SampleRequest]) -> list[Sample]:
+    """Return what the first engine samples for the requests under its present weights."""
+    assert run.engines is not None
+    wake_engines(run)
+    samples = run.engines.idle(0).generate(requests, version=run.engines.version, timeout=TIMEOUT_S)
+    sleep_engines(run)
+    return samples
 
 
 def as_trained(sample: Sample) -> TrainSequence:
@@ -55,11 +106,13 @@ def as_trained(sample: Sample) -> TrainSequence:
     )  # fmt: skip
 
 
-def differences(samples: Sequence[Sample], trainer: Sequence[Floats]) -> list[Array]:
-    """Return |engine - trainer| of each token that the policy wrote, by sample."""
+def differences(
+    first: Sequence[Floats], second: Sequence[Floats], sequences: Sequence[TrainSequence]
+) -> list[Array]:
+    """Return |first - second| of each token that the policy wrote, by sequence."""
     return [
-        np.abs(np.subtract(s.logprobs, own, dtype=float))[s.loss_mask]
-        for s, own in zip(samples, trainer, strict=True)
+        np.abs(np.subtract(a, b, dtype=float))[s.loss_mask]
+        for a, b, s in zip(first, second, sequences, strict=True)
     ]
 
 
@@ -69,20 +122,22 @@ def engine_dtype(run: Run) -> torch.dtype:
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
-def precision_spread(hf_dir: Path, dtype: torch.dtype, sequences: Sequence[TrainSequence]) -> list[Array]:
-    """Return the differences of each token's log-prob between transformers in `dtype` and in float64.
+def loaded(hf_dir: Path, dtype: torch.dtype) -> Any:
+    """Return transformers' model of a checkpoint.
 
     Raises:
-        NotCheckedError: transformers cannot compute the model.
+        NotCheckedError: transformers cannot compute it.
     """
     try:
-        exact, rounded = transformers_model(hf_dir, torch.float64), transformers_model(hf_dir, dtype)
+        return transformers_model(hf_dir, dtype)
     except (ValueError, ImportError) as error:
         raise NotCheckedError(f"transformers cannot load the model: {error}") from error
-    with torch.no_grad():
-        return [
-            (logprobs(rounded, s).double() - logprobs(exact, s)).abs().numpy()[s.loss_mask] for s in sequences
-        ]
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, sequences: Sequence[TrainSequence]) -> list[Array]:
+    """Return the log-probs of response tokens that transformers computes."""
+    return [logprobs(model, s).double().numpy() for s in sequences]
 
 
 def furthest(gaps: Sequence[Array]) -> tuple[float, str]:

@@ -11,6 +11,7 @@ from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.engines.registry import samples_in_trainer
 from megatron_ibpo.run import loop, saving
 from megatron_ibpo.run.open import open_run
+from megatron_ibpo.run.rollouts import LiveRollouts
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.arrival import check_arrival
 from megatron_ibpo.verify.batch import Subject
@@ -20,7 +21,7 @@ from megatron_ibpo.verify.own_policy import ROUNDING, Update, changes, own_updat
 from megatron_ibpo.verify.resume import check_resume
 from megatron_ibpo.verify.rows import NotCheckedError, Row, attempted
 from megatron_ibpo.verify.split import compared
-from megatron_ibpo.verify.tokens import Turn, check_samples, recorded_turns
+from megatron_ibpo.verify.tokens import Turn, as_turn, check_cut, check_samples
 
 LIVE = ("split", "engine", "tokens", "resume", "arrival", "memory")
 """Checks that need the run's processes."""
@@ -36,15 +37,17 @@ class LiveRun:
     """Groups of each step."""
     sequences: list[list[TrainSequence]] = field(default_factory=list)
     """Sequences that each step trained on."""
-    turns: list[set[Turn]] = field(default_factory=list)
-    """Turns of engines in each step."""
+    turns: set[Turn] = field(default_factory=set)
+    """All that engines wrote."""
     metrics: list[dict[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.run.rollouts, LiveRollouts):  # a recording has no sampler
+            self.run.rollouts.sampler.on_sample = lambda sample: self.turns.add(as_turn(sample))
 
     def sample(self) -> None:
         """Sample the next step, and assign its credit."""
-        with recorded_turns() as turns:
-            self.groups.append(loop.sample(self.run))
-        self.turns.append(turns)
+        self.groups.append(loop.sample(self.run))
         self.sequences.append(loop.credit(self.run, self.groups[-1]).sequences)
 
     def train(self) -> None:
@@ -73,6 +76,7 @@ def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
             yield from attempted("engine: before an update", partial(_engine, live, initial, "before"))
         if wanted("tokens"):
             yield from attempted("tokens", partial(_samples, live))
+            yield from attempted("tokens: cut responses", partial(check_cut, subject, run))
         live.train()
         if wanted("split") and not samples_in_trainer(subject.small.rollout.rollout_backend):
             yield from attempted("split: the run's layout", partial(_layout, live, initial))
@@ -95,7 +99,7 @@ def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
 
 
 def _samples(live: LiveRun) -> Iterator[Row]:
-    return check_samples(live.subject, live.groups[0], live.sequences[0], live.turns[0])
+    return check_samples(live.subject, live.groups[0], live.sequences[0], live.turns)
 
 
 def _engine(live: LiveRun, hf_dir: Path, when: str) -> Iterator[Row]:

@@ -1,20 +1,31 @@
 """Loss and gradients do not depend on how a batch is cut: into micro-batches here, over ranks in `live`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.verify.batch import Subject
-from megatron_ibpo.verify.own_policy import Update, difference, own_update, reading_off
+from megatron_ibpo.verify.own_policy import (
+    Update,
+    difference,
+    own_policy,
+    own_update,
+    reading_off,
+)
 from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
 
 BOUND, RECURRENT_BOUND = 2e-4, 1e-3
 """Largest relative difference of a gradient in float32; delta nets sum long products."""
+SMALL_LR = 1e-2
+"""Learning rate of a step after which log-probs have changed in proportion to it."""
 METRICS = ("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "kl")
 NEXT = "the loss's divisor and weights (--loss-aggregation, --loss-variant, --token-credit)"
+
+Array = npt.NDArray[np.float64]
 
 
 def check_split(subject: Subject) -> Iterator[Row]:
@@ -32,6 +43,66 @@ def check_split(subject: Subject) -> Iterator[Row]:
     }
     for name, (cut, own) in cuts.items():
         yield compared(f"split: {name}", own_update(cut, own), together, subject)
+    yield _repeated_row(subject)
+    yield _direction_row(subject)
+
+
+def _repeated_row(subject: Subject) -> Row:
+    """A step that moves nothing leaves nothing behind: taken twice, it has the same metrics."""
+    config = _with_lr(from_engine(subject.small), 1e-12)
+    with own_policy(config) as (policy, _):
+        first, second = (policy.update(subject.sequences) for _ in range(2))
+    gaps = _scalar_gaps(second, first)
+    worst = max(gaps, key=lambda name: gaps[name])
+    return measured(
+        "split: the same step twice", gaps[worst], bound_of(subject), "float32",
+        f"relative difference of {len(gaps)} metrics; furthest: {worst}",
+        "gradients that are not zeroed, dropout, what a step leaves behind",
+    )  # fmt: skip
+
+
+def _direction_row(subject: Subject) -> Row:
+    """What earns more has the larger advantage, and what has an advantage becomes likelier."""
+    sequences = [s for s in subject.batch.credited if s.has_advantage and s.loss_mask.any()]
+    with own_policy(_with_lr(subject.small, SMALL_LR)) as (policy, _):
+        before = policy.logprobs(sequences)
+        plain = [replace(s, rollout_logprobs=own) for s, own in zip(sequences, before, strict=True)]
+        policy.update(plain)
+        after = policy.logprobs(sequences)
+    rises = [np.subtract(b, a, dtype=float) for a, b in zip(before, after, strict=True)]
+    gain = _slopes(sequences, rises)
+    earned = {kind: _mean_advantage(sequences, right=kind == "right") for kind in ("right", "wrong")}
+    faults = [] if max(gain) > 0 else [f"advantage times rise of the log-prob is {max(gain):.2g}"]
+    if earned["right"] <= earned["wrong"]:
+        faults.append(f"right responses have the advantage {earned['right']:.3g}, wrong ones "
+                      f"{earned['wrong']:.3g}")  # fmt: skip
+    return counted_faults(
+        "split: direction", faults,
+        f"an update with {len(sequences)} sequences raises those whose advantage is positive",
+    )  # fmt: skip
+
+
+def _slopes(sequences: Sequence[TrainSequence], rises: Sequence[Array]) -> tuple[float, float]:
+    """Return the sum of advantage times rise of the log-prob, by tokens and by means of sequences: which of
+    them an update raises depends on --loss-aggregation."""
+    products = [
+        ((s.advantage if s.token_advantages is None else s.token_advantages) * rise)[s.loss_mask]
+        for s, rise in zip(sequences, rises, strict=True)
+    ]
+    return float(sum(own.sum() for own in products)), float(sum(own.mean() for own in products))
+
+
+def _mean_advantage(sequences: Sequence[TrainSequence], *, right: bool) -> float:
+    """Return the mean advantage of the made-up responses that are right, or wrong (`Subject.batch`)."""
+    chosen = [s for s in sequences if s.kind == "response" and (s.index % 2 == 0) == right]
+    return float(np.mean([
+        s.advantage if s.token_advantages is None else s.token_advantages[s.loss_mask].mean() for s in chosen
+    ] or [0.0]))  # fmt: skip
+
+
+def _with_lr(config: Config, lr: float) -> Config:
+    optimizer = replace(config.optimizer, lr=lr, lr_decay_style="constant")
+    return replace(config, optimizer=optimizer, loss=replace(config.loss, num_steps_per_rollout=1))
 
 
 def _credit_row(subject: Subject) -> Row:
@@ -62,11 +133,7 @@ def compared(check: str, own: Update, expected: Update, subject: Subject) -> Row
     if not expected.metrics.get("grad_norm"):
         raise NotCheckedError("the batch has no gradient")
     gap, where, count = difference(own.change, expected.change, max(own.rounding, expected.rounding))
-    scalars = {
-        name: abs(own.metrics[name] - expected.metrics[name]) / max(abs(expected.metrics[name]), 1e-2)
-        for name in METRICS
-        if name in expected.metrics
-    }
+    scalars = _scalar_gaps(own.metrics, expected.metrics)
     worst = max(scalars, key=lambda name: scalars[name])
     if scalars[worst] > gap:
         gap, where = scalars[worst], f"metric {worst}"
@@ -74,6 +141,15 @@ def compared(check: str, own: Update, expected: Update, subject: Subject) -> Row
         check, gap, bound_of(subject), "float32, relative to the largest of a tensor",
         f"gradients of {count} tensors and {len(scalars)} metrics; furthest: {where or 'none'}", NEXT,
     )  # fmt: skip
+
+
+def _scalar_gaps(metrics: Mapping[str, float], expected: Mapping[str, float]) -> dict[str, float]:
+    """Return the relative difference of each metric."""
+    return {
+        name: abs(metrics[name] - expected[name]) / max(abs(expected[name]), 1e-2)
+        for name in METRICS
+        if name in expected
+    }
 
 
 def bound_of(subject: Subject) -> float:

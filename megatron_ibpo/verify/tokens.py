@@ -1,24 +1,33 @@
 """Tokens: prompts are the rendered text, and only what the policy wrote has a gradient."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Group, Prompt, Sample, TokenIds, TrainSequence
+from megatron_ibpo.basics.records import (
+    Group,
+    Prompt,
+    Sample,
+    SampleRequest,
+    TokenIds,
+    TrainSequence,
+    token_ids,
+)
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.run.run_data import open_run_data
-from megatron_ibpo.sampling.sampler import Sampler
+from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject
+from megatron_ibpo.verify.engine import SURE, engine_samples
 from megatron_ibpo.verify.own_policy import own_policy, own_update, reading_off
-from megatron_ibpo.verify.rows import Row, counted_faults
+from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
 from megatron_ibpo.verify.split import from_engine
+from megatron_ibpo.verify.stand_in_reward import score
 
-MOST = 64
+MOST, CUT = 64, 8
+"""Prompts that are looked at, and those whose responses are cut."""
 
 Turn = tuple[bytes, bytes]
 """Ids and log-probs of what an engine wrote at once."""
@@ -35,20 +44,9 @@ def check_tokens(subject: Subject) -> Iterator[Row]:
     yield _masked(subject)
 
 
-@contextmanager
-def recorded_turns() -> Iterator[set[Turn]]:
-    """Provide a set of all that engines return meanwhile, before a sampler or an episode makes samples of
-    it."""
-    turns: set[Turn] = set()
-    taken = Sampler._taken
-
-    async def recorded(sampler: Sampler, engine: Any) -> Any:
-        finished = await taken(sampler, engine)
-        turns.update((sample.token_ids.tobytes(), sample.logprobs.tobytes()) for _, sample in finished)
-        return finished
-
-    with mock.patch.object(Sampler, "_taken", recorded):
-        yield turns
+def as_turn(sample: Sample) -> Turn:
+    """Return what an engine wrote at once."""
+    return sample.token_ids.tobytes(), sample.logprobs.tobytes()
 
 
 def check_samples(
@@ -57,7 +55,7 @@ def check_samples(
     """Compare what engines returned with what was asked and with what is trained on.
 
     Args:
-        turns: result of `recorded_turns`.
+        turns: `as_turn` of all that engines returned, before episodes and prefixes were put together of it.
     """
     eos = set(read_eos_token_ids(subject.foundation.hf_dir))
     faults = [fault for group in groups for fault in _group_faults(subject, group, eos)]
@@ -73,10 +71,53 @@ def check_samples(
         f"what {count} samples have as the policy's is what {len(turns)} turns of engines were, and no more",
     )
     yield counted_faults(
+        "tokens: rewards",
+        [fault for group in groups for fault in _reward_faults(subject, group)],
+        "every sample has the reward of its own text",
+    )
+    yield _seeds_row(groups)
+    yield counted_faults(
         "tokens: training",
         list(_trained_faults(groups, trained)),
         f"{len(trained)} sequences are those sampled",
     )
+
+
+def check_cut(subject: Subject, run: Run) -> Iterator[Row]:
+    """Ask the engine for fewer tokens than responses need, so that some are cut whatever the policy."""
+    if run.engines is None or subject.data.prompts is None:
+        raise NotCheckedError("recorded rollouts are replayed, so there is no engine")
+    eos = set(read_eos_token_ids(subject.foundation.hf_dir))
+    temperature = subject.small.rollout.rollout_temperature
+    prompts = subject.data.prompts.batch(0, CUT)
+    requests = [
+        SampleRequest(own, seed, 1 + seed % 3, temperature)
+        for seed, prompt in enumerate(prompts)
+        if len(own := prompt.token_ids)  # an environment writes its own
+    ] or [SampleRequest(token_ids([1, 2, 3]), seed, 2, temperature) for seed in range(CUT)]
+    samples = engine_samples(run, requests)
+    faults = [
+        f"request {i}: {fault}"
+        for i, (request, sample) in enumerate(zip(requests, samples, strict=True))
+        for fault in _end_faults(sample, request.max_tokens, eos)
+    ]
+    cut = sum(not eos & set(sample.token_ids[-1:].tolist()) for sample in samples)
+    if not cut and not faults:
+        raise NotCheckedError("the policy ends every response within three tokens")
+    reason = f"{cut} of {len(samples)} responses are cut at a limit of 1 to 3 tokens, and say so"
+    yield counted_faults("tokens: cut responses", faults, reason)
+
+
+def _end_faults(sample: Sample, limit: int, eos: set[int]) -> Iterator[str]:
+    """A response ends with its only end-of-sequence id, or at its limit, and says which."""
+    ids = sample.token_ids[sample.num_begun_tokens :].tolist()
+    if eos & set(ids[:-1]):
+        yield "goes on after an end-of-sequence id"
+    if (sample.finish_reason == "stop") != bool(eos & set(ids[-1:])):
+        yield f"ends with id {ids[-1:]} and says {sample.finish_reason}"
+    length = sample.num_trained_tokens
+    if length > limit or (length < limit and sample.finish_reason == "length"):
+        yield f"is cut after {length} tokens, and not {limit}"
 
 
 def _prompt_faults(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[str]:
@@ -148,14 +189,9 @@ def _group_faults(subject: Subject, group: Group, eos: set[int]) -> Iterator[str
             continue
         if is_plain and not np.array_equal(sample.prompt_token_ids, prompt.token_ids):
             yield f"prompt {prompt.index}, sample {number}: sampled from other ids than the prompt's"
-        if eos & set(sample.content_ids[sample.num_begun_tokens :].tolist()):
-            yield f"prompt {prompt.index}, sample {number}: goes on after an end-of-sequence id"
-        if sample.finish_reason == "stop" and not eos & set(sample.token_ids[-1:].tolist()):
-            yield f"prompt {prompt.index}, sample {number}: stopped without an end-of-sequence id"
         room = subject.foundation.max_context - len(sample.prompt_token_ids)
-        limit = min(rollout.rollout_max_response_len, room)
-        if sample.finish_reason == "length" and sample.num_trained_tokens < limit:
-            yield f"prompt {prompt.index}, sample {number}: cut after {sample.num_trained_tokens} tokens"
+        for fault in _end_faults(sample, min(rollout.rollout_max_response_len, room), eos):
+            yield f"prompt {prompt.index}, sample {number}: {fault}"
 
 
 def _sample_faults(sample: Sample) -> Iterator[str]:
@@ -178,6 +214,30 @@ def _strange_turns(group: Group, turns: set[Turn]) -> Iterator[str]:
             if turn not in turns:
                 where = f"prompt {group.prompt.index}, sample {number}"
                 yield f"{where}: no engine wrote tokens {start} to {end - 1}"
+
+
+def _reward_faults(subject: Subject, group: Group) -> Iterator[str]:
+    """Score the samples again with the made-up reward of the small run."""
+    if group.prompt.environment is None:
+        for number, sample in enumerate(group.samples):
+            text = subject.data.tokenizer.decode(sample.token_ids)
+            if sample.reward != score("", text, "", {}):
+                yield f"prompt {group.prompt.index}, sample {number}: the reward {sample.reward} for {text!r}"
+
+
+def _seeds_row(groups: Sequence[Group]) -> Row:
+    """Responses to a prompt are drawn independently, and so are not all the same unless that is likely."""
+    equal = [group.responses for group in groups if _are_equal(group.responses)]
+    unlikely = -sum(float(s.logprobs.sum()) for responses in equal for s in responses[1:])
+    return measured(
+        "tokens: seeds", unlikely if len(equal) == len(groups) else 0.0, SURE, "chance of 1 in a million",
+        f"nats by which it is unlikely that all prompts have one response only; {len(equal)} of "
+        f"{len(groups)} have", "seeds of requests",
+    )  # fmt: skip
+
+
+def _are_equal(responses: Sequence[Sample]) -> bool:
+    return len({response.token_ids.tobytes() for response in responses}) == 1
 
 
 def _trained_faults(groups: Sequence[Group], trained: Sequence[TrainSequence]) -> Iterator[str]:
