@@ -10,20 +10,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_ibpo.basics.records import Floats, Sample, SampleRequest, TokenIds, token_ids
+from megatron_ibpo.basics.records import Floats, SampleRequest, TokenIds, TrainSequence, token_ids
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.engine import (
     FLOOR,
     SPREADS,
     as_trained,
-    differences,
     engine_dtype,
     engine_samples,
-    loaded,
-    logprobs_of,
 )
 from megatron_ibpo.verify.own_policy import weights_in
+from megatron_ibpo.verify.reference import loaded, logprobs_of, mean_difference
 from megatron_ibpo.verify.rows import NotCheckedError, Row, measured
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
 
@@ -39,40 +37,43 @@ VISIBLE = 3.0
 
 
 @dataclass(frozen=True)
-class _Seen:
-    samples: list[Sample]
+class _Sent:
+    """Samples from the engine after one kind of tensor was changed and sent."""
+
+    sequences: list[TrainSequence]
+    engine: list[Floats]
+    """The engine's log-probs."""
     trainer: list[Floats]
-    """The trainer's log-probs of them under the weights that were sent."""
+    """The trainer's log-probs under the weights that were sent."""
 
 
 def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> Iterator[Row]:
-    """Change each kind of tensor alone; then all of them."""
+    """Change all tensors, and then each kind of them alone."""
     if run.engines is None:
         raise NotCheckedError("recorded rollouts are replayed, so there is no engine")
     origin = export("arrival")
     tensors = weights_in(origin)
-    by_kind: dict[str, list[str]] = {}
-    for name in tensors:
-        by_kind.setdefault(kind_of(name), []).append(name)
-    kinds = {"all tensors": list(tensors)} | ({} if subject.full else by_kind)
-    seen: dict[str, _Seen] = {}
+    kinds = {"all tensors": list(tensors)}
+    if not subject.full:
+        for name in tensors:
+            kinds.setdefault(kind_of(name), []).append(name)
+    sent = {}
     for number, (kind, names) in enumerate(kinds.items()):
-        changed = _written(origin, origin.parent / "changed", tensors, names, seed=number)
-        run.policy.load_weights(changed)
-        seen[kind] = _sent_and_sampled(subject, run)
+        run.policy.load_weights(_changed(origin, tensors, names, seed=number))
+        sent[kind] = _send_and_sample(subject, run)
     run.policy.load_weights(origin)
     if subject.small.model.lora_rank is not None:
         for factor in ("A", "B"):
             run.policy.shift_adapters(factor, SHIFT)
-            seen[f"adapters' {factor}"] = _sent_and_sampled(subject, run)
+            sent[f"adapters' {factor}"] = _send_and_sample(subject, run)
             run.policy.shift_adapters(factor, -SHIFT)
-    everything = [as_trained(s) for own in seen.values() for s in own.samples]
+    sequences = [s for samples in sent.values() for s in samples.sequences]
     exact, rounded = (
-        logprobs_of(loaded(origin, dtype), everything) for dtype in (torch.float64, engine_dtype(run))
+        logprobs_of(loaded(origin, dtype), sequences) for dtype in (torch.float64, engine_dtype(run))
     )
-    spread = float(np.concatenate(differences(exact, rounded, everything)).mean())
-    unchanged = run.policy.logprobs(everything)
-    yield from _rows(seen, unchanged, max(FLOOR, SPREADS * spread))
+    bound = max(FLOOR, SPREADS * mean_difference(exact, rounded, sequences))
+    for kind, samples in sent.items():
+        yield _row(f"arrival: {kind}", samples, run.policy.logprobs(samples.sequences), bound)
 
 
 def kind_of(name: str) -> str:
@@ -80,69 +81,53 @@ def kind_of(name: str) -> str:
     return re.sub(r"\.\d+(?=\.)", ".*", name).removeprefix("model.").removesuffix(".weight")
 
 
-def _rows(seen: Mapping[str, _Seen], unchanged: Sequence[Floats], bound: float) -> Iterator[Row]:
-    start = 0
-    for kind, own in seen.items():
-        before = unchanged[start : start + len(own.samples)]
-        start += len(own.samples)
-        sequences = [as_trained(sample) for sample in own.samples]
-        engine = [sample.logprobs for sample in own.samples]
-        gap, moved = (
-            float(np.concatenate(differences(own.trainer, other, sequences)).mean())
-            for other in (engine, before)
-        )
-        reason = f"mean |difference| in nats after an update that moves the trainer's by {moved:.2g}"
-        if gap <= bound and moved < VISIBLE * bound:
-            reason += ", too little to be seen beside the bound"
-            yield Row(f"arrival: {kind}", "not checked", gap, bound, "precision of the engine", reason)
-        else:
-            yield measured(
-                f"arrival: {kind}", gap, bound,
-                f"{SPREADS:.0f} x the spread of the engine's precision", reason,
-                "--check-weight-update-equal, the engine's name and layout of this tensor",
-            )  # fmt: skip
+def _row(check: str, sent: _Sent, unchanged: Sequence[Floats], bound: float) -> Row:
+    gap = mean_difference(sent.trainer, sent.engine, sent.sequences)
+    moved = mean_difference(sent.trainer, unchanged, sent.sequences)
+    source = f"{SPREADS:.0f} x the spread of the engine's precision"
+    reason = f"mean |difference| in nats after an update that moves the trainer's by {moved:.2g}"
+    if gap <= bound and moved < VISIBLE * bound:
+        reason += ", too little to be seen beside the bound"
+        return Row(check, "not checked", gap, bound, source, reason)
+    next_step = "--check-weight-update-equal, the engine's name and layout of this tensor"
+    return measured(check, gap, bound, source, reason, next_step)
 
 
-def _written(
-    origin: Path, target: Path, tensors: Mapping[str, Tensor], names: Sequence[str], seed: int
-) -> Path:
+def _changed(origin: Path, tensors: Mapping[str, Tensor], names: Sequence[str], seed: int) -> Path:
     """Write a checkpoint in which the tensors `names` differ from those of `origin`."""
+    target = origin.parent / "changed"
     target.mkdir(exist_ok=True)
     copy_all_but_weights(origin, target, torch.float32)
     generator = torch.Generator().manual_seed(seed)
     changed = dict(tensors)
     for name in names:
-        size = tensors[name].float().square().mean().sqrt().item() * SHARE or SHIFT
-        noise = torch.randn(tensors[name].shape, generator=generator) * size
-        changed[name] = (tensors[name] + noise).to(tensors[name].dtype)
+        size = tensors[name].square().mean().sqrt().item() * SHARE or SHIFT
+        changed[name] = tensors[name] + torch.randn(tensors[name].shape, generator=generator) * size
     save_file(changed, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 
-def _sent_and_sampled(subject: Subject, run: Run) -> _Seen:
+def _send_and_sample(subject: Subject, run: Run) -> _Sent:
     """Send the trainers' weights, and sample the same prompts from the engine as before."""
     assert run.engines is not None
     rollout = subject.small.rollout
     run.engines.update_weights(run.engines.version + 1)
-    requests = [
-        SampleRequest(
-            ids,
-            number,
-            min(LONGEST, rollout.rollout_max_response_len),
-            rollout.rollout_temperature,
-            *rollout.top_p_and_k(0),
-        )
-        for number, ids in enumerate(_prompts(subject))
-    ]
-    samples = engine_samples(run, requests)
-    return _Seen(samples, run.policy.logprobs([as_trained(sample) for sample in samples]))
+    length, cut = min(LONGEST, rollout.rollout_max_response_len), rollout.top_p_and_k(0)
+    samples = engine_samples(run, [
+        SampleRequest(ids, seed, length, rollout.rollout_temperature, *cut)
+        for seed, ids in enumerate(_prompts(subject))
+    ])  # fmt: skip
+    sequences = [as_trained(sample) for sample in samples]
+    return _Sent(sequences, [sample.logprobs for sample in samples], run.policy.logprobs(sequences))
 
 
 def _prompts(subject: Subject) -> list[TokenIds]:
     """Return the run's first prompts, and twice a long one made of many, as caches keep whole blocks only."""
     assert subject.data.prompts is not None
     room = subject.foundation.max_context - LONGEST - 1
-    ids = [prompt.token_ids for prompt in subject.data.prompts.batch(0, 8 * PROMPTS)]
-    ids = [own if len(own) else token_ids([1, 2, 3]) for own in ids]  # an environment writes its own
-    joined = np.concatenate(ids)[: min(BLOCK + PROMPTS, room)]
-    return [*ids[:PROMPTS], joined, joined]
+    prompts = [
+        prompt.token_ids if len(prompt.token_ids) else token_ids([1, 2, 3])  # an environment writes its own
+        for prompt in subject.data.prompts.batch(0, 8 * PROMPTS)
+    ]
+    long_prompt = np.concatenate(prompts)[: min(BLOCK + PROMPTS, room)]
+    return [*prompts[:PROMPTS], long_prompt, long_prompt]

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from megatron_ibpo.basics.records import Floats, Group, Sample, SampleRequest, TrainSequence
+from megatron_ibpo.basics.records import Group, Sample, SampleRequest, TrainSequence
 from megatron_ibpo.engines.probe import TIMEOUT_S
-from megatron_ibpo.policy.transformers_reference import transformers_model
 from megatron_ibpo.run.recovery import sleep_engines, wake_engines
 from megatron_ibpo.run.state import Run
-from megatron_ibpo.verify.reference import logprobs
-from megatron_ibpo.verify.rows import NotCheckedError, Row, measured
+from megatron_ibpo.verify.reference import Array, differences, loaded, logprobs_of, mean_difference
+from megatron_ibpo.verify.rows import Row, measured
 
 FLOOR, SPREADS = 5e-5, 4.0
 """Least bound in nats, and how many times the spread of the engine's precision is right."""
@@ -28,8 +26,6 @@ OTHER_TEMPERATURES = (0.5, 0.8, 1.25, 2.0)
 """Factors of the temperature at which samples could have been drawn instead."""
 SURE = 13.8
 """Logarithm of a million: chances below its inverse are none."""
-
-Array = npt.NDArray[np.float64]
 
 
 def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> Iterator[Row]:
@@ -62,7 +58,7 @@ def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> I
         reason = "top-p or top-k cuts the distribution, which the reference does not know"
         yield Row(f"engine: {when}, the draw", "not checked", reason=reason)
     else:
-        written = float(np.concatenate(differences(trainer, exact, sequences)).mean())
+        written = mean_difference(trainer, exact, sequences)
         yield measured(
             f"reference: written {when}", written, bound, source,
             "mean |difference| in nats between the trainer and transformers on the weights that it wrote",
@@ -106,38 +102,10 @@ def as_trained(sample: Sample) -> TrainSequence:
     )  # fmt: skip
 
 
-def differences(
-    first: Sequence[Floats], second: Sequence[Floats], sequences: Sequence[TrainSequence]
-) -> list[Array]:
-    """Return |first - second| of each token that the policy wrote, by sequence."""
-    return [
-        np.abs(np.subtract(a, b, dtype=float))[s.loss_mask]
-        for a, b, s in zip(first, second, sequences, strict=True)
-    ]
-
-
 def engine_dtype(run: Run) -> torch.dtype:
     """Return the precision that the engine computes in."""
     name = run.config.rollout.parameters.get("vllm_dtype", "float32")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
-
-
-def loaded(hf_dir: Path, dtype: torch.dtype) -> Any:
-    """Return transformers' model of a checkpoint.
-
-    Raises:
-        NotCheckedError: transformers cannot compute it.
-    """
-    try:
-        return transformers_model(hf_dir, dtype)
-    except (ValueError, ImportError) as error:
-        raise NotCheckedError(f"transformers cannot load the model: {error}") from error
-
-
-@torch.no_grad()
-def logprobs_of(model: Any, sequences: Sequence[TrainSequence]) -> list[Array]:
-    """Return the log-probs of response tokens that transformers computes."""
-    return [logprobs(model, s).double().numpy() for s in sequences]
 
 
 def furthest(gaps: Sequence[Array]) -> tuple[float, str]:

@@ -25,7 +25,7 @@ from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, meas
 READING_TIMEOUT_S = 300.0
 FEW_HELD_OUT = 128
 MOST, PAIRS, SCANNED = 512, 64, 20_000
-"""Prompts that are compared, those that are looked for in their file, and the rows of it that are searched."""
+"""Prompts that are compared, those that are looked for in their file, and its rows that are searched."""
 
 
 def check_data(subject: Subject) -> Iterator[Row]:

@@ -1,7 +1,8 @@
 """Tokens: prompts are the rendered text, and only what the policy wrote has a gradient."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ from megatron_ibpo.basics.records import (
 )
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
+from megatron_ibpo.rewards.verifier import rm_type_of
 from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.engine import SURE, engine_samples
 from megatron_ibpo.verify.own_policy import own_policy, own_update, reading_off
 from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
+from megatron_ibpo.verify.small_run import STAND_IN
 from megatron_ibpo.verify.split import from_engine
 from megatron_ibpo.verify.stand_in_reward import score
 
@@ -57,22 +60,19 @@ def check_samples(
     Args:
         turns: `as_turn` of all that engines returned, before episodes and prefixes were put together of it.
     """
-    eos = set(read_eos_token_ids(subject.foundation.hf_dir))
-    faults = [fault for group in groups for fault in _group_faults(subject, group, eos)]
     count = sum(len(group.samples) for group in groups)
     cut = sum(s.finish_reason == "length" for group in groups for s in group.samples)
     yield counted_faults(
-        "tokens: samples", faults,
+        "tokens: samples", _located(groups, partial(_sample_faults, subject)),
         f"{count} samples: prompt, ends, log-probs and masks fit; {cut} end at a limit of length",
     )  # fmt: skip
     yield counted_faults(
-        "tokens: turns",
-        [fault for group in groups for fault in _strange_turns(group, turns)],
+        "tokens: turns", _located(groups, lambda group, number, sample: _strange_turns(sample, turns)),
         f"what {count} samples have as the policy's is what {len(turns)} turns of engines were, and no more",
-    )
+    )  # fmt: skip
     yield counted_faults(
         "tokens: rewards",
-        [fault for group in groups for fault in _reward_faults(subject, group)],
+        _located(groups, lambda group, number, sample: _reward_faults(subject, group.prompt, sample)),
         "every sample has the reward of its own text",
     )
     yield _seeds_row(groups)
@@ -139,8 +139,7 @@ def _doubled_start(ids: TokenIds, tokenizer: Tokenizer) -> bool:
 
 
 def _masked(subject: Subject) -> Row:
-    """Sequences whose tokens are all masked leave the weights as they are; of the others, what stands at
-    masked places changes nothing but what is read there."""
+    """Masked tokens have no log-probs, and what stands at masked places has no part in a gradient."""
     config = from_engine(reading_off(subject.small))
     sequences = subject.sequences
     masked = [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in sequences]
@@ -174,27 +173,34 @@ def _loud(s: TrainSequence) -> TrainSequence:
     )
 
 
-def _group_faults(subject: Subject, group: Group, eos: set[int]) -> Iterator[str]:
+def _located(groups: Sequence[Group], faults_of: Callable[[Group, int, Sample], Iterable[str]]) -> list[str]:
+    """Return the faults of all samples, each with its place."""
+    return [
+        f"prompt {group.prompt.index}, sample {number}: {fault}"
+        for group in groups
+        for number, sample in enumerate(group.samples)
+        for fault in faults_of(group, number, sample)
+    ]
+
+
+def _sample_faults(subject: Subject, group: Group, number: int, sample: Sample) -> Iterator[str]:
     rollout, prompt = subject.small.rollout, group.prompt
-    temperatures = {rollout.rollout_temperature, *rollout.rollout_temperature_cycle}
-    for number, sample in enumerate(group.samples):
-        is_plain = number < len(group.responses) and not rollout.rollout_prompt_suffixes
-        for fault in _sample_faults(sample):
-            yield f"prompt {prompt.index}, sample {number}: {fault}"
-        if sample.temperature not in temperatures:
-            yield f"prompt {prompt.index}, sample {number}: sampled at temperature {sample.temperature}"
-        if _doubled_start(sample.prompt_token_ids, subject.data.tokenizer):
-            yield f"prompt {prompt.index}, sample {number}: begins with the same special token twice"
-        if prompt.environment is not None:  # it has turns, and writes the prompt
-            continue
-        if is_plain and not np.array_equal(sample.prompt_token_ids, prompt.token_ids):
-            yield f"prompt {prompt.index}, sample {number}: sampled from other ids than the prompt's"
-        room = subject.foundation.max_context - len(sample.prompt_token_ids)
-        for fault in _end_faults(sample, min(rollout.rollout_max_response_len, room), eos):
-            yield f"prompt {prompt.index}, sample {number}: {fault}"
+    yield from _array_faults(sample)
+    if sample.temperature not in {rollout.rollout_temperature, *rollout.rollout_temperature_cycle}:
+        yield f"sampled at temperature {sample.temperature}"
+    if _doubled_start(sample.prompt_token_ids, subject.data.tokenizer):
+        yield "begins with the same special token twice"
+    if prompt.environment is not None:  # it has turns, and writes the prompt
+        return
+    is_plain = number < len(group.responses) and not rollout.rollout_prompt_suffixes
+    if is_plain and not np.array_equal(sample.prompt_token_ids, prompt.token_ids):
+        yield "sampled from other ids than the prompt's"
+    room = subject.foundation.max_context - len(sample.prompt_token_ids)
+    eos = set(read_eos_token_ids(subject.foundation.hf_dir))
+    yield from _end_faults(sample, min(rollout.rollout_max_response_len, room), eos)
 
 
-def _sample_faults(sample: Sample) -> Iterator[str]:
+def _array_faults(sample: Sample) -> Iterator[str]:
     lengths = {len(sample.token_ids), len(sample.logprobs), len(sample.loss_mask)}
     if len(lengths) != 1:
         yield f"ids, log-probs and mask have lengths {sorted(lengths)}"
@@ -206,23 +212,19 @@ def _sample_faults(sample: Sample) -> Iterator[str]:
         yield "tokens that the policy did not write have log-probs"
 
 
-def _strange_turns(group: Group, turns: set[Turn]) -> Iterator[str]:
-    for number, sample in enumerate(group.samples):
-        edges = np.flatnonzero(np.diff(sample.loss_mask, prepend=False, append=False))
-        for start, end in edges.reshape(-1, 2).tolist():
-            turn = sample.token_ids[start:end].tobytes(), sample.logprobs[start:end].tobytes()
-            if turn not in turns:
-                where = f"prompt {group.prompt.index}, sample {number}"
-                yield f"{where}: no engine wrote tokens {start} to {end - 1}"
+def _strange_turns(sample: Sample, turns: Container[Turn]) -> Iterator[str]:
+    edges = np.flatnonzero(np.diff(sample.loss_mask, prepend=False, append=False))
+    for start, end in edges.reshape(-1, 2).tolist():
+        if (sample.token_ids[start:end].tobytes(), sample.logprobs[start:end].tobytes()) not in turns:
+            yield f"no engine wrote tokens {start} to {end - 1}"
 
 
-def _reward_faults(subject: Subject, group: Group) -> Iterator[str]:
-    """Score the samples again with the made-up reward of the small run."""
-    if group.prompt.environment is None:
-        for number, sample in enumerate(group.samples):
-            text = subject.data.tokenizer.decode(sample.token_ids)
-            if sample.reward != score("", text, "", {}):
-                yield f"prompt {group.prompt.index}, sample {number}: the reward {sample.reward} for {text!r}"
+def _reward_faults(subject: Subject, prompt: Prompt, sample: Sample) -> Iterator[str]:
+    """Score a sample again with the made-up reward of the small run, unless its row names another."""
+    if prompt.environment is None and rm_type_of(prompt, subject.small.data) == STAND_IN:
+        text = subject.data.tokenizer.decode(sample.token_ids)
+        if sample.reward != score("", text, "", {}):
+            yield f"the reward {sample.reward} for {text!r}"
 
 
 def _seeds_row(groups: Sequence[Group]) -> Row:
