@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.config import Config
@@ -24,8 +23,6 @@ SMALL_LR = 1e-2
 """Learning rate of a step after which log-probs have changed in proportion to it."""
 METRICS = ("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "kl")
 NEXT = "the loss's divisor and weights (--loss-aggregation, --loss-variant, --token-credit)"
-
-Array = npt.NDArray[np.float64]
 
 
 def check_split(subject: Subject) -> Iterator[Row]:
@@ -66,38 +63,37 @@ def _direction_row(subject: Subject) -> Row:
     sequences = [s for s in subject.batch.credited if s.has_advantage and s.loss_mask.any()]
     with own_policy(_with_lr(subject.small, SMALL_LR)) as (policy, _):
         before = policy.logprobs(sequences)
-        plain = [replace(s, rollout_logprobs=own) for s, own in zip(sequences, before, strict=True)]
-        policy.update(plain)
+        policy.update([
+            replace(s, rollout_logprobs=logprobs) for s, logprobs in zip(sequences, before, strict=True)
+        ])  # fmt: skip
         after = policy.logprobs(sequences)
-    rises = [np.subtract(b, a, dtype=float) for a, b in zip(before, after, strict=True)]
-    gain = _slopes(sequences, rises)
-    earned = {kind: _mean_advantage(sequences, right=kind == "right") for kind in ("right", "wrong")}
-    faults = [] if max(gain) > 0 else [f"advantage times rise of the log-prob is {max(gain):.2g}"]
-    if earned["right"] <= earned["wrong"]:
-        faults.append(f"right responses have the advantage {earned['right']:.3g}, wrong ones "
-                      f"{earned['wrong']:.3g}")  # fmt: skip
+    products = [
+        ((s.advantage if s.token_advantages is None else s.token_advantages) * np.subtract(new, old))[
+            s.loss_mask
+        ]
+        for s, old, new in zip(sequences, before, after, strict=True)
+    ]
+    # a sum over tokens, and one over sequences: --loss-aggregation decides which of them an update raises
+    rise = max(float(sum(own.sum() for own in products)), float(sum(own.mean() for own in products)))
+    faults = [] if rise > 0 else [f"advantage times rise of the log-prob is {rise:.2g}"]
+    right, wrong = (_mean_advantage(sequences, right=right) for right in (True, False))
+    if right < wrong:
+        faults.append(f"right responses have the advantage {right:.3g}, and wrong ones {wrong:.3g}")
     return counted_faults(
         "split: direction", faults,
         f"an update with {len(sequences)} sequences raises those whose advantage is positive",
     )  # fmt: skip
 
 
-def _slopes(sequences: Sequence[TrainSequence], rises: Sequence[Array]) -> tuple[float, float]:
-    """Return the sum of advantage times rise of the log-prob, by tokens and by means of sequences: which of
-    them an update raises depends on --loss-aggregation."""
-    products = [
-        ((s.advantage if s.token_advantages is None else s.token_advantages) * rise)[s.loss_mask]
-        for s, rise in zip(sequences, rises, strict=True)
-    ]
-    return float(sum(own.sum() for own in products)), float(sum(own.mean() for own in products))
-
-
 def _mean_advantage(sequences: Sequence[TrainSequence], *, right: bool) -> float:
-    """Return the mean advantage of the made-up responses that are right, or wrong (`Subject.batch`)."""
-    chosen = [s for s in sequences if s.kind == "response" and (s.index % 2 == 0) == right]
-    return float(np.mean([
-        s.advantage if s.token_advantages is None else s.token_advantages[s.loss_mask].mean() for s in chosen
-    ] or [0.0]))  # fmt: skip
+    """Return the mean advantage of the made-up responses that are right, or wrong (`Subject.batch`), where it
+    comes from comparing rewards and is one number."""
+    advantages = [
+        s.advantage
+        for s in sequences
+        if s.kind == "response" and s.token_advantages is None and (s.index % 2 == 0) == right
+    ]
+    return sum(advantages) / max(1, len(advantages))
 
 
 def _with_lr(config: Config, lr: float) -> Config:
