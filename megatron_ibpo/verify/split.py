@@ -21,6 +21,8 @@ BOUND, RECURRENT_BOUND = 2e-4, 1e-3
 """Largest relative difference of a gradient in float32; delta nets sum long products."""
 SMALL_LR = 1e-2
 """Learning rate of a step after which log-probs have changed in proportion to it."""
+NO_KL = 1e-6
+"""Nats that float32 makes of a KL of 0."""
 METRICS = ("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "kl")
 NEXT = "the loss's divisor and weights (--loss-aggregation, --loss-variant, --token-credit)"
 
@@ -42,6 +44,8 @@ def check_split(subject: Subject) -> Iterator[Row]:
         yield compared(f"split: {name}", own_update(cut, own), together, subject)
     yield _repeated_row(subject)
     yield _direction_row(subject)
+    if subject.small.loss.kl_coef:
+        yield _kl_row(subject)
 
 
 def _repeated_row(subject: Subject) -> Row:
@@ -83,6 +87,18 @@ def _direction_row(subject: Subject) -> Row:
         "split: direction", faults,
         f"an update with {len(sequences)} sequences raises those whose advantage is positive",
     )  # fmt: skip
+
+
+def _kl_row(subject: Subject) -> Row:
+    """The reference policy is the initial one, and stays it: a first step has a KL of 0, and a second has
+    none of 0."""
+    with own_policy(_with_lr(subject.small, SMALL_LR)) as (policy, _):
+        first, second = (policy.update(subject.batch.credited)["kl"] for _ in range(2))
+    faults = [] if abs(first) < NO_KL else [f"a first step has {first:.2g}"]
+    faults += [] if abs(second) > NO_KL else [f"a second step has {second:.2g}"]
+    return counted_faults(
+        "split: KL", faults, f"KL to the initial policy: {first:.1g} and, after a step, {second:.1g} nats"
+    )
 
 
 def _mean_advantage(sequences: Sequence[TrainSequence], *, right: bool) -> float:
