@@ -14,6 +14,7 @@ from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.data.files import chosen_files, each_row
+from megatron_ibpo.data.layouts import fields_read
 from megatron_ibpo.data.row_prompts import normalised
 from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.tokenizer import DataError
@@ -108,20 +109,23 @@ def _digests_elsewhere(config: Config, count: int) -> list[str]:
 def _rows(config: Config, source: PromptSource, prompts: Sequence[Prompt], held_out: int) -> Iterator[Row]:
     """Compare the prompts with the rows of their file: each has text and label of a row, and a row that is
     no prompt is counted."""
-    specs = [read_spec(spec) for spec in config.data.prompt_data]
-    if len(specs) != 1 or "://" in specs[0].location:
+    spec, *others = [read_spec(spec) for spec in config.data.prompt_data]
+    if others or "://" in spec.location:
         return
+    keys = spec.input_key or config.data.input_key, spec.label_key or config.data.label_key
+    columns = sorted(fields_read(*keys))
     num_rows, pairs = 0, [_Pair(prompt) for prompt in prompts[:PAIRS]]
-    for _, read in each_row(chosen_files(Path(specs[0].location), "train", specs[0].split), ()):
+    for _, read in each_row(chosen_files(Path(spec.location), "train", spec.split), columns):
         num_rows += 1
         if num_rows > SCANNED:
             continue
         with suppress(DataError):  # of a row that is left out and counted
-            row = _letters(read())
+            row = read()
+            letters = _letters([row.get(column) for column in columns])
             for pair in pairs:
-                pair.look_at(row)
+                pair.look_at(letters)
     yield _labels_row(pairs)
-    if not (specs[0].only or config.data.deduplicate or config.data.filter_pass_rate):
+    if not (spec.only or config.data.deduplicate or config.data.filter_pass_rate):
         size, counted = source.num_prompts(), sum(sum(tally.counts.values()) for tally in source.tallies)
         there = size + counted + (held_out if config.holds_out else 0)
         yield measured(
