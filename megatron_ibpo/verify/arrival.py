@@ -20,7 +20,7 @@ from megatron_ibpo.verify.engine import (
     engine_dtype,
     engine_samples,
 )
-from megatron_ibpo.verify.own_policy import weights_in
+from megatron_ibpo.verify.one_rank import weights_in
 from megatron_ibpo.verify.reference import loaded, logprobs_of, mean_difference
 from megatron_ibpo.verify.rows import NotCheckedError, Row, measured
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights

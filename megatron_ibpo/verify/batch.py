@@ -21,7 +21,7 @@ from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.resolve import Foundation, read_foundation
 from megatron_ibpo.run.run_data import RunData, open_run_data
-from megatron_ibpo.verify.own_policy import own_policy
+from megatron_ibpo.verify.one_rank import policy_on_one_rank
 from megatron_ibpo.verify.rows import NotCheckedError
 
 LONGEST = 40
@@ -62,7 +62,7 @@ class Subject:
     @cached_property
     def batch(self) -> Batch:
         """A batch with gradients, with holes in its loss masks and log-probs near the policy's."""
-        with own_policy(self.small) as (policy, _):
+        with policy_on_one_rank(self.small) as (policy, _):
             context = _context(self, policy)
             groups = list(_groups(self, context))
             made = assign_credit(groups, context).sequences

@@ -21,7 +21,7 @@ from megatron_ibpo.verify.arrival import check_arrival
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.engine import engine_rows
 from megatron_ibpo.verify.memory import check_memory
-from megatron_ibpo.verify.own_policy import ROUNDING, Update, changes, own_update, weights_in
+from megatron_ibpo.verify.one_rank import ROUNDING, Update, changes, update_on_one_rank, weights_in
 from megatron_ibpo.verify.prompts import check_data
 from megatron_ibpo.verify.reference import check_reference
 from megatron_ibpo.verify.resume import check_resume
@@ -151,6 +151,6 @@ def _layout(live: LiveRun, initial: Path) -> Iterator[Row]:
         raise NotCheckedError("no response has an advantage: all rewards of a prompt are the same")
     lr = live.metrics[0]["learning_rate"]
     moved = changes(weights_in(initial), weights_in(live.export("first")), lr)
-    own = own_update(config, sequences)
+    own = update_on_one_rank(config, sequences)
     check = f"split: the run's layout, {config.cluster.num_trainers} ranks"
     yield compared(check, Update(moved, live.metrics[0], ROUNDING / lr), own, live.subject)

@@ -18,7 +18,13 @@ from megatron_ibpo.policy.loss_objective import aggregation, run_objective
 from megatron_ibpo.policy.planning import weighted_mean_length
 from megatron_ibpo.policy.transformers_reference import tensor_per_expert, transformers_model
 from megatron_ibpo.verify.batch import Subject
-from megatron_ibpo.verify.own_policy import difference, own_policy, own_update, reading_off, step_of
+from megatron_ibpo.verify.one_rank import (
+    largest_difference,
+    policy_on_one_rank,
+    step_of,
+    update_on_one_rank,
+    with_lr,
+)
 from megatron_ibpo.verify.rows import NotCheckedError, Row, measured
 from megatron_ibpo.verify.split import bound_of, from_engine
 
@@ -34,7 +40,7 @@ def check_reference(subject: Subject) -> Iterator[Row]:
     model = loaded(config.model.hf_dir, torch.float64)
     exact = logprobs_of(model, sequences)
     rounded = logprobs_of(loaded(config.model.hf_dir, torch.float32), sequences)
-    with own_policy(config) as (policy, _):
+    with policy_on_one_rank(config) as (policy, _):
         gaps = np.concatenate(differences(policy.logprobs(sequences), exact, sequences))
     spread = float(np.concatenate(differences(rounded, exact, sequences)).max())
     yield measured(
@@ -111,8 +117,8 @@ def _logprobs(model: Any, sequence: TrainSequence) -> Tensor:
 
 
 def _gradient_row(subject: Subject, config: Config, model: Any) -> Row:
-    config, sequences = from_engine(reading_off(config)), subject.sequences
-    update = own_update(config, sequences)
+    config, sequences = from_engine(with_lr(config)), subject.sequences
+    update = update_on_one_rank(config, sequences)
     _backward(config, model, sequences)
     prefix = read_hf_config(config.model.hf_dir).hf_prefix
     gradients = {
@@ -125,7 +131,7 @@ def _gradient_row(subject: Subject, config: Config, model: Any) -> Row:
         if name in update.change
     }
     compared = {name: update.change[name] for name in expected}
-    gap, where, count = difference(compared, expected, update.rounding)
+    gap, where, count = largest_difference(compared, expected, update.rounding)
     return measured(
         "reference: gradient", gap, 5 * bound_of(subject), "float32, relative to the largest of a tensor",
         f"{count} tensors against autograd of the loss in plain torch on transformers; furthest: {where}",

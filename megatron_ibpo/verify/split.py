@@ -8,12 +8,12 @@ import numpy as np
 from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.verify.batch import Subject
-from megatron_ibpo.verify.own_policy import (
+from megatron_ibpo.verify.one_rank import (
     Update,
-    difference,
-    own_policy,
-    own_update,
-    reading_off,
+    largest_difference,
+    policy_on_one_rank,
+    update_on_one_rank,
+    with_lr,
 )
 from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
 
@@ -31,8 +31,8 @@ def check_split(subject: Subject) -> Iterator[Row]:
     """Compare one micro-batch of everything with other cuts, other orders and other neighbours."""
     sequences = subject.sequences
     yield _credit_row(subject)
-    config = from_engine(reading_off(subject.small))
-    together = own_update(_cut(config, 10**9), sequences)
+    config = from_engine(with_lr(subject.small))
+    together = update_on_one_rank(_cut(config, 10**9), sequences)
     half = sum(s.num_tokens for s in sequences) // 3
     longest = max(s.num_tokens for s in sequences)
     cuts = {
@@ -41,7 +41,7 @@ def check_split(subject: Subject) -> Iterator[Row]:
         "the reverse order": (_cut(config, 10**9), sequences[::-1]),
     }
     for name, (cut, own) in cuts.items():
-        yield compared(f"split: {name}", own_update(cut, own), together, subject)
+        yield compared(f"split: {name}", update_on_one_rank(cut, own), together, subject)
     yield _repeated_row(subject)
     yield _direction_row(subject)
     if subject.small.loss.kl_coef:
@@ -50,8 +50,8 @@ def check_split(subject: Subject) -> Iterator[Row]:
 
 def _repeated_row(subject: Subject) -> Row:
     """A step that moves nothing leaves nothing behind: taken twice, it has the same metrics."""
-    config = _with_lr(from_engine(subject.small), 1e-12)
-    with own_policy(config) as (policy, _):
+    config = with_lr(from_engine(subject.small), 1e-12)
+    with policy_on_one_rank(config) as (policy, _):
         first, second = (policy.update(subject.sequences) for _ in range(2))
     gaps = _scalar_gaps(second, first)
     worst = max(gaps, key=lambda name: gaps[name])
@@ -65,7 +65,7 @@ def _repeated_row(subject: Subject) -> Row:
 def _direction_row(subject: Subject) -> Row:
     """What earns more has the larger advantage, and what has an advantage becomes likelier."""
     sequences = [s for s in subject.batch.credited if s.has_advantage and s.loss_mask.any()]
-    with own_policy(_with_lr(subject.small, SMALL_LR)) as (policy, _):
+    with policy_on_one_rank(with_lr(subject.small, SMALL_LR)) as (policy, _):
         before = policy.logprobs(sequences)
         policy.update([
             replace(s, rollout_logprobs=logprobs) for s, logprobs in zip(sequences, before, strict=True)
@@ -92,7 +92,7 @@ def _direction_row(subject: Subject) -> Row:
 def _kl_row(subject: Subject) -> Row:
     """The reference policy is the initial one, and stays it: a first step has a KL of 0, and a second has
     none of 0."""
-    with own_policy(_with_lr(subject.small, SMALL_LR)) as (policy, _):
+    with policy_on_one_rank(with_lr(subject.small, SMALL_LR)) as (policy, _):
         first, second = (policy.update(subject.batch.credited)["kl"] for _ in range(2))
     faults = [] if abs(first) < NO_KL else [f"a first step has {first:.2g}"]
     faults += [] if abs(second) > NO_KL else [f"a second step has {second:.2g}"]
@@ -110,11 +110,6 @@ def _mean_advantage(sequences: Sequence[TrainSequence], *, right: bool) -> float
         if s.kind == "response" and s.token_advantages is None and (s.index % 2 == 0) == right
     ]
     return sum(advantages) / max(1, len(advantages))
-
-
-def _with_lr(config: Config, lr: float) -> Config:
-    optimizer = replace(config.optimizer, lr=lr, lr_decay_style="constant")
-    return replace(config, optimizer=optimizer, loss=replace(config.loss, num_steps_per_rollout=1))
 
 
 def _credit_row(subject: Subject) -> Row:
@@ -144,7 +139,7 @@ def compared(check: str, own: Update, expected: Update, subject: Subject) -> Row
     """Return the row of two updates that should be the same."""
     if not expected.metrics.get("grad_norm"):
         raise NotCheckedError("the batch has no gradient")
-    gap, where, count = difference(own.change, expected.change, max(own.rounding, expected.rounding))
+    gap, where, count = largest_difference(own.change, expected.change, max(own.rounding, expected.rounding))
     scalars = _scalar_gaps(own.metrics, expected.metrics)
     worst = max(scalars, key=lambda name: scalars[name])
     if scalars[worst] > gap:

@@ -23,7 +23,7 @@ from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.engine import SURE, engine_samples
-from megatron_ibpo.verify.own_policy import own_policy, own_update, reading_off
+from megatron_ibpo.verify.one_rank import policy_on_one_rank, update_on_one_rank, with_lr
 from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
 from megatron_ibpo.verify.small_run import STAND_IN
 from megatron_ibpo.verify.split import from_engine
@@ -140,15 +140,15 @@ def _doubled_start(ids: TokenIds, tokenizer: Tokenizer) -> bool:
 
 def _masked(subject: Subject) -> Row:
     """Masked tokens have no log-probs, and what stands at masked places has no part in a gradient."""
-    config = from_engine(reading_off(subject.small))
+    config = from_engine(with_lr(subject.small))
     sequences = subject.sequences
     masked = [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in sequences]
     faults = []
-    with own_policy(config) as (policy, _):
+    with policy_on_one_rank(config) as (policy, _):
         if any(own.any() for own in policy.logprobs(masked)):
             faults.append("masked tokens have log-probs")
-    plain = own_update(config, sequences)
-    loud = own_update(config, [_loud(s) for s in sequences])
+    plain = update_on_one_rank(config, sequences)
+    loud = update_on_one_rank(config, [_loud(s) for s in sequences])
     faults += [
         f"{n} depends on masked tokens" for n, c in plain.change.items() if not c.equal(loud.change[n])
     ]
