@@ -3,7 +3,7 @@ different lengths, and the run's own operator, estimator, token credit and weigh
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.resolve import Foundation, read_foundation
 from megatron_ibpo.run.run_data import RunData, open_run_data
+from megatron_ibpo.run.state import as_sequence
 from megatron_ibpo.verify.one_rank import policy_on_one_rank
 from megatron_ibpo.verify.rows import NotCheckedError
 
@@ -79,10 +80,13 @@ class Subject:
 
 
 def _context(subject: Subject, policy: Policy) -> CreditContext:
+    def logprobs(queries: Sequence[LogProbQuery]) -> list[Floats]:
+        return policy.logprobs([as_sequence(query) for query in queries])
+
     config, data = subject.small, subject.data
     return CreditContext(
         config.algorithm, config.rollout, data.vocabulary, subject.foundation.max_context, config.run.seed, 0,
-        config.data.reward_threshold, partial(_asked, policy), policy.values,
+        config.data.reward_threshold, logprobs, policy.values,
         CostMeter(subject.foundation.shape, 1).of_sample,
     )  # fmt: skip
 
@@ -105,20 +109,12 @@ def _groups(subject: Subject, context: CreditContext) -> Iterator[Group]:
         yield group
 
 
-def _asked(policy: Policy, queries: Sequence[LogProbQuery]) -> list[Floats]:
-    from megatron_ibpo.run.state import as_sequence
-
-    return policy.logprobs([as_sequence(query) for query in queries])
-
-
 def _sample(request: SampleRequest, index: int, subject: Subject, rng: np.random.Generator) -> Sample:
     """Return a response of random tokens; every second one is right."""
     most = min(LONGEST, subject.small.rollout.rollout_max_response_len)
     length = int(rng.integers(min(2, most), most + 1))
     drawn = rng.integers(1, subject.foundation.shape.vocab_size, length)
-    ids = token_ids(
-        np.where(drawn == subject.data.tokenizer.pad_id, 0, drawn)
-    )  # it has no gradient elsewhere
+    ids = token_ids(np.where(drawn == subject.data.tokenizer.pad_id, 0, drawn))  # no gradient elsewhere
     correct = index % 2 == 0
     return Sample(
         request.prompt_token_ids, ids, np.full(length, -1.0, np.float32), "length", request.temperature,
