@@ -39,6 +39,8 @@ class Batch:
     """The same as credit made them."""
     credited_reversed: list[TrainSequence]
     """As credit makes them of the same groups in the reverse order."""
+    unscored: set[tuple[int, str, int]]
+    """(index of the prompt, kind, index) of samples whose verifier failed."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,13 @@ class Subject:
                 raise NotCheckedError("no sequence of the batch has an advantage")
             holed = [_with_hole(s) if i % 3 == 2 else s for i, s in enumerate(made)]
             near = _with_engine_logprobs(holed, policy.logprobs(holed), self.small.loss.eps_clip or 0.05)
-        return Batch(near, made, again)
+        unscored = {
+            (group.prompt.index, "response", index)
+            for group in groups
+            for index, sample in enumerate(group.responses)
+            if sample.reward is None
+        }
+        return Batch(near, made, again, unscored)
 
     @property
     def sequences(self) -> list[TrainSequence]:
@@ -103,6 +111,8 @@ def _groups(subject: Subject, context: CreditContext) -> Iterator[Group]:
         count = max(2, config.rollout.n_samples_per_prompt)
         request = SampleRequest(prompt.token_ids, 0, LONGEST, config.rollout.rollout_temperature)
         group = Group(prompt, [_sample(request, i, subject, rng) for i in range(count)])
+        if drawn.index == 0 and count > 2:
+            group.responses[-1] = _unscored(group.responses[-1])
         follow_ups = operator.follow_ups(group, context)
         samples = [_sample(each.request, i, subject, rng) for i, each in enumerate(follow_ups)]
         operator.attach(group, follow_ups, samples)
@@ -120,6 +130,11 @@ def _sample(request: SampleRequest, index: int, subject: Subject, rng: np.random
         request.prompt_token_ids, ids, np.full(length, -1.0, np.float32), "length", request.temperature,
         ((0, 0),), np.ones(length, bool), index=index, reward=float(correct), correct=correct,
     )  # fmt: skip
+
+
+def _unscored(sample: Sample) -> Sample:
+    """Return the sample as one whose verifier failed."""
+    return replace(sample, reward=None, correct=False, reward_error="made up for this batch")
 
 
 def _with_hole(sequence: TrainSequence) -> TrainSequence:

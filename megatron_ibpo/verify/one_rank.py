@@ -70,6 +70,11 @@ def step_of(gradient: Tensor) -> Tensor:
     return gradient / (gradient.abs() + 1)
 
 
+def gradient_of(change: Tensor) -> Tensor:
+    """Return the gradient whose `step_of` is a change."""
+    return change / (1 - change.abs())
+
+
 def copies(rank: Any) -> dict[str, Tensor]:
     """Return copies of the weights in float32, by name in a checkpoint."""
     return {name: tensor.detach().float().cpu().clone() for name, tensor in rank.export}

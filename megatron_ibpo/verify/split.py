@@ -1,5 +1,6 @@
 """Loss and gradients do not depend on how a batch is cut: into micro-batches here, over ranks in `live`."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,8 +11,10 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.one_rank import (
     Update,
+    gradient_of,
     largest_difference,
     policy_on_one_rank,
+    step_of,
     update_on_one_rank,
     with_lr,
 )
@@ -42,10 +45,34 @@ def check_split(subject: Subject) -> Iterator[Row]:
     }
     for name, (cut, own) in cuts.items():
         yield compared(f"split: {name}", update_on_one_rank(cut, own), together, subject)
+    if subject.small.model.lora_rank is None:  # adapters' gradient is not that of the weights
+        yield _clipping_row(subject, config, together)
     yield _repeated_row(subject)
     yield _direction_row(subject)
     if subject.small.loss.kl_coef:
         yield _kl_row(subject)
+
+
+def _clipping_row(subject: Subject, config: Config, together: Update) -> Row:
+    """The norm is that of the gradient that a step's change shows, and half of it as --clip-grad halves the
+    gradient."""
+    norm = together.metrics["grad_norm"]
+    gradient = {
+        name: gradient_of(change)
+        for name, change in together.change.items()
+        if not name.endswith("e_score_correction_bias")  # it has a rule of its own
+    }
+    clipped = replace(config, optimizer=replace(config.optimizer, clip_grad=norm / 2))
+    changed = update_on_one_rank(clipped, subject.sequences).change
+    expected = {name: step_of(own / 2) for name, own in gradient.items()}
+    gap, where, _ = largest_difference({n: changed[n] for n in expected}, expected, together.rounding)
+    seen_norm = math.sqrt(sum(own.double().square().sum().item() for own in gradient.values()))
+    if abs(seen_norm - norm) / norm > gap:
+        gap, where = abs(seen_norm - norm) / norm, f"the norm, {norm:.4g} in place of {seen_norm:.4g}"
+    return measured(
+        "split: clipping", gap, 5 * bound_of(subject), "float32, relative to the largest of a tensor",
+        f"gradients with --clip-grad {norm / 2:.3g}; furthest: {where or 'none'}", "the gradient's norm",
+    )  # fmt: skip
 
 
 def _repeated_row(subject: Subject) -> Row:
@@ -121,6 +148,11 @@ def _credit_row(subject: Subject) -> Row:
         f"prompt {s.prompt_index}, {s.kind} {s.index}: advantage {s.advantage:.6g}, or none or another"
         for s, other in pairs
         if other is None or not _same_credit(s, other)
+    ]
+    faults += [
+        f"prompt {s.prompt_index}, response {s.index} has the advantage {s.advantage:.3g}, and no reward"
+        for s in batch.credited
+        if s.has_advantage and (s.prompt_index, s.kind, s.index) in batch.unscored
     ]
     return counted_faults("split: credit", faults, f"{len(pairs)} sequences, of groups in either order")
 

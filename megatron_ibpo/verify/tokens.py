@@ -17,6 +17,7 @@ from megatron_ibpo.basics.records import (
     token_ids,
 )
 from megatron_ibpo.data import Tokenizer
+from megatron_ibpo.data.row_prompts import template_settings
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.rewards.verifier import rm_type_of
 from megatron_ibpo.run.run_data import open_run_data
@@ -24,7 +25,7 @@ from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.engine import SURE, engine_samples
 from megatron_ibpo.verify.one_rank import policy_on_one_rank, update_on_one_rank, with_lr
-from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
+from megatron_ibpo.verify.rows import NotCheckedError, Row, attempted, counted_faults, measured
 from megatron_ibpo.verify.small_run import STAND_IN
 from megatron_ibpo.verify.split import from_engine
 from megatron_ibpo.verify.stand_in_reward import score
@@ -44,6 +45,7 @@ def check_tokens(subject: Subject) -> Iterator[Row]:
     yield counted_faults(
         "tokens: prompts", faults, f"{len(prompts)} prompts show their text, and begin as they should"
     )
+    yield from attempted("tokens: rendering", lambda: _rendering(subject, prompts, data.tokenizer))
     yield _masked(subject)
 
 
@@ -136,6 +138,41 @@ def _doubled_start(ids: TokenIds, tokenizer: Tokenizer) -> bool:
     if len(ids) < 2 or ids[0] != ids[1]:
         return False
     return bool(tokenizer.decode_all(ids[:1])) and not tokenizer.decode(ids[:1])
+
+
+def _rendering(subject: Subject, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> Iterator[Row]:
+    """Prompts begin and end, and responses stop, as transformers has it."""
+    from transformers import AutoTokenizer, GenerationConfig  # take seconds
+
+    hf_dir, data = subject.foundation.hf_dir, subject.config.data
+    try:
+        theirs = AutoTokenizer.from_pretrained(hf_dir)
+    except (OSError, ValueError) as error:
+        raise NotCheckedError(f"transformers cannot read the tokenizer: {error}") from error
+    faults = []
+    for prompt in prompts:
+        if prompt.environment is not None:  # it writes the prompt
+            continue
+        if data.apply_chat_template:
+            chat = [{"role": "user", "content": prompt.text}]
+            settings = {"add_generation_prompt": True, "tokenize": False, **template_settings(data)}
+            text = theirs.apply_chat_template(chat, **settings)
+            tail, ours = (
+                text.rpartition(prompt.text.strip())[2].strip(),
+                tokenizer.decode_all(prompt.tail_ids),
+            )
+            if tail != ours.strip():
+                faults.append(f"prompt {prompt.index} ends in {ours!r}, and with transformers in {tail!r}")
+            begin = theirs(text, add_special_tokens=False)["input_ids"][0]
+        else:
+            begin = theirs(prompt.text)["input_ids"][0]
+        if prompt.token_ids[0] != begin:
+            faults.append(f"prompt {prompt.index} begins with id {prompt.token_ids[0]}, and not {begin}")
+    if (hf_dir / "generation_config.json").is_file():
+        ends = GenerationConfig.from_pretrained(hf_dir).eos_token_id
+        missing = {*(ends if isinstance(ends, list) else [ends])} - {None, *read_eos_token_ids(hf_dir)}
+        faults += [f"id {number} does not end a response" for number in sorted(missing)]
+    yield counted_faults("tokens: rendering", faults, "prompts begin and end as transformers renders them")
 
 
 def _masked(subject: Subject) -> Row:
