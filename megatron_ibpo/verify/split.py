@@ -1,4 +1,4 @@
-"""Loss and gradients do not depend on how a batch is cut: into micro-batches here, over ranks in `live`."""
+"""Loss and gradients do not depend on how a batch is cut: into micro-batches here, over ranks in `checks`."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
