@@ -10,13 +10,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_ibpo.basics.records import Floats, SampleRequest, TokenIds, TrainSequence, token_ids
+from megatron_ibpo.basics.records import Floats, Group, SampleRequest, TokenIds, TrainSequence, token_ids
+from megatron_ibpo.run import loop
+from megatron_ibpo.run.recovery import sleep_engines
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.engine import (
     FLOOR,
     SPREADS,
+    SURE,
     as_trained,
+    drawn_row,
     engine_dtype,
     engine_samples,
 )
@@ -59,8 +63,13 @@ def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> 
             kinds.setdefault(kind_of(name), []).append(name)
     sent = {}
     for number, (kind, names) in enumerate(kinds.items()):
-        run.policy.load_weights(_changed(origin, tensors, names, seed=number))
+        changed = _changed(origin, tensors, names, seed=number)
+        run.policy.load_weights(changed)
         sent[kind] = _send_and_sample(subject, run)
+        if number == 0:  # a policy so random that its samples tell much
+            yield drawn_row("arrival: the draw", changed, sent[kind].sequences)
+            yield _seeds_row(loop.sample(run))
+            sleep_engines(run)
     run.policy.load_weights(origin)
     if subject.small.model.lora_rank is not None:
         for factor in ("A", "B"):
@@ -74,6 +83,17 @@ def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> 
     bound = max(FLOOR, SPREADS * mean_difference(exact, rounded, sequences))
     for kind, samples in sent.items():
         yield _row(f"arrival: {kind}", samples, run.policy.logprobs(samples.sequences), bound)
+
+
+def _seeds_row(groups: Sequence[Group]) -> Row:
+    """Responses to a prompt are drawn independently, and so are not all the same unless that is likely."""
+    equal = [g.responses for g in groups if len({r.token_ids.tobytes() for r in g.responses}) == 1]
+    unlikely = -sum(float(response.logprobs.sum()) for responses in equal for response in responses[1:])
+    return measured(
+        "arrival: seeds", unlikely if len(equal) == len(groups) else 0.0, SURE, "chance of 1 in a million",
+        "nats by which it is unlikely that all responses to a prompt are the same, as they are for "
+        f"{len(equal)} of {len(groups)} prompts", "seeds of requests",
+    )  # fmt: skip
 
 
 def kind_of(name: str) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +35,7 @@ def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> I
     trainer = run.policy.logprobs(sequences)
     gaps = differences([sample.logprobs for sample in samples], trainer, sequences)
     dtype = engine_dtype(run)
-    reference = loaded(hf_dir, torch.float64)
-    exact = logprobs_of(reference, sequences)
+    exact = logprobs_of(loaded(hf_dir, torch.float64), sequences)
     spreads = differences(logprobs_of(loaded(hf_dir, dtype), sequences), exact, sequences)
     mean, spread = float(np.concatenate(gaps).mean()), float(np.concatenate(spreads).mean())
     bound = max(FLOOR, SPREADS * spread)
@@ -54,32 +52,38 @@ def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> I
         f"engine: {when}, by place", place, max(2 * FLOOR, 2 * SPREADS * max(allowed, spread)), source,
         f"largest mean over {where}", "positions, a cache that outlives its weights, a state not reset",
     )  # fmt: skip
-    if any(sample.sampling_mask is not None for sample in samples):
-        reason = "top-p or top-k cuts the distribution, which the reference does not know"
-        yield Row(f"engine: {when}, the draw", "not checked", reason=reason)
-    else:
-        written = mean_difference(trainer, exact, sequences)
+    if all(sample.sampling_mask is None for sample in samples):  # the reference knows no cut distribution
         yield measured(
-            f"reference: written {when}", written, bound, source,
+            f"reference: written {when}", mean_difference(trainer, exact, sequences), bound, source,
             "mean |difference| in nats between the trainer and transformers on the weights that it wrote",
             "the export in Hugging Face format",
         )  # fmt: skip
-        yield _drawn_row(when, reference, exact, sequences)
+    yield drawn_row(f"engine: {when}, the draw", hf_dir, sequences)
 
 
-def _drawn_row(when: str, reference: Any, exact: Sequence[Array], sequences: Sequence[TrainSequence]) -> Row:
+def drawn_row(check: str, hf_dir: Path, sequences: Sequence[TrainSequence]) -> Row:
     """Tokens are drawn from the distribution that is reported. The ratio of their probability at another
-    temperature to that at their own has the mean 1, so a large ratio has at most its inverse as its
-    chance."""
+    temperature to that at their own has the mean 1, so a large ratio has at most its inverse as its chance.
+
+    Args:
+        hf_dir: the weights that they were sampled with.
+    """
+    if any(s.sampling_mask is not None for s in sequences):
+        return Row(
+            check, "not checked", reason="top-p or top-k cuts the distribution, which nothing else has"
+        )
+    model = loaded(hf_dir, torch.float64)
+    at_own = logprobs_of(model, sequences)
     log_ratios = {}
     for factor in OTHER_TEMPERATURES:
-        others = logprobs_of(reference, [replace(s, temperature=s.temperature * factor) for s in sequences])
-        log_ratios[factor] = float(sum(
-            (other - own)[s.loss_mask].sum() for other, own, s in zip(others, exact, sequences, strict=True)
-        ))  # fmt: skip
+        at_other = logprobs_of(model, [replace(s, temperature=s.temperature * factor) for s in sequences])
+        log_ratios[factor] = sum(
+            float((other - own)[s.loss_mask].sum())
+            for other, own, s in zip(at_other, at_own, sequences, strict=True)
+        )
     likeliest = max(log_ratios, key=lambda factor: log_ratios[factor])
     return measured(
-        f"engine: {when}, the draw", log_ratios[likeliest], SURE, "chance of 1 in a million",
+        check, log_ratios[likeliest], SURE, "chance of 1 in a million",
         f"nats by which the samples are likelier at {likeliest:g} times their temperature",
         "temperature and seeds of the engine's sampler",
     )  # fmt: skip

@@ -23,9 +23,9 @@ from megatron_ibpo.rewards.verifier import rm_type_of
 from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject
-from megatron_ibpo.verify.engine import SURE, engine_samples
+from megatron_ibpo.verify.engine import engine_samples
 from megatron_ibpo.verify.one_rank import policy_on_one_rank, update_on_one_rank, with_lr
-from megatron_ibpo.verify.rows import NotCheckedError, Row, attempted, counted_faults, measured
+from megatron_ibpo.verify.rows import NotCheckedError, Row, attempted, counted_faults
 from megatron_ibpo.verify.small_run import STAND_IN
 from megatron_ibpo.verify.split import from_engine
 from megatron_ibpo.verify.stand_in_reward import score
@@ -77,7 +77,6 @@ def check_samples(
         _located(groups, lambda group, number, sample: _reward_faults(subject, group.prompt, sample)),
         "every sample has the reward of its own text",
     )
-    yield _seeds_row(groups)
     yield counted_faults(
         "tokens: training",
         list(_trained_faults(groups, trained)),
@@ -262,21 +261,6 @@ def _reward_faults(subject: Subject, prompt: Prompt, sample: Sample) -> Iterator
         text = subject.data.tokenizer.decode(sample.token_ids)
         if sample.reward != score("", text, "", {}):
             yield f"the reward {sample.reward} for {text!r}"
-
-
-def _seeds_row(groups: Sequence[Group]) -> Row:
-    """Responses to a prompt are drawn independently, and so are not all the same unless that is likely."""
-    equal = [group.responses for group in groups if _are_equal(group.responses)]
-    unlikely = -sum(float(s.logprobs.sum()) for responses in equal for s in responses[1:])
-    return measured(
-        "tokens: seeds", unlikely if len(equal) == len(groups) else 0.0, SURE, "chance of 1 in a million",
-        f"nats by which it is unlikely that all prompts have one response only; {len(equal)} of "
-        f"{len(groups)} have", "seeds of requests",
-    )  # fmt: skip
-
-
-def _are_equal(responses: Sequence[Sample]) -> bool:
-    return len({response.token_ids.tobytes() for response in responses}) == 1
 
 
 def _trained_faults(groups: Sequence[Group], trained: Sequence[TrainSequence]) -> Iterator[str]:
