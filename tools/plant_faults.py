@@ -87,11 +87,15 @@ class Trial:
 
 
 def changed_model(copy: Path, changes: dict[str, Any]) -> Path:
-    """Write a directory like a model's, without weights and with other fields in config.json."""
+    """Write a directory with the tokenizer of the model `like`, without weights, and with the config.json of
+    the model `config`, or `like` itself, in which some fields differ."""
     like, target = copy / changes["like"], copy / "build/changed_model"
     shutil.copytree(like, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-    fields = json.loads((like / "config.json").read_text()) | changes
-    (target / "config.json").write_text(json.dumps(fields))
+    fields = json.loads((like / "config.json").read_text())
+    of_tokenizer = {name: fields[name] for name in fields if name.endswith(("vocab_size", "_token_id"))}
+    if "config" in changes:
+        fields = json.loads((copy / changes["config"] / "config.json").read_text()) | of_tokenizer
+    (target / "config.json").write_text(json.dumps(fields | changes))
     return target
 
 
@@ -130,13 +134,15 @@ def main(arguments: Arguments) -> int:
 
 
 def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the table of docs/verify.md: faults that were tried, and what saw them."""
+    """Yield the lines of the tables of docs/verify.md: faults that were tried, and what saw them; then
+    settings without a fault."""
     yield (
         "| what went wrong | reported in | planted in, under | seen by | figure | bound |\n"
         + "|---" * 6
         + "|"
     )
-    for entry in yaml.safe_load(LIST.read_text())["faults"]:
+    listed = yaml.safe_load(LIST.read_text())
+    for entry in listed["faults"]:
         if entry["name"] not in results:
             continue
         wrong = results[entry["name"]]["wrong"]
@@ -144,7 +150,15 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         row = rows[0] if rows else {"check": "not seen"}
         figures = (f"{row[name]:.3g}" if row.get(name) is not None else "" for name in ("figure", "bound"))
         place = f"`{entry['file'].removeprefix('megatron_ibpo/')}`, {entry['under']}"
-        yield f"| {' | '.join([entry['what'], ', '.join(entry['issue']), place, row['check'], *figures])} |"
+        issues = ", ".join(entry["issue"]) or "none"
+        yield f"| {' | '.join([entry['what'], issues, place, row['check'], *figures])} |"
+    yield "\n| settings without a fault | right | wrong | not checked | seconds |\n" + "|---" * 5 + "|"
+    for name in listed["settings"]:
+        if name in results:
+            own = results[name]
+            wrong, unchecked = len(own["wrong"]), len(own["not_checked"])
+            counts = (own["rows"] - wrong - unchecked, wrong, unchecked, own["seconds"])
+            yield f"| {' | '.join([name, *map(str, counts)])} |"
 
 
 if __name__ == "__main__":

@@ -131,6 +131,8 @@ class Sampler:
         """Requests that wait until an engine is alive again."""
         self._failure: Exception | None = None
         """Error that ended sampling for good, although other engines may live; raised for later requests."""
+        self.on_sample: Callable[[Sample], None] | None = None
+        """Called with each sample as an engine returned it, which may be one turn of an episode."""
         self._meter = Meter(len(engines))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -399,6 +401,8 @@ class Sampler:
                 self._meter.finished(clock())
             for number, sample in finished:
                 opened = lane.close(number)
+                if self.on_sample is not None:
+                    self.on_sample(sample)
                 if opened is not None and not opened.sample.done():
                     opened.sample.set_result(sample)
 

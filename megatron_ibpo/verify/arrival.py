@@ -7,22 +7,25 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_ibpo.basics.records import Floats, Sample, SampleRequest, TokenIds, token_ids
-from megatron_ibpo.engines.probe import TIMEOUT_S
-from megatron_ibpo.run.recovery import sleep_engines, wake_engines
+from megatron_ibpo.basics.records import Floats, Group, SampleRequest, TokenIds, TrainSequence, token_ids
+from megatron_ibpo.run import loop
+from megatron_ibpo.run.recovery import sleep_engines
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.engine import (
     FLOOR,
     SPREADS,
+    SURE,
     as_trained,
-    differences,
+    drawn_row,
     engine_dtype,
-    precision_spread,
+    engine_samples,
 )
+from megatron_ibpo.verify.one_rank import weights_in
+from megatron_ibpo.verify.reference import loaded, logprobs_of, mean_difference
 from megatron_ibpo.verify.rows import NotCheckedError, Row, measured
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
 
@@ -38,37 +41,59 @@ VISIBLE = 3.0
 
 
 @dataclass(frozen=True)
-class _Seen:
-    samples: list[Sample]
+class _Sent:
+    """Samples from the engine after one kind of tensor was changed and sent."""
+
+    sequences: list[TrainSequence]
+    engine: list[Floats]
+    """The engine's log-probs."""
     trainer: list[Floats]
-    """The trainer's log-probs of them under the weights that were sent."""
+    """The trainer's log-probs under the weights that were sent."""
 
 
 def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> Iterator[Row]:
-    """Change each kind of tensor alone; then all of them."""
+    """Change all tensors, and then each kind of them alone."""
     if run.engines is None:
         raise NotCheckedError("recorded rollouts are replayed, so there is no engine")
     origin = export("arrival")
-    tensors = {name: t for file in origin.glob("*.safetensors") for name, t in load_file(file).items()}
-    by_kind: dict[str, list[str]] = {}
-    for name in tensors:
-        by_kind.setdefault(kind_of(name), []).append(name)
-    kinds = {"all tensors": list(tensors)} | ({} if subject.full else by_kind)
-    seen: dict[str, _Seen] = {}
+    tensors = weights_in(origin)
+    kinds = {"all tensors": list(tensors)}
+    if not subject.full:
+        for name in tensors:
+            kinds.setdefault(kind_of(name), []).append(name)
+    sent = {}
     for number, (kind, names) in enumerate(kinds.items()):
-        changed = _written(origin, origin.parent / "changed", tensors, names, seed=number)
+        changed = _changed(origin, tensors, names, seed=number)
         run.policy.load_weights(changed)
-        seen[kind] = _sent_and_sampled(subject, run)
+        sent[kind] = _send_and_sample(subject, run)
+        if number == 0:  # a policy so random that its samples tell much
+            yield drawn_row("arrival: the draw", changed, sent[kind].sequences)
+            yield _seeds_row(loop.sample(run))
+            sleep_engines(run)
     run.policy.load_weights(origin)
     if subject.small.model.lora_rank is not None:
         for factor in ("A", "B"):
             run.policy.shift_adapters(factor, SHIFT)
-            seen[f"adapters' {factor}"] = _sent_and_sampled(subject, run)
+            sent[f"adapters' {factor}"] = _send_and_sample(subject, run)
             run.policy.shift_adapters(factor, -SHIFT)
-    everything = [as_trained(s) for own in seen.values() for s in own.samples]
-    spread = float(np.concatenate(precision_spread(origin, engine_dtype(run), everything)).mean())
-    unchanged = run.policy.logprobs(everything)
-    yield from _rows(seen, unchanged, max(FLOOR, SPREADS * spread))
+    sequences = [s for samples in sent.values() for s in samples.sequences]
+    exact, rounded = (
+        logprobs_of(loaded(origin, dtype), sequences) for dtype in (torch.float64, engine_dtype(run))
+    )
+    bound = max(FLOOR, SPREADS * mean_difference(exact, rounded, sequences))
+    for kind, samples in sent.items():
+        yield _row(f"arrival: {kind}", samples, run.policy.logprobs(samples.sequences), bound)
+
+
+def _seeds_row(groups: Sequence[Group]) -> Row:
+    """Responses to a prompt are drawn independently, and so are not all the same unless that is likely."""
+    equal = [g.responses for g in groups if len({r.token_ids.tobytes() for r in g.responses}) == 1]
+    unlikely = -sum(float(response.logprobs.sum()) for responses in equal for response in responses[1:])
+    return measured(
+        "arrival: seeds", unlikely if len(equal) == len(groups) else 0.0, SURE, "chance of 1 in a million",
+        "nats by which it is unlikely that all responses to a prompt are the same, as they are for "
+        f"{len(equal)} of {len(groups)} prompts", "seeds of requests",
+    )  # fmt: skip
 
 
 def kind_of(name: str) -> str:
@@ -76,70 +101,53 @@ def kind_of(name: str) -> str:
     return re.sub(r"\.\d+(?=\.)", ".*", name).removeprefix("model.").removesuffix(".weight")
 
 
-def _rows(seen: Mapping[str, _Seen], unchanged: Sequence[Floats], bound: float) -> Iterator[Row]:
-    start = 0
-    for kind, own in seen.items():
-        before = unchanged[start : start + len(own.samples)]
-        start += len(own.samples)
-        gap = float(np.concatenate(differences(own.samples, own.trainer)).mean())
-        moved = float(np.concatenate([
-            np.abs(np.subtract(a, b, dtype=float))[s.loss_mask]
-            for a, b, s in zip(own.trainer, before, own.samples, strict=True)
-        ]).mean())  # fmt: skip
-        reason = f"mean |difference| in nats after an update that moves the trainer's by {moved:.2g}"
-        if gap <= bound and moved < VISIBLE * bound:
-            reason += ", too little to be seen beside the bound"
-            yield Row(f"arrival: {kind}", "not checked", gap, bound, "precision of the engine", reason)
-        else:
-            yield measured(
-                f"arrival: {kind}", gap, bound,
-                f"{SPREADS:.0f} x the spread of the engine's precision", reason,
-                "--check-weight-update-equal, the engine's name and layout of this tensor",
-            )  # fmt: skip
+def _row(check: str, sent: _Sent, unchanged: Sequence[Floats], bound: float) -> Row:
+    gap = mean_difference(sent.trainer, sent.engine, sent.sequences)
+    moved = mean_difference(sent.trainer, unchanged, sent.sequences)
+    source = f"{SPREADS:.0f} x the spread of the engine's precision"
+    reason = f"mean |difference| in nats after an update that moves the trainer's by {moved:.2g}"
+    if gap <= bound and moved < VISIBLE * bound:
+        reason += ", too little to be seen beside the bound"
+        return Row(check, "not checked", gap, bound, source, reason)
+    next_step = "--check-weight-update-equal, the engine's name and layout of this tensor"
+    return measured(check, gap, bound, source, reason, next_step)
 
 
-def _written(
-    origin: Path, target: Path, tensors: Mapping[str, Tensor], names: Sequence[str], seed: int
-) -> Path:
+def _changed(origin: Path, tensors: Mapping[str, Tensor], names: Sequence[str], seed: int) -> Path:
     """Write a checkpoint in which the tensors `names` differ from those of `origin`."""
+    target = origin.parent / "changed"
     target.mkdir(exist_ok=True)
     copy_all_but_weights(origin, target, torch.float32)
     generator = torch.Generator().manual_seed(seed)
     changed = dict(tensors)
     for name in names:
-        size = tensors[name].float().square().mean().sqrt().item() * SHARE or SHIFT
-        noise = torch.randn(tensors[name].shape, generator=generator) * size
-        changed[name] = (tensors[name] + noise).to(tensors[name].dtype)
+        size = tensors[name].square().mean().sqrt().item() * SHARE or SHIFT
+        changed[name] = tensors[name] + torch.randn(tensors[name].shape, generator=generator) * size
     save_file(changed, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 
-def _sent_and_sampled(subject: Subject, run: Run) -> _Seen:
+def _send_and_sample(subject: Subject, run: Run) -> _Sent:
     """Send the trainers' weights, and sample the same prompts from the engine as before."""
     assert run.engines is not None
     rollout = subject.small.rollout
     run.engines.update_weights(run.engines.version + 1)
-    wake_engines(run)
-    requests = [
-        SampleRequest(
-            ids,
-            number,
-            min(LONGEST, rollout.rollout_max_response_len),
-            rollout.rollout_temperature,
-            *rollout.top_p_and_k(0),
-        )
-        for number, ids in enumerate(_prompts(subject))
-    ]
-    samples = run.engines.idle(0).generate(requests, version=run.engines.version, timeout=TIMEOUT_S)
-    sleep_engines(run)
-    return _Seen(samples, run.policy.logprobs([as_trained(sample) for sample in samples]))
+    length, cut = min(LONGEST, rollout.rollout_max_response_len), rollout.top_p_and_k(0)
+    samples = engine_samples(run, [
+        SampleRequest(ids, seed, length, rollout.rollout_temperature, *cut)
+        for seed, ids in enumerate(_prompts(subject))
+    ])  # fmt: skip
+    sequences = [as_trained(sample) for sample in samples]
+    return _Sent(sequences, [sample.logprobs for sample in samples], run.policy.logprobs(sequences))
 
 
 def _prompts(subject: Subject) -> list[TokenIds]:
     """Return the run's first prompts, and twice a long one made of many, as caches keep whole blocks only."""
     assert subject.data.prompts is not None
     room = subject.foundation.max_context - LONGEST - 1
-    ids = [prompt.token_ids for prompt in subject.data.prompts.batch(0, 8 * PROMPTS)]
-    ids = [own if len(own) else token_ids([1, 2, 3]) for own in ids]  # an environment writes its own
-    joined = np.concatenate(ids)[: min(BLOCK + PROMPTS, room)]
-    return [*ids[:PROMPTS], joined, joined]
+    prompts = [
+        prompt.token_ids if len(prompt.token_ids) else token_ids([1, 2, 3])  # an environment writes its own
+        for prompt in subject.data.prompts.batch(0, 8 * PROMPTS)
+    ]
+    long_prompt = np.concatenate(prompts)[: min(BLOCK + PROMPTS, room)]
+    return [*prompts[:PROMPTS], long_prompt, long_prompt]

@@ -3,7 +3,7 @@ different lengths, and the run's own operator, estimator, token credit and weigh
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.resolve import Foundation, read_foundation
 from megatron_ibpo.run.run_data import RunData, open_run_data
-from megatron_ibpo.verify.own_policy import own_policy
+from megatron_ibpo.run.state import as_sequence
+from megatron_ibpo.verify.one_rank import policy_on_one_rank
 from megatron_ibpo.verify.rows import NotCheckedError
 
 LONGEST = 40
@@ -38,6 +39,8 @@ class Batch:
     """The same as credit made them."""
     credited_reversed: list[TrainSequence]
     """As credit makes them of the same groups in the reverse order."""
+    unscored: set[tuple[int, str, int]]
+    """(index of the prompt, kind, index) of samples whose verifier failed."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Subject:
     @cached_property
     def batch(self) -> Batch:
         """A batch with gradients, with holes in its loss masks and log-probs near the policy's."""
-        with own_policy(self.small) as (policy, _):
+        with policy_on_one_rank(self.small) as (policy, _):
             context = _context(self, policy)
             groups = list(_groups(self, context))
             made = assign_credit(groups, context).sequences
@@ -71,7 +74,13 @@ class Subject:
                 raise NotCheckedError("no sequence of the batch has an advantage")
             holed = [_with_hole(s) if i % 3 == 2 else s for i, s in enumerate(made)]
             near = _with_engine_logprobs(holed, policy.logprobs(holed), self.small.loss.eps_clip or 0.05)
-        return Batch(near, made, again)
+        unscored = {
+            (group.prompt.index, "response", index)
+            for group in groups
+            for index, sample in enumerate(group.responses)
+            if sample.reward is None
+        }
+        return Batch(near, made, again, unscored)
 
     @property
     def sequences(self) -> list[TrainSequence]:
@@ -79,10 +88,13 @@ class Subject:
 
 
 def _context(subject: Subject, policy: Policy) -> CreditContext:
+    def logprobs(queries: Sequence[LogProbQuery]) -> list[Floats]:
+        return policy.logprobs([as_sequence(query) for query in queries])
+
     config, data = subject.small, subject.data
     return CreditContext(
         config.algorithm, config.rollout, data.vocabulary, subject.foundation.max_context, config.run.seed, 0,
-        config.data.reward_threshold, partial(_asked, policy), policy.values,
+        config.data.reward_threshold, logprobs, policy.values,
         CostMeter(subject.foundation.shape, 1).of_sample,
     )  # fmt: skip
 
@@ -99,16 +111,12 @@ def _groups(subject: Subject, context: CreditContext) -> Iterator[Group]:
         count = max(2, config.rollout.n_samples_per_prompt)
         request = SampleRequest(prompt.token_ids, 0, LONGEST, config.rollout.rollout_temperature)
         group = Group(prompt, [_sample(request, i, subject, rng) for i in range(count)])
+        if drawn.index == 0 and count > 2:
+            group.responses[-1] = _unscored(group.responses[-1])
         follow_ups = operator.follow_ups(group, context)
         samples = [_sample(each.request, i, subject, rng) for i, each in enumerate(follow_ups)]
         operator.attach(group, follow_ups, samples)
         yield group
-
-
-def _asked(policy: Policy, queries: Sequence[LogProbQuery]) -> list[Floats]:
-    from megatron_ibpo.run.state import as_sequence
-
-    return policy.logprobs([as_sequence(query) for query in queries])
 
 
 def _sample(request: SampleRequest, index: int, subject: Subject, rng: np.random.Generator) -> Sample:
@@ -116,14 +124,17 @@ def _sample(request: SampleRequest, index: int, subject: Subject, rng: np.random
     most = min(LONGEST, subject.small.rollout.rollout_max_response_len)
     length = int(rng.integers(min(2, most), most + 1))
     drawn = rng.integers(1, subject.foundation.shape.vocab_size, length)
-    ids = token_ids(
-        np.where(drawn == subject.data.tokenizer.pad_id, 0, drawn)
-    )  # it has no gradient elsewhere
+    ids = token_ids(np.where(drawn == subject.data.tokenizer.pad_id, 0, drawn))  # no gradient elsewhere
     correct = index % 2 == 0
     return Sample(
         request.prompt_token_ids, ids, np.full(length, -1.0, np.float32), "length", request.temperature,
         ((0, 0),), np.ones(length, bool), index=index, reward=float(correct), correct=correct,
     )  # fmt: skip
+
+
+def _unscored(sample: Sample) -> Sample:
+    """Return the sample as one whose verifier failed."""
+    return replace(sample, reward=None, correct=False, reward_error="made up for this batch")
 
 
 def _with_hole(sequence: TrainSequence) -> TrainSequence:

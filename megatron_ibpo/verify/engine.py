@@ -1,17 +1,18 @@
 """Log-probs of sampled tokens: the engine's beside the trainer's."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from megatron_ibpo.basics.records import Floats, Group, Sample, TrainSequence
-from megatron_ibpo.policy.transformers_reference import transformers_model
+from megatron_ibpo.basics.records import Group, Sample, SampleRequest, TrainSequence
+from megatron_ibpo.engines.probe import TIMEOUT_S
+from megatron_ibpo.run.recovery import sleep_engines, wake_engines
 from megatron_ibpo.run.state import Run
-from megatron_ibpo.verify.reference import logprobs
-from megatron_ibpo.verify.rows import NotCheckedError, Row, measured
+from megatron_ibpo.verify.reference import Array, differences, loaded, logprobs_of, mean_difference
+from megatron_ibpo.verify.rows import Row, measured
 
 FLOOR, SPREADS = 5e-5, 4.0
 """Least bound in nats, and how many times the spread of the engine's precision is right."""
@@ -20,22 +21,28 @@ BIN = 8
 FEWEST = 24
 """Tokens that such a mean must have."""
 
-Array = npt.NDArray[np.float64]
+OTHER_TEMPERATURES = (0.5, 0.8, 1.25, 2.0)
+"""Factors of the temperature at which samples could have been drawn instead."""
+SURE = 13.8
+"""Logarithm of a million: chances below its inverse are none."""
 
 
 def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> Iterator[Row]:
     """Compare the log-probs of a step's samples under the weights in `hf_dir`, over all tokens and by their
-    place in the response."""
+    place in the response; then the samples with their own probabilities."""
     samples = [sample for group in groups for sample in group.samples if sample.loss_mask.any()]
     sequences = [as_trained(sample) for sample in samples]
-    gaps = differences(samples, run.policy.logprobs(sequences))
+    trainer = run.policy.logprobs(sequences)
+    gaps = differences([sample.logprobs for sample in samples], trainer, sequences)
     dtype = engine_dtype(run)
-    spreads = precision_spread(hf_dir, dtype, sequences)
+    exact = logprobs_of(loaded(hf_dir, torch.float64), sequences)
+    spreads = differences(logprobs_of(loaded(hf_dir, dtype), sequences), exact, sequences)
     mean, spread = float(np.concatenate(gaps).mean()), float(np.concatenate(spreads).mean())
+    bound = max(FLOOR, SPREADS * spread)
     source = f"{SPREADS:.0f} x the spread of transformers in {_name(dtype)}, {spread:.1e}"
     next_step = "temperature, top-p and top-k of both, the engine's precision, weight updates (arrival)"
     yield measured(
-        f"engine: {when}", mean, max(FLOOR, SPREADS * spread), source,
+        f"engine: {when}", mean, bound, source,
         f"mean |difference| in nats over {sum(map(len, gaps))} tokens of {len(samples)} samples, largest "
         f"{max(own.max() for own in gaps):.1e}", next_step,
     )  # fmt: skip
@@ -45,6 +52,50 @@ def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> I
         f"engine: {when}, by place", place, max(2 * FLOOR, 2 * SPREADS * max(allowed, spread)), source,
         f"largest mean over {where}", "positions, a cache that outlives its weights, a state not reset",
     )  # fmt: skip
+    if all(sample.sampling_mask is None for sample in samples):  # the reference knows no cut distribution
+        yield measured(
+            f"reference: written {when}", mean_difference(trainer, exact, sequences), bound, source,
+            "mean |difference| in nats between the trainer and transformers on the weights that it wrote",
+            "the export in Hugging Face format",
+        )  # fmt: skip
+    yield drawn_row(f"engine: {when}, the draw", hf_dir, sequences)
+
+
+def drawn_row(check: str, hf_dir: Path, sequences: Sequence[TrainSequence]) -> Row:
+    """Tokens are drawn from the distribution that is reported. The ratio of their probability at another
+    temperature to that at their own has the mean 1, so a large ratio has at most its inverse as its chance.
+
+    Args:
+        hf_dir: the weights that they were sampled with.
+    """
+    if any(s.sampling_mask is not None for s in sequences):
+        return Row(
+            check, "not checked", reason="top-p or top-k cuts the distribution, which nothing else has"
+        )
+    model = loaded(hf_dir, torch.float64)
+    at_own = logprobs_of(model, sequences)
+    log_ratios = {}
+    for factor in OTHER_TEMPERATURES:
+        at_other = logprobs_of(model, [replace(s, temperature=s.temperature * factor) for s in sequences])
+        log_ratios[factor] = sum(
+            float((other - own)[s.loss_mask].sum())
+            for other, own, s in zip(at_other, at_own, sequences, strict=True)
+        )
+    likeliest = max(log_ratios, key=lambda factor: log_ratios[factor])
+    return measured(
+        check, log_ratios[likeliest], SURE, "chance of 1 in a million",
+        f"nats by which the samples are likelier at {likeliest:g} times their temperature",
+        "temperature and seeds of the engine's sampler",
+    )  # fmt: skip
+
+
+def engine_samples(run: Run, requests: Sequence[SampleRequest]) -> list[Sample]:
+    """Return what the first engine samples for the requests under its present weights."""
+    assert run.engines is not None
+    wake_engines(run)
+    samples = run.engines.idle(0).generate(requests, version=run.engines.version, timeout=TIMEOUT_S)
+    sleep_engines(run)
+    return samples
 
 
 def as_trained(sample: Sample) -> TrainSequence:
@@ -55,34 +106,10 @@ def as_trained(sample: Sample) -> TrainSequence:
     )  # fmt: skip
 
 
-def differences(samples: Sequence[Sample], trainer: Sequence[Floats]) -> list[Array]:
-    """Return |engine - trainer| of each token that the policy wrote, by sample."""
-    return [
-        np.abs(np.subtract(s.logprobs, own, dtype=float))[s.loss_mask]
-        for s, own in zip(samples, trainer, strict=True)
-    ]
-
-
 def engine_dtype(run: Run) -> torch.dtype:
     """Return the precision that the engine computes in."""
     name = run.config.rollout.parameters.get("vllm_dtype", "float32")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
-
-
-def precision_spread(hf_dir: Path, dtype: torch.dtype, sequences: Sequence[TrainSequence]) -> list[Array]:
-    """Return the differences of each token's log-prob between transformers in `dtype` and in float64.
-
-    Raises:
-        NotCheckedError: transformers cannot compute the model.
-    """
-    try:
-        exact, rounded = transformers_model(hf_dir, torch.float64), transformers_model(hf_dir, dtype)
-    except (ValueError, ImportError) as error:
-        raise NotCheckedError(f"transformers cannot load the model: {error}") from error
-    with torch.no_grad():
-        return [
-            (logprobs(rounded, s).double() - logprobs(exact, s)).abs().numpy()[s.loss_mask] for s in sequences
-        ]
 
 
 def furthest(gaps: Sequence[Array]) -> tuple[float, str]:

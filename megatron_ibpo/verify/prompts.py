@@ -1,21 +1,23 @@
 """The run's data: what is left out, whether two readings agree, and whether prompts fit their context."""
 
 import hashlib
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-
-import numpy as np
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.data.files import chosen_files, each_row
+from megatron_ibpo.data.layouts import fields_read
 from megatron_ibpo.data.row_prompts import normalised
 from megatron_ibpo.data.sources import read_spec
+from megatron_ibpo.data.tokenizer import DataError
 from megatron_ibpo.run.resolve import Foundation, read_foundation
 from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.verify.batch import Subject
@@ -23,34 +25,28 @@ from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, meas
 
 READING_TIMEOUT_S = 300.0
 FEW_HELD_OUT = 128
-MOST = 512
-"""Prompts that are compared."""
+MOST, PAIRS, SCANNED = 512, 64, 20_000
+"""Prompts that are compared, those that are looked for in their file, and its rows that are searched."""
 
 
 def check_data(subject: Subject) -> Iterator[Row]:
-    """Read the run's own prompts twice."""
+    """Read the run's own prompts here and in another process."""
     config = _with_few_held_out(subject.config)
     foundation = read_foundation(config)
-    data, again = (open_run_data(config, foundation) for _ in range(2))
-    source, second = data.prompts, again.prompts
-    if source is None or second is None:
+    data = open_run_data(config, foundation)
+    source = data.prompts
+    if source is None:
         raise NotCheckedError("the run replays recorded rollouts and reads no prompts")
     size = source.num_prompts()
     count = min(MOST, size or MOST)
     prompts = source.batch(0, count)
-    # read from the end, so that a prompt depends on its position alone
-    other = [second.at(position) for position in reversed(range(count))][::-1]
-    faults = _unstable(prompts, other)
-    if _digest(prompts) != _digest_elsewhere(config, count):
-        faults.append("another process reads other prompts, or in another order")
-    yield counted_faults(
-        "data: two readings", faults, f"{count} prompts have the same ids, labels and order in two processes"
-    )
-    yield from _rows(config, source, size, sum(len(own.prompts) for own in data.eval_sets))
+    held_out = [p for eval_set in data.eval_sets for p in eval_set.prompts]
+    yield _readings(prompts, config)
+    yield from _rows(config, source, prompts, len(held_out))
     yield _left_out(source, size or count)
     yield _lengths(prompts, config, foundation)
     yield _epochs(source, size)
-    yield _duplicates(prompts, [p for own in data.eval_sets for p in own.prompts[:MOST]])
+    yield _duplicates(prompts, held_out)
 
 
 def _with_few_held_out(config: Config) -> Config:
@@ -59,56 +55,115 @@ def _with_few_held_out(config: Config) -> Config:
     return replace(config, run=replace(config.run, eval_num_prompts=few))
 
 
-def _unstable(prompts: Sequence[Prompt], other: Sequence[Prompt]) -> list[str]:
-    return [
-        f"prompt {i} differs"
-        for i, (a, b) in enumerate(zip(prompts, other, strict=True))
-        if not np.array_equal(a.token_ids, b.token_ids)
-        or (a.index, a.label, a.head_length, a.text, a.metadata)
-        != (b.index, b.label, b.head_length, b.text, b.metadata)
-        or a.index != i
+def _readings(prompts: Sequence[Prompt], config: Config) -> Row:
+    """The prompts are the same in a second reading, and in another process with another seed of Python's
+    hashes, whichever is read first."""
+    ours = [_digest(prompt) for prompt in prompts]
+    readings = {
+        "a second reading": digests(config, len(prompts)),
+        "another process that reads from the end": _digests_elsewhere(config, len(prompts)),
+    }
+    faults = [
+        f"prompt {i} is another in {where}"
+        for where, theirs in readings.items()
+        for i, (first, second) in enumerate(zip(ours, theirs, strict=True))
+        if first != second
     ]
+    faults += [f"prompt {i} has the index {p.index}" for i, p in enumerate(prompts) if p.index != i]
+    reason = f"{len(prompts)} prompts have the same ids, labels and order in two processes"
+    return counted_faults("data: two readings", faults, reason)
 
 
-def _digest(prompts: Sequence[Prompt]) -> str:
-    content = "".join(f"{p.index} {p.label!r} {p.token_ids.tolist()} {p.head_length}" for p in prompts)
-    return hashlib.sha256(content.encode(errors="replace")).hexdigest()
+def digests(config: Config, count: int, *, from_the_end: bool = False) -> list[str]:
+    """Return a digest of each of the run's first prompts, in order.
 
-
-def digest_of(config: Config, count: int) -> str:
-    """Return the digest of the run's first prompts."""
+    Args:
+        from_the_end: read the last of them first, since a prompt depends on its position alone.
+    """
     source = open_run_data(config, read_foundation(config)).prompts
-    return "" if source is None else _digest(source.batch(0, count))
+    assert source is not None  # checked by the caller
+    if from_the_end:
+        return [_digest(source.at(position)) for position in reversed(range(count))][::-1]
+    return [_digest(prompt) for prompt in source.batch(0, count)]
 
 
-def _digest_elsewhere(config: Config, count: int) -> str:
-    """Return `digest_of` in a new process with another seed of Python's hashes."""
+def _digest(prompt: Prompt) -> str:
+    content = (prompt.index, prompt.label, prompt.token_ids.tolist(), prompt.head_length, prompt.text,
+               sorted(prompt.metadata.items()))  # fmt: skip
+    return hashlib.sha256(repr(content).encode(errors="replace")).hexdigest()
+
+
+def _digests_elsewhere(config: Config, count: int) -> list[str]:
     before = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = "11" if before != "11" else "12"
     try:
         with get_context("spawn").Pool(1) as pool:
-            digest: str = pool.apply_async(digest_of, (config, count)).get(READING_TIMEOUT_S)
-            return digest
+            reading = pool.apply_async(digests, (config, count), {"from_the_end": True})
+            return reading.get(READING_TIMEOUT_S)
     finally:
         os.environ.pop("PYTHONHASHSEED")
         if before is not None:
             os.environ["PYTHONHASHSEED"] = before
 
 
-def _rows(config: Config, source: PromptSource, size: int, held_out: int) -> Iterator[Row]:
-    """Compare the prompts with the rows of their file: what is missing must be counted."""
-    specs = [read_spec(spec) for spec in config.data.prompt_data]
-    is_file = len(specs) == 1 and "://" not in specs[0].location and not specs[0].only
-    if not is_file or config.data.deduplicate or config.data.filter_pass_rate:
+def _rows(config: Config, source: PromptSource, prompts: Sequence[Prompt], held_out: int) -> Iterator[Row]:
+    """Compare the prompts with the rows of their file: each has text and label of a row, and a row that is
+    no prompt is counted."""
+    spec, *others = [read_spec(spec) for spec in config.data.prompt_data]
+    if others or "://" in spec.location:
         return
-    files = chosen_files(Path(specs[0].location), "train", specs[0].split)
-    rows = sum(1 for _ in each_row(files, ()))
-    counted = sum(sum(tally.counts.values()) for tally in source.tallies)
-    there = size + counted + (held_out if config.holds_out else 0)
-    yield measured(
-        "data: rows", abs(rows - there), 0, "exact",
-        f"{rows} rows, of which {size} are prompts, {counted} are counted as left out", "ibpo data",
-    )  # fmt: skip
+    keys = spec.input_key or config.data.input_key, spec.label_key or config.data.label_key
+    columns = sorted(fields_read(*keys))
+    num_rows, pairs = 0, [_Pair(prompt) for prompt in prompts[:PAIRS]]
+    for _, read in each_row(chosen_files(Path(spec.location), "train", spec.split), columns):
+        num_rows += 1
+        if num_rows > SCANNED:
+            continue
+        with suppress(DataError):  # of a row that is left out and counted
+            row = read()
+            letters = _letters([row.get(column) for column in columns])
+            for pair in pairs:
+                pair.look_at(letters)
+    yield _labels_row(pairs)
+    if not (spec.only or config.data.deduplicate or config.data.filter_pass_rate):
+        size, counted = source.num_prompts(), sum(sum(tally.counts.values()) for tally in source.tallies)
+        there = size + counted + (held_out if config.holds_out else 0)
+        yield measured(
+            "data: rows", abs(num_rows - there), 0, "exact",
+            f"{num_rows} rows, of which {size} are prompts, {counted} are counted as left out", "ibpo data",
+        )  # fmt: skip
+
+
+class _Pair:
+    """A prompt's text and label, which are looked for in the rows of its file."""
+
+    def __init__(self, prompt: Prompt):
+        self.prompt, self.text, self.label = prompt, _letters(prompt.text), _letters(prompt.label)
+        self.together = self.has_text = self.has_label = False
+
+    def look_at(self, row: str) -> None:
+        if not self.together:
+            has_text, has_label = self.text in row, self.label in row
+            self.has_text, self.has_label = self.has_text or has_text, self.has_label or has_label
+            self.together = has_text and has_label
+
+
+def _labels_row(pairs: Sequence[_Pair]) -> Row:
+    there = [pair for pair in pairs if pair.has_text and pair.has_label]
+    if not there:
+        reason = "texts and labels of prompts are not in the file as they are"
+        return Row("data: labels", "not checked", reason=reason)
+    faults = [
+        f"prompt {pair.prompt.index} has the label {pair.prompt.label[:60]!r} of another row"
+        for pair in there
+        if not pair.together
+    ]
+    return counted_faults("data: labels", faults, f"{len(there)} prompts have text and label of one row")
+
+
+def _letters(value: object) -> str:
+    """Return a value's letters and digits, which every way of writing it has."""
+    return "".join(filter(str.isalnum, json.dumps(value, default=str)))
 
 
 def _left_out(source: PromptSource, size: int) -> Row:
@@ -137,21 +192,18 @@ def _epochs(source: PromptSource, size: int) -> Row:
     if not 0 < size <= MOST:
         reason = "the prompts never repeat" if not size else f"{size:,} prompts: an epoch is not read through"
         return Row("data: epochs", "not checked", reason=reason)
-    labels = [Counter(p.text + "\0" + p.label for p in source.batch(epoch, size)) for epoch in range(2)]
-    faults = [f"{(labels[0] - labels[1]).total()} prompts are missing in the second"] * (
-        labels[0] != labels[1]
-    )
+    first, second = (Counter(p.text + "\0" + p.label for p in source.batch(i, size)) for i in range(2))
+    faults = [f"{(first - second).total()} prompts are missing in the second"] if first != second else []
     return counted_faults("data: epochs", faults, f"two passes have the same {size} prompts")
 
 
 def _duplicates(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Row:
     texts = Counter(normalised(prompt.text) for prompt in prompts)
-    twice = sum(count - 1 for count in texts.values())
-    shared = [p.text[:60] for p in held_out if normalised(p.text) in texts]
-    reason = (
-        f"{twice} of {len(prompts)} prompts are duplicates; {len(held_out)} held-out prompts, none trained on"
-    )
-    if held_out and len(shared) < len(held_out) / 2:  # generated tasks repeat their easiest prompts
-        return Row("data: duplicates", "right", len(shared), len(held_out) / 2, "half of them",
-                   reason.replace("none", f"{len(shared)}"))  # fmt: skip
-    return counted_faults("data: duplicates", shared, reason)
+    twice = len(prompts) - len(texts)
+    shared = sum(normalised(prompt.text) in texts for prompt in held_out)
+    return measured(
+        "data: duplicates", shared, len(held_out) / 2,
+        "half of them: generated tasks repeat their easiest prompts",
+        f"of {len(held_out)} held-out prompts are trained on; {twice} of {len(prompts)} prompts are "
+        "duplicates", "ibpo data, --deduplicate",
+    )  # fmt: skip

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_ibpo.basics.records import TrainSequence
+from megatron_ibpo.basics.records import Floats, TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.loss import LossRows, choose_backend, policy_loss
 from megatron_ibpo.models import read_hf_config
@@ -16,9 +18,17 @@ from megatron_ibpo.policy.loss_objective import aggregation, run_objective
 from megatron_ibpo.policy.planning import weighted_mean_length
 from megatron_ibpo.policy.transformers_reference import tensor_per_expert, transformers_model
 from megatron_ibpo.verify.batch import Subject
-from megatron_ibpo.verify.own_policy import difference, own_policy, own_update, reading_off, step_of
+from megatron_ibpo.verify.one_rank import (
+    largest_difference,
+    policy_on_one_rank,
+    step_of,
+    update_on_one_rank,
+    with_lr,
+)
 from megatron_ibpo.verify.rows import NotCheckedError, Row, measured
 from megatron_ibpo.verify.split import bound_of, from_engine
+
+Array = npt.NDArray[np.float64]
 
 FLOOR, SPREADS = 2e-5, 20
 """Least bound of a log-prob, and how many times the spread of float32 against float64 is right."""
@@ -27,25 +37,21 @@ FLOOR, SPREADS = 2e-5, 20
 def check_reference(subject: Subject) -> Iterator[Row]:
     """Compare log-probs of every response token, then the gradient of the whole batch."""
     config, sequences = plain(subject.small), subject.sequences
-    hf_dir = config.model.hf_dir
-    exact = transformers_model(hf_dir, torch.float64)
-    with torch.no_grad():
-        expected = [logprobs(exact, s) for s in sequences]
-        rounded = transformers_model(hf_dir, torch.float32)
-        spread = max(_gap(logprobs(rounded, s), e) for s, e in zip(sequences, expected, strict=True))
-    with own_policy(config) as (policy, _):
-        found = [torch.from_numpy(np.asarray(own)).double() for own in policy.logprobs(sequences)]
-    masks = [torch.from_numpy(s.loss_mask) for s in sequences]
-    gaps = [_gap(f[m], e[m]) for f, e, m in zip(found, expected, masks, strict=True)]
+    model = loaded(config.model.hf_dir, torch.float64)
+    exact = logprobs_of(model, sequences)
+    rounded = logprobs_of(loaded(config.model.hf_dir, torch.float32), sequences)
+    with policy_on_one_rank(config) as (policy, _):
+        gaps = np.concatenate(differences(policy.logprobs(sequences), exact, sequences))
+    spread = float(np.concatenate(differences(rounded, exact, sequences)).max())
     yield measured(
-        "reference: log-probs", max(gaps), max(FLOOR, SPREADS * spread),
+        "reference: log-probs", float(gaps.max()), max(FLOOR, SPREADS * spread),
         f"{SPREADS} x the spread of transformers' own float32, {spread:.1e}, at least {FLOOR:.0e}",
-        f"largest difference over {sum(int(m.sum()) for m in masks)} tokens",
+        f"largest difference over {len(gaps)} tokens",
         "the model's conversion, rotary positions, --rollout-temperature",
     )  # fmt: skip
     if subject.small.model.lora_rank is not None:
         raise NotCheckedError("the gradient of adapters has no reference here")
-    yield _gradient_row(subject, config, exact, sequences)
+    yield _gradient_row(subject, config, model)
 
 
 def plain(config: Config) -> Config:
@@ -61,9 +67,39 @@ def plain(config: Config) -> Config:
     return replace(config, loss=loss, model=model)
 
 
-def logprobs(model: Any, sequence: TrainSequence) -> Tensor:
-    """Return the log-probs of the response's tokens at the temperature of the sample, [R]."""
-    return _all_logprobs(model, sequence)[len(sequence.prompt_token_ids) - 1 :]
+def loaded(hf_dir: Path, dtype: torch.dtype) -> Any:
+    """Return transformers' model of a checkpoint.
+
+    Raises:
+        NotCheckedError: transformers cannot compute it.
+    """
+    try:
+        return transformers_model(hf_dir, dtype)
+    except (ValueError, ImportError) as error:
+        raise NotCheckedError(f"transformers cannot load the model: {error}") from error
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, sequences: Sequence[TrainSequence]) -> list[Array]:
+    """Return the log-probs of response tokens that transformers computes."""
+    return [_logprobs(model, s).numpy() for s in sequences]
+
+
+def differences(
+    first: Sequence[Array | Floats], second: Sequence[Array | Floats], sequences: Sequence[TrainSequence]
+) -> list[Array]:
+    """Return |first - second| of each token that the policy wrote, by sequence."""
+    return [
+        np.abs(np.subtract(a, b, dtype=float))[s.loss_mask]
+        for a, b, s in zip(first, second, sequences, strict=True)
+    ]
+
+
+def mean_difference(
+    first: Sequence[Array | Floats], second: Sequence[Array | Floats], sequences: Sequence[TrainSequence]
+) -> float:
+    """Return the mean |first - second| over all tokens that the policy wrote."""
+    return float(np.concatenate(differences(first, second, sequences)).mean())
 
 
 def _logits(model: Any, sequence: TrainSequence) -> tuple[Tensor, Tensor]:
@@ -72,32 +108,30 @@ def _logits(model: Any, sequence: TrainSequence) -> tuple[Tensor, Tensor]:
     return model(ids[None]).logits[0, :-1], ids[1:]
 
 
-def _all_logprobs(model: Any, sequence: TrainSequence) -> Tensor:
+def _logprobs(model: Any, sequence: TrainSequence) -> Tensor:
+    """Return the log-probs of the response's tokens at the temperature of the sample, [R]."""
     logits, targets = _logits(model, sequence)
     scaled = (logits / sequence.temperature).double()
-    return scaled.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    first = len(sequence.prompt_token_ids) - 1
+    return scaled.log_softmax(-1).gather(1, targets[:, None])[first:, 0]
 
 
-def _gap(own: Tensor, expected: Tensor) -> float:
-    return (own - expected).abs().max().item() if len(own) else 0.0
-
-
-def _gradient_row(
-    subject: Subject, config: Config, model: Any, sequences: Sequence[TrainSequence]
-) -> Row:  # fmt: skip
-    config = from_engine(reading_off(config))
-    own_step = own_update(config, sequences)
+def _gradient_row(subject: Subject, config: Config, model: Any) -> Row:
+    config, sequences = from_engine(with_lr(config)), subject.sequences
+    update = update_on_one_rank(config, sequences)
     _backward(config, model, sequences)
     prefix = read_hf_config(config.model.hf_dir).hf_prefix
-    named = {
+    gradients = {
         name.replace("model.", prefix, 1): torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in model.named_parameters()
     }
     expected = {
-        name: step_of(own).float() for name, own in tensor_per_expert(named) if name in own_step.change
+        name: step_of(gradient).float()
+        for name, gradient in tensor_per_expert(gradients)
+        if name in update.change
     }
-    found = {name: own_step.change[name] for name in expected}
-    gap, where, count = difference(found, expected, own_step.rounding)
+    compared = {name: update.change[name] for name in expected}
+    gap, where, count = largest_difference(compared, expected, update.rounding)
     return measured(
         "reference: gradient", gap, 5 * bound_of(subject), "float32, relative to the largest of a tensor",
         f"{count} tensors against autograd of the loss in plain torch on transformers; furthest: {where}",

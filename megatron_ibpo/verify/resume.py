@@ -13,7 +13,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.run import loop
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.resume_point import JOURNAL
-from megatron_ibpo.verify.own_policy import difference, weights_in
+from megatron_ibpo.verify.one_rank import largest_difference, weights_in
 from megatron_ibpo.verify.rows import Row, counted_faults, measured
 
 ON_GPU = 1e-3
@@ -35,7 +35,9 @@ def check_resume(config: Config, steps: Sequence[Sequence[Group]], undisturbed: 
         loop.update(run, loop.credit(run, second).sequences)
         run.policy.save_hf(undisturbed.parent / "resumed")
     yield counted_faults("resume: journal", faults, "the second step is that of the journal")
-    gap, where, _ = difference(weights_in(undisturbed.parent / "resumed"), weights_in(undisturbed), 0.0)
+    gap, where, _ = largest_difference(
+        weights_in(undisturbed.parent / "resumed"), weights_in(undisturbed), 0.0
+    )
     on_gpu = torch.cuda.is_available()
     yield measured(
         "resume: weights", gap, ON_GPU if on_gpu else 0.0, "stated for GPUs" if on_gpu else "bit for bit",

@@ -65,7 +65,7 @@ def _labels_are_answers(prompts: Sequence[Prompt], data: DataConfig) -> bool:
 
 
 def _must_not_count(verifier: Verifier, prompts: Sequence[Prompt], form: Callable[[str], str]) -> Row:
-    """An empty, a wrong and a truncated answer, and the question as an answer, are not correct."""
+    """An empty, a wrong and a truncated answer are not correct."""
     others = [next((p.label for p in prompts if p.label != prompt.label), "") for prompt in prompts]
     wrong = {
         "nothing": ["" for _ in prompts],

@@ -1,6 +1,7 @@
-"""Loss and gradients do not depend on how a batch is cut: into micro-batches here, over ranks in `live`."""
+"""Loss and gradients do not depend on how a batch is cut: into micro-batches here, over ranks in `checks`."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -8,11 +9,23 @@ import numpy as np
 from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.verify.batch import Subject
-from megatron_ibpo.verify.own_policy import Update, difference, own_update, reading_off
+from megatron_ibpo.verify.one_rank import (
+    Update,
+    gradient_of,
+    largest_difference,
+    policy_on_one_rank,
+    step_of,
+    update_on_one_rank,
+    with_lr,
+)
 from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
 
 BOUND, RECURRENT_BOUND = 2e-4, 1e-3
 """Largest relative difference of a gradient in float32; delta nets sum long products."""
+SMALL_LR = 1e-2
+"""Learning rate of a step after which log-probs have changed in proportion to it."""
+NO_KL = 1e-6
+"""Nats that float32 makes of a KL of 0."""
 METRICS = ("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "kl")
 NEXT = "the loss's divisor and weights (--loss-aggregation, --loss-variant, --token-credit)"
 
@@ -21,8 +34,8 @@ def check_split(subject: Subject) -> Iterator[Row]:
     """Compare one micro-batch of everything with other cuts, other orders and other neighbours."""
     sequences = subject.sequences
     yield _credit_row(subject)
-    config = from_engine(reading_off(subject.small))
-    together = own_update(_cut(config, 10**9), sequences)
+    config = from_engine(with_lr(subject.small))
+    together = update_on_one_rank(_cut(config, 10**9), sequences)
     half = sum(s.num_tokens for s in sequences) // 3
     longest = max(s.num_tokens for s in sequences)
     cuts = {
@@ -31,7 +44,99 @@ def check_split(subject: Subject) -> Iterator[Row]:
         "the reverse order": (_cut(config, 10**9), sequences[::-1]),
     }
     for name, (cut, own) in cuts.items():
-        yield compared(f"split: {name}", own_update(cut, own), together, subject)
+        yield compared(f"split: {name}", update_on_one_rank(cut, own), together, subject)
+    if subject.small.model.lora_rank is None:  # adapters' gradient is not that of the weights
+        yield _clipping_row(subject, config, together)
+    yield _repeated_row(subject)
+    yield _direction_row(subject)
+    if subject.small.loss.kl_coef:
+        yield _kl_row(subject)
+
+
+def _clipping_row(subject: Subject, config: Config, together: Update) -> Row:
+    """The norm is that of the gradient that a step's change shows, and half of it as --clip-grad halves the
+    gradient."""
+    norm = together.metrics["grad_norm"]
+    gradient = {
+        name: gradient_of(change)
+        for name, change in together.change.items()
+        if not name.endswith("e_score_correction_bias")  # it has a rule of its own
+    }
+    clipped = replace(config, optimizer=replace(config.optimizer, clip_grad=norm / 2))
+    changed = update_on_one_rank(clipped, subject.sequences).change
+    expected = {name: step_of(own / 2) for name, own in gradient.items()}
+    gap, where, _ = largest_difference({n: changed[n] for n in expected}, expected, together.rounding)
+    seen_norm = math.sqrt(sum(own.double().square().sum().item() for own in gradient.values()))
+    if abs(seen_norm - norm) / norm > gap:
+        gap, where = abs(seen_norm - norm) / norm, f"the norm, {norm:.4g} in place of {seen_norm:.4g}"
+    return measured(
+        "split: clipping", gap, 5 * bound_of(subject), "float32, relative to the largest of a tensor",
+        f"gradients with --clip-grad {norm / 2:.3g}; furthest: {where or 'none'}", "the gradient's norm",
+    )  # fmt: skip
+
+
+def _repeated_row(subject: Subject) -> Row:
+    """A step that moves nothing leaves nothing behind: taken twice, it has the same metrics."""
+    config = with_lr(from_engine(subject.small), 1e-12)
+    with policy_on_one_rank(config) as (policy, _):
+        first, second = (policy.update(subject.sequences) for _ in range(2))
+    gaps = _scalar_gaps(second, first)
+    worst = max(gaps, key=lambda name: gaps[name])
+    return measured(
+        "split: the same step twice", gaps[worst], bound_of(subject), "float32",
+        f"relative difference of {len(gaps)} metrics; furthest: {worst}",
+        "gradients that are not zeroed, dropout, what a step leaves behind",
+    )  # fmt: skip
+
+
+def _direction_row(subject: Subject) -> Row:
+    """What earns more has the larger advantage, and what has an advantage becomes likelier."""
+    sequences = [s for s in subject.batch.credited if s.has_advantage and s.loss_mask.any()]
+    with policy_on_one_rank(with_lr(subject.small, SMALL_LR)) as (policy, _):
+        before = policy.logprobs(sequences)
+        policy.update([
+            replace(s, rollout_logprobs=logprobs) for s, logprobs in zip(sequences, before, strict=True)
+        ])  # fmt: skip
+        after = policy.logprobs(sequences)
+    products = [
+        ((s.advantage if s.token_advantages is None else s.token_advantages) * np.subtract(new, old))[
+            s.loss_mask
+        ]
+        for s, old, new in zip(sequences, before, after, strict=True)
+    ]
+    # a sum over tokens, and one over sequences: --loss-aggregation decides which of them an update raises
+    rise = max(float(sum(own.sum() for own in products)), float(sum(own.mean() for own in products)))
+    faults = [] if rise > 0 else [f"advantage times rise of the log-prob is {rise:.2g}"]
+    right, wrong = (_mean_advantage(sequences, right=right) for right in (True, False))
+    if right < wrong:
+        faults.append(f"right responses have the advantage {right:.3g}, and wrong ones {wrong:.3g}")
+    return counted_faults(
+        "split: direction", faults,
+        f"an update with {len(sequences)} sequences raises those whose advantage is positive",
+    )  # fmt: skip
+
+
+def _kl_row(subject: Subject) -> Row:
+    """The reference policy is the initial one, and stays it: a first step has a KL of 0, and a second has
+    none of 0."""
+    with policy_on_one_rank(with_lr(subject.small, SMALL_LR)) as (policy, _):
+        first, second = (policy.update(subject.batch.credited)["kl"] for _ in range(2))
+    faults = [] if abs(first) < NO_KL else [f"a first step has {first:.2g}"]
+    faults += [] if abs(second) > NO_KL else [f"a second step has {second:.2g}"]
+    return counted_faults(
+        "split: KL", faults, f"KL to the initial policy: {first:.1g} and, after a step, {second:.1g} nats"
+    )
+
+
+def _mean_advantage(sequences: Sequence[TrainSequence], *, right: bool) -> float:
+    """Return the mean advantage of the made-up responses that are right, or wrong (`Subject.batch`), where it
+    comes from comparing rewards and is one number."""
+    advantages = [
+        s.advantage
+        for s in sequences
+        if s.kind == "response" and s.token_advantages is None and (s.index % 2 == 0) == right
+    ]
+    return sum(advantages) / max(1, len(advantages))
 
 
 def _credit_row(subject: Subject) -> Row:
@@ -43,6 +148,11 @@ def _credit_row(subject: Subject) -> Row:
         f"prompt {s.prompt_index}, {s.kind} {s.index}: advantage {s.advantage:.6g}, or none or another"
         for s, other in pairs
         if other is None or not _same_credit(s, other)
+    ]
+    faults += [
+        f"prompt {s.prompt_index}, response {s.index} has the advantage {s.advantage:.3g}, and no reward"
+        for s in batch.credited
+        if s.has_advantage and (s.prompt_index, s.kind, s.index) in batch.unscored
     ]
     return counted_faults("split: credit", faults, f"{len(pairs)} sequences, of groups in either order")
 
@@ -61,12 +171,8 @@ def compared(check: str, own: Update, expected: Update, subject: Subject) -> Row
     """Return the row of two updates that should be the same."""
     if not expected.metrics.get("grad_norm"):
         raise NotCheckedError("the batch has no gradient")
-    gap, where, count = difference(own.change, expected.change, max(own.rounding, expected.rounding))
-    scalars = {
-        name: abs(own.metrics[name] - expected.metrics[name]) / max(abs(expected.metrics[name]), 1e-2)
-        for name in METRICS
-        if name in expected.metrics
-    }
+    gap, where, count = largest_difference(own.change, expected.change, max(own.rounding, expected.rounding))
+    scalars = _scalar_gaps(own.metrics, expected.metrics)
     worst = max(scalars, key=lambda name: scalars[name])
     if scalars[worst] > gap:
         gap, where = scalars[worst], f"metric {worst}"
@@ -74,6 +180,15 @@ def compared(check: str, own: Update, expected: Update, subject: Subject) -> Row
         check, gap, bound_of(subject), "float32, relative to the largest of a tensor",
         f"gradients of {count} tensors and {len(scalars)} metrics; furthest: {where or 'none'}", NEXT,
     )  # fmt: skip
+
+
+def _scalar_gaps(metrics: Mapping[str, float], expected: Mapping[str, float]) -> dict[str, float]:
+    """Return the relative difference of each metric."""
+    return {
+        name: abs(metrics[name] - expected[name]) / max(abs(expected[name]), 1e-2)
+        for name in METRICS
+        if name in expected
+    }
 
 
 def bound_of(subject: Subject) -> float:

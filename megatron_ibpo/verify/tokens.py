@@ -1,24 +1,37 @@
 """Tokens: prompts are the rendered text, and only what the policy wrote has a gradient."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Group, Prompt, Sample, TokenIds, TrainSequence
+from megatron_ibpo.basics.records import (
+    Group,
+    Prompt,
+    Sample,
+    SampleRequest,
+    TokenIds,
+    TrainSequence,
+    token_ids,
+)
 from megatron_ibpo.data import Tokenizer
+from megatron_ibpo.data.row_prompts import template_settings
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
+from megatron_ibpo.rewards.verifier import rm_type_of
 from megatron_ibpo.run.run_data import open_run_data
-from megatron_ibpo.sampling.sampler import Sampler
+from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject
-from megatron_ibpo.verify.own_policy import own_policy, own_update, reading_off
-from megatron_ibpo.verify.rows import Row, counted_faults
+from megatron_ibpo.verify.engine import engine_samples
+from megatron_ibpo.verify.one_rank import policy_on_one_rank, update_on_one_rank, with_lr
+from megatron_ibpo.verify.rows import NotCheckedError, Row, attempted, counted_faults
+from megatron_ibpo.verify.small_run import STAND_IN
 from megatron_ibpo.verify.split import from_engine
+from megatron_ibpo.verify.stand_in_reward import score
 
-MOST = 64
+MOST, CUT = 64, 8
+"""Prompts that are looked at, and those whose responses are cut."""
 
 Turn = tuple[bytes, bytes]
 """Ids and log-probs of what an engine wrote at once."""
@@ -32,23 +45,13 @@ def check_tokens(subject: Subject) -> Iterator[Row]:
     yield counted_faults(
         "tokens: prompts", faults, f"{len(prompts)} prompts show their text, and begin as they should"
     )
+    yield from attempted("tokens: rendering", lambda: _rendering(subject, prompts, data.tokenizer))
     yield _masked(subject)
 
 
-@contextmanager
-def recorded_turns() -> Iterator[set[Turn]]:
-    """Provide a set of all that engines return meanwhile, before a sampler or an episode makes samples of
-    it."""
-    turns: set[Turn] = set()
-    taken = Sampler._taken
-
-    async def recorded(sampler: Sampler, engine: Any) -> Any:
-        finished = await taken(sampler, engine)
-        turns.update((sample.token_ids.tobytes(), sample.logprobs.tobytes()) for _, sample in finished)
-        return finished
-
-    with mock.patch.object(Sampler, "_taken", recorded):
-        yield turns
+def as_turn(sample: Sample) -> Turn:
+    """Return what an engine wrote at once."""
+    return sample.token_ids.tobytes(), sample.logprobs.tobytes()
 
 
 def check_samples(
@@ -57,26 +60,65 @@ def check_samples(
     """Compare what engines returned with what was asked and with what is trained on.
 
     Args:
-        turns: result of `recorded_turns`.
+        turns: `as_turn` of all that engines returned, before episodes and prefixes were put together of it.
     """
-    eos = set(read_eos_token_ids(subject.foundation.hf_dir))
-    faults = [fault for group in groups for fault in _group_faults(subject, group, eos)]
     count = sum(len(group.samples) for group in groups)
     cut = sum(s.finish_reason == "length" for group in groups for s in group.samples)
     yield counted_faults(
-        "tokens: samples", faults,
+        "tokens: samples", _located(groups, partial(_sample_faults, subject)),
         f"{count} samples: prompt, ends, log-probs and masks fit; {cut} end at a limit of length",
     )  # fmt: skip
     yield counted_faults(
-        "tokens: turns",
-        [fault for group in groups for fault in _strange_turns(group, turns)],
+        "tokens: turns", _located(groups, lambda group, number, sample: _strange_turns(sample, turns)),
         f"what {count} samples have as the policy's is what {len(turns)} turns of engines were, and no more",
+    )  # fmt: skip
+    yield counted_faults(
+        "tokens: rewards",
+        _located(groups, lambda group, number, sample: _reward_faults(subject, group.prompt, sample)),
+        "every sample has the reward of its own text",
     )
     yield counted_faults(
         "tokens: training",
         list(_trained_faults(groups, trained)),
         f"{len(trained)} sequences are those sampled",
     )
+
+
+def check_cut(subject: Subject, run: Run) -> Iterator[Row]:
+    """Ask the engine for fewer tokens than responses need, so that some are cut whatever the policy."""
+    if run.engines is None or subject.data.prompts is None:
+        raise NotCheckedError("recorded rollouts are replayed, so there is no engine")
+    eos = set(read_eos_token_ids(subject.foundation.hf_dir))
+    temperature = subject.small.rollout.rollout_temperature
+    prompts = subject.data.prompts.batch(0, CUT)
+    requests = [
+        SampleRequest(own, seed, 1 + seed % 3, temperature)
+        for seed, prompt in enumerate(prompts)
+        if len(own := prompt.token_ids)  # an environment writes its own
+    ] or [SampleRequest(token_ids([1, 2, 3]), seed, 2, temperature) for seed in range(CUT)]
+    samples = engine_samples(run, requests)
+    faults = [
+        f"request {i}: {fault}"
+        for i, (request, sample) in enumerate(zip(requests, samples, strict=True))
+        for fault in _end_faults(sample, request.max_tokens, eos)
+    ]
+    cut = sum(not eos & set(sample.token_ids[-1:].tolist()) for sample in samples)
+    if not cut and not faults:
+        raise NotCheckedError("the policy ends every response within three tokens")
+    reason = f"{cut} of {len(samples)} responses are cut at a limit of 1 to 3 tokens, and say so"
+    yield counted_faults("tokens: cut responses", faults, reason)
+
+
+def _end_faults(sample: Sample, limit: int, eos: set[int]) -> Iterator[str]:
+    """A response ends with its only end-of-sequence id, or at its limit, and says which."""
+    ids = sample.token_ids[sample.num_begun_tokens :].tolist()
+    if eos & set(ids[:-1]):
+        yield "goes on after an end-of-sequence id"
+    if (sample.finish_reason == "stop") != bool(eos & set(ids[-1:])):
+        yield f"ends with id {ids[-1:]} and says {sample.finish_reason}"
+    length = sample.num_trained_tokens
+    if length > limit or (length < limit and sample.finish_reason == "length"):
+        yield f"is cut after {length} tokens, and not {limit}"
 
 
 def _prompt_faults(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[str]:
@@ -97,18 +139,52 @@ def _doubled_start(ids: TokenIds, tokenizer: Tokenizer) -> bool:
     return bool(tokenizer.decode_all(ids[:1])) and not tokenizer.decode(ids[:1])
 
 
+def _rendering(subject: Subject, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> Iterator[Row]:
+    """Prompts begin and end, and responses stop, as transformers has it."""
+    from transformers import AutoTokenizer, GenerationConfig  # take seconds
+
+    hf_dir, data = subject.foundation.hf_dir, subject.config.data
+    try:
+        theirs = AutoTokenizer.from_pretrained(hf_dir)
+    except (OSError, ValueError) as error:
+        raise NotCheckedError(f"transformers cannot read the tokenizer: {error}") from error
+    faults = []
+    for prompt in prompts:
+        if prompt.environment is not None:  # it writes the prompt
+            continue
+        if data.apply_chat_template:
+            chat = [{"role": "user", "content": prompt.text}]
+            settings = {"add_generation_prompt": True, "tokenize": False, **template_settings(data)}
+            text = theirs.apply_chat_template(chat, **settings)
+            tail, ours = (
+                text.rpartition(prompt.text.strip())[2].strip(),
+                tokenizer.decode_all(prompt.tail_ids),
+            )
+            if tail != ours.strip():
+                faults.append(f"prompt {prompt.index} ends in {ours!r}, and with transformers in {tail!r}")
+            begin = theirs(text, add_special_tokens=False)["input_ids"][0]
+        else:
+            begin = theirs(prompt.text)["input_ids"][0]
+        if prompt.token_ids[0] != begin:
+            faults.append(f"prompt {prompt.index} begins with id {prompt.token_ids[0]}, and not {begin}")
+    if (hf_dir / "generation_config.json").is_file():
+        ends = GenerationConfig.from_pretrained(hf_dir).eos_token_id
+        missing = {*(ends if isinstance(ends, list) else [ends])} - {None, *read_eos_token_ids(hf_dir)}
+        faults += [f"id {number} does not end a response" for number in sorted(missing)]
+    yield counted_faults("tokens: rendering", faults, "prompts begin and end as transformers renders them")
+
+
 def _masked(subject: Subject) -> Row:
-    """Sequences whose tokens are all masked leave the weights as they are; of the others, what stands at
-    masked places changes nothing but what is read there."""
-    config = from_engine(reading_off(subject.small))
+    """Masked tokens have no log-probs, and what stands at masked places has no part in a gradient."""
+    config = from_engine(with_lr(subject.small))
     sequences = subject.sequences
     masked = [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in sequences]
     faults = []
-    with own_policy(config) as (policy, _):
+    with policy_on_one_rank(config) as (policy, _):
         if any(own.any() for own in policy.logprobs(masked)):
             faults.append("masked tokens have log-probs")
-    plain = own_update(config, sequences)
-    loud = own_update(config, [_loud(s) for s in sequences])
+    plain = update_on_one_rank(config, sequences)
+    loud = update_on_one_rank(config, [_loud(s) for s in sequences])
     faults += [
         f"{n} depends on masked tokens" for n, c in plain.change.items() if not c.equal(loud.change[n])
     ]
@@ -133,32 +209,34 @@ def _loud(s: TrainSequence) -> TrainSequence:
     )
 
 
-def _group_faults(subject: Subject, group: Group, eos: set[int]) -> Iterator[str]:
+def _located(groups: Sequence[Group], faults_of: Callable[[Group, int, Sample], Iterable[str]]) -> list[str]:
+    """Return the faults of all samples, each with its place."""
+    return [
+        f"prompt {group.prompt.index}, sample {number}: {fault}"
+        for group in groups
+        for number, sample in enumerate(group.samples)
+        for fault in faults_of(group, number, sample)
+    ]
+
+
+def _sample_faults(subject: Subject, group: Group, number: int, sample: Sample) -> Iterator[str]:
     rollout, prompt = subject.small.rollout, group.prompt
-    temperatures = {rollout.rollout_temperature, *rollout.rollout_temperature_cycle}
-    for number, sample in enumerate(group.samples):
-        is_plain = number < len(group.responses) and not rollout.rollout_prompt_suffixes
-        for fault in _sample_faults(sample):
-            yield f"prompt {prompt.index}, sample {number}: {fault}"
-        if sample.temperature not in temperatures:
-            yield f"prompt {prompt.index}, sample {number}: sampled at temperature {sample.temperature}"
-        if _doubled_start(sample.prompt_token_ids, subject.data.tokenizer):
-            yield f"prompt {prompt.index}, sample {number}: begins with the same special token twice"
-        if prompt.environment is not None:  # it has turns, and writes the prompt
-            continue
-        if is_plain and not np.array_equal(sample.prompt_token_ids, prompt.token_ids):
-            yield f"prompt {prompt.index}, sample {number}: sampled from other ids than the prompt's"
-        if eos & set(sample.content_ids[sample.num_begun_tokens :].tolist()):
-            yield f"prompt {prompt.index}, sample {number}: goes on after an end-of-sequence id"
-        if sample.finish_reason == "stop" and not eos & set(sample.token_ids[-1:].tolist()):
-            yield f"prompt {prompt.index}, sample {number}: stopped without an end-of-sequence id"
-        room = subject.foundation.max_context - len(sample.prompt_token_ids)
-        limit = min(rollout.rollout_max_response_len, room)
-        if sample.finish_reason == "length" and sample.num_trained_tokens < limit:
-            yield f"prompt {prompt.index}, sample {number}: cut after {sample.num_trained_tokens} tokens"
+    yield from _array_faults(sample)
+    if sample.temperature not in {rollout.rollout_temperature, *rollout.rollout_temperature_cycle}:
+        yield f"sampled at temperature {sample.temperature}"
+    if _doubled_start(sample.prompt_token_ids, subject.data.tokenizer):
+        yield "begins with the same special token twice"
+    if prompt.environment is not None:  # it has turns, and writes the prompt
+        return
+    is_plain = number < len(group.responses) and not rollout.rollout_prompt_suffixes
+    if is_plain and not np.array_equal(sample.prompt_token_ids, prompt.token_ids):
+        yield "sampled from other ids than the prompt's"
+    room = subject.foundation.max_context - len(sample.prompt_token_ids)
+    eos = set(read_eos_token_ids(subject.foundation.hf_dir))
+    yield from _end_faults(sample, min(rollout.rollout_max_response_len, room), eos)
 
 
-def _sample_faults(sample: Sample) -> Iterator[str]:
+def _array_faults(sample: Sample) -> Iterator[str]:
     lengths = {len(sample.token_ids), len(sample.logprobs), len(sample.loss_mask)}
     if len(lengths) != 1:
         yield f"ids, log-probs and mask have lengths {sorted(lengths)}"
@@ -170,14 +248,19 @@ def _sample_faults(sample: Sample) -> Iterator[str]:
         yield "tokens that the policy did not write have log-probs"
 
 
-def _strange_turns(group: Group, turns: set[Turn]) -> Iterator[str]:
-    for number, sample in enumerate(group.samples):
-        edges = np.flatnonzero(np.diff(sample.loss_mask, prepend=False, append=False))
-        for start, end in edges.reshape(-1, 2).tolist():
-            turn = sample.token_ids[start:end].tobytes(), sample.logprobs[start:end].tobytes()
-            if turn not in turns:
-                where = f"prompt {group.prompt.index}, sample {number}"
-                yield f"{where}: no engine wrote tokens {start} to {end - 1}"
+def _strange_turns(sample: Sample, turns: Container[Turn]) -> Iterator[str]:
+    edges = np.flatnonzero(np.diff(sample.loss_mask, prepend=False, append=False))
+    for start, end in edges.reshape(-1, 2).tolist():
+        if (sample.token_ids[start:end].tobytes(), sample.logprobs[start:end].tobytes()) not in turns:
+            yield f"no engine wrote tokens {start} to {end - 1}"
+
+
+def _reward_faults(subject: Subject, prompt: Prompt, sample: Sample) -> Iterator[str]:
+    """Score a sample again with the made-up reward of the small run, unless its row names another."""
+    if prompt.environment is None and rm_type_of(prompt, subject.small.data) == STAND_IN:
+        text = subject.data.tokenizer.decode(sample.token_ids)
+        if sample.reward != score("", text, "", {}):
+            yield f"the reward {sample.reward} for {text!r}"
 
 
 def _trained_faults(groups: Sequence[Group], trained: Sequence[TrainSequence]) -> Iterator[str]:

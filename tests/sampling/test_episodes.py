@@ -227,6 +227,15 @@ def test_an_environment_that_never_starts_leaves_a_group_that_trains_on_the_othe
     assert all(len(s.response_token_ids) for s in credit.sequences if s.has_advantage)
 
 
+def test_a_listener_hears_every_turn_as_the_engine_wrote_it():
+    prompt, turns = prompt_of(turns=3), []
+    sampler = Table().sampler()
+    sampler.on_sample = turns.append
+    (sample,) = in_virtual_time(sampler.answer(prompt, [SampleRequest(prompt.token_ids, 100, 200)]))[0]
+    assert [turn.token_ids.tolist() for turn in turns] == turns_of(sample)
+    assert len(turns) > 1
+
+
 def test_a_prompt_whose_row_has_no_environment_beside_others_that_have_is_one_turn():
     # a table has its columns in every row, if only as null
     plain = replace(prompt_of(), metadata={"environment": None})

@@ -13,10 +13,10 @@ def test_every_published_fault_fits_its_file_once():
         compile(fault.planted(source), fault.file, "exec")
 
 
-def test_every_fault_of_the_list_was_reported_somewhere():
+def test_most_faults_of_the_list_were_reported_and_the_others_say_that_they_were_not():
     issues = [line for line in LIST.read_text().splitlines() if line.startswith("  issue:")]
-    assert len(issues) >= 24
-    assert all("#" in line for line in issues)
+    assert sum("#" in line for line in issues) >= 24
+    assert {line for line in issues if "#" not in line} == {"  issue: []"}
 
 
 @pytest.mark.slow

@@ -34,37 +34,31 @@ class Update:
     """Rounding of `change`."""
 
 
-def alone(config: Config) -> Config:
-    """Return the settings of a trainer of one rank."""
-    parallel = replace(ParallelConfig(), use_distributed_optimizer=config.parallel.use_distributed_optimizer)
-    return replace(config, parallel=parallel, cluster=replace(config.cluster, num_trainers=1))
-
-
 @contextmanager
-def own_policy(config: Config) -> Iterator[tuple[Policy, Any]]:
+def policy_on_one_rank(config: Config) -> Iterator[tuple[Policy, Any]]:
     """Provide (the policy on one rank in this process, the rank)."""
-    config = alone(config)
+    parallel = replace(ParallelConfig(), use_distributed_optimizer=config.parallel.use_distributed_optimizer)
+    config = replace(config, parallel=parallel, cluster=replace(config.cluster, num_trainers=1))
     shape = read_hf_config(config.model.hf_dir)
     with own_trainer(config) as rank:
         yield Policy(OwnRank(rank), config, 1, partial(forward_flops, shape)), rank
 
 
-def own_update(config: Config, sequences: Sequence[TrainSequence]) -> Update:
+def update_on_one_rank(config: Config, sequences: Sequence[TrainSequence]) -> Update:
     """Take one update of the sequences in this process, from the initial weights."""
-    with own_policy(config) as (policy, rank):
+    with policy_on_one_rank(config) as (policy, rank):
         before = copies(rank)
         metrics = policy.update(sequences)
         lr = metrics["learning_rate"]
         return Update(changes(before, copies(rank), lr), metrics, ROUNDING / lr)
 
 
-def reading_off(config: Config) -> Config:
-    """Return the settings with which one update's change of the weights is its gradient, |g| << 1."""
-    return replace(
-        config,
-        optimizer=replace(config.optimizer, lr=READ_OFF, lr_decay_style="constant"),
-        loss=replace(config.loss, num_steps_per_rollout=1, num_epochs_per_rollout=1),
-    )
+def with_lr(config: Config, lr: float = READ_OFF) -> Config:
+    """Return the settings of one optimizer step per rollout at a constant learning rate. With READ_OFF the
+    step's change of the weights is its gradient, where |g| << 1."""
+    optimizer = replace(config.optimizer, lr=lr, lr_decay_style="constant")
+    loss = replace(config.loss, num_steps_per_rollout=1, num_epochs_per_rollout=1)
+    return replace(config, optimizer=optimizer, loss=loss)
 
 
 def changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:
@@ -75,6 +69,11 @@ def changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor], lr: float
 def step_of(gradient: Tensor) -> Tensor:
     """Return the first step of Adam along a gradient, over the learning rate (`small_run`)."""
     return gradient / (gradient.abs() + 1)
+
+
+def gradient_of(change: Tensor) -> Tensor:
+    """Return the gradient whose `step_of` is a change."""
+    return change / (1 - change.abs())
 
 
 def copies(rank: Any) -> dict[str, Tensor]:
@@ -91,8 +90,8 @@ def weights_in(directory: Path) -> dict[str, Tensor]:
     }
 
 
-def difference(
-    own: Mapping[str, Tensor], expected: Mapping[str, Tensor], rounding: float
+def largest_difference(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], rounding: float
 ) -> tuple[float, str, int]:
     """Return the largest difference of a tensor relative to its own largest value, that tensor's name, and
     the number of tensors compared. Tensors within a hundred roundings of 0 in both are not compared.
@@ -100,16 +99,16 @@ def difference(
     Raises:
         ValueError: other tensors.
     """
-    if own.keys() != expected.keys():
-        names = sorted(own.keys() ^ expected.keys())
+    if tensors.keys() != expected.keys():
+        names = sorted(tensors.keys() ^ expected.keys())
         raise ValueError(f"{len(names)} tensors are on one side only: {', '.join(names[:3])}")
     worst, where, compared = 0.0, "", 0
     for name, wanted in expected.items():
-        scale = max(wanted.abs().max().item(), own[name].abs().max().item())
+        scale = max(wanted.abs().max().item(), tensors[name].abs().max().item())
         if scale <= 100 * rounding:
             continue
         compared += 1
-        gap = max(0.0, (own[name] - wanted).abs().max().item() - rounding) / scale
+        gap = max(0.0, (tensors[name] - wanted).abs().max().item() - rounding) / scale
         if not gap <= worst:  # NaN too
             worst, where = gap, name
     return worst, where, compared
