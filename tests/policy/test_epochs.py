@@ -93,10 +93,10 @@ def test_an_epoch_is_the_update_again_with_the_same_old_logprobs(world, checkpoi
     assert max((found[name] - tensor).abs().max() for name, tensor in weights_of(export).items()) < scale / 20
     close_trainer()
     moved = []
-    for epochs, updates in ((1, 2), (2, 1)):
+    for epochs, count in ((1, 2), (2, 1)):
         config = critic_config(layout(), lr=0.01, num_epochs_per_rollout=epochs)
         critic = open_critic(world, checkpoints["dense"], config)
-        for _ in range(updates):
+        for _ in range(count):
             planned.update_values(critic, rows)
         moved.append(planned.values(critic, rows))
         close_trainer()
