@@ -33,6 +33,7 @@ from megatron_ibpo.engines.registry import VLLM, engine_settings, start_engine
 from megatron_ibpo.environments import Message
 from megatron_ibpo.environments.chat import PlainChat
 from megatron_ibpo.environments.processes import EnvironmentPool
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.episodes import Episodes
 
@@ -107,7 +108,9 @@ def measure(arguments: Arguments, scratch: Path) -> dict[str, Any]:
         rollout_max_context_len=room,
         parameters={"vllm_dtype": "float32", "vllm_max_num_seqs": arguments.episodes},
     )
-    settings = engine_settings(rollout, TINY, "gloo", gpus=(), num_threads=arguments.threads)
+    settings = engine_settings(
+        rollout, TINY, read_hf_config(TINY), "gloo", gpus=(), num_threads=arguments.threads
+    )
     engine = start_engine(VLLM, replace(settings, eos_token_ids=()), scratch / "engine.log")
     (scratch / "waits.py").write_text(ENVIRONMENT, encoding="utf-8")
     target = f"{scratch}/waits.py:Waits"

@@ -4,6 +4,7 @@ device."""
 import contextlib
 import io
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from megatron_ibpo.config import Config, ModelConfig, ParallelConfig
 from megatron_ibpo.models import ModelShape, least_world, pipeline_layers
 from megatron_ibpo.models.backends import LOCAL
 from megatron_ibpo.models.cost import weight_count
-from megatron_ibpo.models.lora import adapter_elements
+from megatron_ibpo.models.lora import adapter_entries
 from megatron_ibpo.policy.overrides import CHUNKS, read_overrides
 
 
@@ -159,7 +160,7 @@ def estimate_census(shape: ModelShape, config: Config, world_size: int) -> Censu
     expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     expert = shape.hidden_size * shape.expert_hidden_size
     largest = max(count.table, 2 * shape.hidden_size * shape.ffn_hidden_size, 2 * expert)
-    adapters = adapter_elements(config.model, shape)
+    adapters = sum(math.prod(entry.shape) for entry in adapter_entries(config.model, shape))
     parts = []
     for stage, ranges in enumerate(pipeline_layers(shape.num_layers, parallel, chunks)):
         layers = sum(map(len, ranges))
