@@ -284,11 +284,14 @@ def _open_rehearsal(source: Any, engine: Any) -> Callable[[], None]:
 def _start_engine(checkpoint: Path) -> Any:
     from megatron_ibpo.config import RolloutConfig
     from megatron_ibpo.engines.registry import start_instrument
+    from megatron_ibpo.models import read_hf_config
 
     parameters = {"vllm_kv_cache_bytes": 64 * MIB, "vllm_dtype": "bfloat16"}
     rollout = RolloutConfig(rollout_max_context_len=256, parameters=parameters)
     threads, log = os.cpu_count() or 1, checkpoint.parent / "engine.log"  # the trainers are idle meanwhile
-    engine = start_instrument(rollout, checkpoint, on_gpu=False, num_threads=threads, log=log)
+    engine = start_instrument(
+        rollout, checkpoint, read_hf_config(checkpoint), on_gpu=False, num_threads=threads, log=log
+    )
     engine.wait_ready(600)
     return engine
 

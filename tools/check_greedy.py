@@ -64,14 +64,15 @@ def by_vllm(hf_dir: Path, prompts: list[list[int]], tokens: int) -> list[list[in
 
     parameters = {"vllm_kv_cache_bytes": 256 * 1024**2}
     config = Config(rollout=RolloutConfig(rollout_max_context_len=512, parameters=parameters))
-    rollout = on_device(config, read_hf_config(hf_dir), on_gpu=False).rollout
+    shape = read_hf_config(hf_dir)
+    rollout = on_device(config, shape, on_gpu=False).rollout
     requests = [
         SampleRequest(np.array(prompt, dtype=np.int32), seed=0, max_tokens=tokens, temperature=0.0)
         for prompt in prompts
     ]
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "engine.log"
-        engine = start_instrument(rollout, hf_dir, on_gpu=False, num_threads=1, log=log)
+        engine = start_instrument(rollout, hf_dir, shape, on_gpu=False, num_threads=1, log=log)
         try:
             engine.wait_ready(START_TIMEOUT)
             return [s.token_ids.tolist() for s in engine.generate(requests, version=0, timeout=START_TIMEOUT)]

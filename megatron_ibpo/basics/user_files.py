@@ -70,7 +70,8 @@ def read_json_file(path: Path, most_bytes: int = JSON_BYTES) -> Any:
         OSError, UserFileError: as `check_user_file` does.
         ValueError: it is not JSON (`read_json`).
     """
-    return read_json(read_user_file(path, most_bytes))
+    content = read_user_file(path, most_bytes)
+    return read_json(content)
 
 
 def user_lines(file: Lines, name: Path) -> Iterator[bytes]:

@@ -89,10 +89,13 @@ class EngineProcesses:
         gpus = self.trainers.gpus(placement.partners[index]) if placement.colocated else ()
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         count = len(gpus) or placement.engines[index].gpus
-        settings = replace(self.settings, gpus=tuple(range(count)), model=str(hf_dir or self.settings.model))
-        if placement.spans_nodes(index):  # never run so far: it needs nodes with GPUs
-            extra = {**settings.extra_arguments, "distributed_executor_backend": "ray"}
-            settings = replace(settings, extra_arguments=extra)
+        settings = replace(
+            self.settings,
+            gpus=tuple(range(count)),
+            spans_nodes=placement.spans_nodes(index),
+            model=str(hf_dir or self.settings.model),
+        )
+        if settings.spans_nodes:  # never run so far: it needs nodes with GPUs
             environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         path = self.logs / f"engine_{index}.log"
         self.members[index].host.build(FACTORY, environment, self.engine, settings, path, again)

@@ -52,9 +52,9 @@ def _pass(processes: EngineProcesses, engines: Sequence[int], order: UpdateOrder
 def draft_acceptance(
     processes: EngineProcesses, members: Sequence[Member], timeout: float
 ) -> dict[str, float]:
-    """Return the share of drafted tokens that engines accepted since the last call; empty without speculative
-    decoding. An engine that dies during the call is noticed when it is next used."""
-    if "speculative_config" not in processes.settings.extra_arguments:
+    """Return the share of drafted tokens that engines accepted since the last call; empty if they draft
+    none. An engine that dies during the call is noticed when it is next used."""
+    if not processes.settings.drafts:
         return {}
     hosts = [member.host for member in members]
     asked = [(host, host.call("call", "drafts", timeout=timeout)) for host in hosts]

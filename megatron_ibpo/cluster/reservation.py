@@ -1,13 +1,14 @@
 """The nodes that Ray knows, and a placement reserved on them."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from megatron_ibpo.cluster.placement import Node, Placement, PlacementError
+from megatron_ibpo.cluster.placement import Engines, Node, Placement, PlacementError, plan_placement
+from megatron_ibpo.config import Config
 
 NODE_LOOK_S = 5.0
 """Seconds between checks for room in the cluster."""
@@ -31,20 +32,68 @@ def lost_nodes(placement: Placement, nodes: Iterable[int]) -> list[str]:
     return [node.address for node in chosen if node.node_id not in alive]
 
 
-def placed_within(wait: float, place: Callable[[], Placement]) -> Placement:
-    """Return the result of `place`; retry for `wait` seconds while the cluster is too small.
+def place_run(config: Config, *, samples: bool = True, wait: float = 0.0) -> Placement:
+    """Place trainers and engines on the nodes of the cluster; retry for `wait` seconds while it is too small.
+
+    Args:
+        samples: False for a run without engines.
 
     Raises:
         PlacementError: it is still too small.
+        ValueError: settings do not suit its devices.
     """
     deadline = time.monotonic() + wait
     while True:
         try:
-            return place()
+            return _placed(config, samples=samples)
         except PlacementError:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(NODE_LOOK_S)
+
+
+def _placed(config: Config, *, samples: bool) -> Placement:
+    """Place trainers and engines on the nodes of the cluster.
+
+    Args:
+        samples: False for a run without engines.
+
+    Raises:
+        PlacementError: the cluster is too small.
+    """
+    cluster, rollout = config.cluster, config.rollout
+    nodes = cluster_nodes()
+    num_gpus = sum(node.gpus for node in nodes)
+    size, own_gpus, engines = rollout.rollout_num_gpus_per_engine, rollout.rollout_num_gpus, None
+    if num_gpus and own_gpus is None and not rollout.colocate and not cluster.num_trainers:
+        own_gpus = max(1, num_gpus // 2 // size) * size  # half of them, as far as whole engines go
+    if samples and config.run.load_debug_rollout_data is None:
+        engines = Engines(size, rollout.colocate, own_gpus)
+    if num_gpus and rollout.colocate and rollout.max_staleness:
+        raise ValueError(
+            f"--max-staleness {rollout.max_staleness}: engines that share the trainers' GPUs sleep while "
+            "those train, so sampling cannot run ahead; give them GPUs of their own (--no-colocate "
+            "--rollout-num-gpus N)"
+        )
+    if not num_gpus and config.optimizer.use_precision_aware_optimizer:
+        raise ValueError("--use-precision-aware-optimizer: saves GPU memory, and there is no GPU; drop it")
+    apart = 0 if rollout.colocate or engines is None else own_gpus or 0
+    num_trainers = cluster.num_trainers or max(1, num_gpus - apart)
+    return plan_placement(nodes, num_trainers=num_trainers, engines=engines, on_gpu=num_gpus > 0)
+
+
+def place_engines(config: Config) -> Placement:
+    """Place engines alone: on all GPUs of the cluster, or as many CPU processes as a run has trainers.
+
+    Raises:
+        PlacementError: the cluster is too small.
+    """
+    nodes, rollout = cluster_nodes(), config.rollout
+    size, num_gpus = rollout.rollout_num_gpus_per_engine, sum(node.gpus for node in nodes)
+    within_nodes = sum(node.gpus // size for node in nodes)
+    engines = within_nodes or (num_gpus or config.cluster.num_trainers or 1) // size or 1
+    wanted = Engines(size, colocate=False, num_gpus=rollout.rollout_num_gpus or engines * size)
+    return plan_placement(nodes, num_trainers=0, engines=wanted, on_gpu=num_gpus > 0)
 
 
 def cluster_nodes() -> list[Node]:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.cluster.node_actors import Call, Finished, NodeActor, NodeActors
-from megatron_ibpo.cluster.placement import Node
+from megatron_ibpo.cluster.placement import Node, Placement
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import Outcome, Pool, open_pool, worker_count
 
@@ -72,6 +73,13 @@ class Verifiers:
     def workers(self, node: Node) -> int:
         """Return the number of verifier processes on a node of the run."""
         return next((actor.workers for actor in self._actors.all if actor.node == node), self._own_workers)
+
+    def where(self, placement: Placement) -> str:
+        """Return the placement of a run's processes for display, one line per node."""
+        return "\n".join(
+            f"{address}: trainers {trainers}, engines {engines}, {counted(self.workers(node), 'verifier')}"
+            for node, (address, trainers, engines) in zip(placement.nodes, placement.rows(), strict=True)
+        )
 
     def wait_ready(self) -> None:
         """Wait until every actor can take calls.

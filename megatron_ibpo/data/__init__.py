@@ -26,7 +26,7 @@ from megatron_ibpo.data.response_text import ResponseText
 from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, Rows, own_rows, prompts_of_rows, read_prompts
 from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.templates import CorrectionTemplate, PromptSuffixes
-from megatron_ibpo.data.tokenizer import DataError, Tokenizer, load_tokenizer, thinking_marks, token_texts
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer, TokenTexts, load_tokenizer, thinking_marks
 
 __all__ = [
     "CorrectionTemplate",
@@ -35,6 +35,7 @@ __all__ = [
     "PromptSource",
     "PromptSuffixes",
     "ResponseText",
+    "TokenTexts",
     "Tokenizer",
     "load_tokenizer",
     "open_pass_rates",
@@ -42,7 +43,6 @@ __all__ = [
     "open_sources",
     "prompts_of_rows",
     "thinking_marks",
-    "token_texts",
 ]
 
 
@@ -137,7 +137,8 @@ def _opened(reader: Reader, split: Literal["train", "eval"], *, holds_out: bool)
     if location.startswith(SCHEME):
         opened, held_out = generated_prompts(reader, split), "other items of the same task"
     elif location.startswith(OWN_SCHEME):
-        opened, held_out = _of_rows(own_rows(location, split), reader, split), 'its rows for "eval"'
+        opened = read_prompts(own_rows(location, split), reader, shuffled=split == "train")
+        held_out = 'its rows for "eval"'
     elif "://" in location:
         raise DataError(
             f"prompts {location!r}: expected a file or directory, {SCHEME}TASK?parameter=value or "
@@ -155,6 +156,7 @@ def _of_files(
     reader: Reader, split: Literal["train", "eval"], *, holds_out: bool
 ) -> tuple[PromptSource, str]:
     """Return the prompts of files, and which of them are held out, in words."""
+    rows: Rows
     source, seed, path = reader.source, reader.data.data_seed, Path(reader.source.location)
     if holds_out:
         files, is_divided = divided_files(path, split, source.split)
@@ -169,17 +171,18 @@ def _of_files(
         try:
             division = small_division([row for _, row in known], reader.question, seed, source.location)
         except DataError:
-            _of_rows(known, reader, split)  # a row that cannot be used is the better reason
+            read_prompts(known, reader, shuffled=False)  # a row that cannot be used is the better reason
             raise
         if split == "train":
-            return _of_rows(training_rows(known, division, reader.question), reader, split), ""
+            rows = training_rows(known, division, reader.question)
+            return read_prompts(rows, reader, shuffled=True), ""
         rows = held_out_rows(starmap(as_lazy_row, known), division, reader.question)
     else:
         division = large_division(seed)
         if split == "train":
             return _undivided(files, None, replace(reader, division=division), split), ""
         rows = held_out_rows(each_row(files, reader.columns), division, reader.question)
-    opened = _of_rows(rows, reader, split)
+    opened = read_prompts(rows, reader, shuffled=False)
     return opened, f"{counted(len(opened), 'prompt')} of it, which are not trained on"
 
 
@@ -188,9 +191,5 @@ def _undivided(
 ) -> PromptSource:
     """Return the prompts of all rows of files; None: the files are too large to be read whole."""
     if rows is not None:
-        return _of_rows(rows, reader, split)
+        return read_prompts(rows, reader, shuffled=split == "train")
     return prompts_of_table(open_table(files, reader.columns), reader, shuffled=split == "train")
-
-
-def _of_rows(rows: Rows, reader: Reader, split: Literal["train", "eval"]) -> PromptSource:
-    return read_prompts(rows, reader, shuffled=split == "train")

@@ -213,9 +213,9 @@ def known_layout(row: Row, input_key: str, label_key: str) -> Layout | None:
 
 def layout_said(row: Row, input_key: str, label_key: str) -> str | None:
     """Return the line to print about the layout of a row; None for plain fields."""
+    layout = known_layout(row, input_key, label_key)
     if is_rl_layout(row, label_key):
         return "the layout of RL data sets; labels are reward_model.ground_truth"
-    layout = known_layout(row, input_key, label_key)
     if layout is None:
         return None
     return f"a known layout: prompts are {layout.question}, labels {layout.says}"

@@ -248,9 +248,9 @@ def read_prompts(rows: Rows, reader: Reader, *, shuffled: bool) -> PromptSource:
     layouts: set[str | None] = set()
     number = 0
     for number, (where, found) in enumerate(rows, start=1):
-        layouts.add(reader.layout(found) if isinstance(found, dict) else None)
         place = partial(str, where)
         prompt = reader.prompt(number, place, unique_id(partial(_row, found), place, ids))
+        layouts.add(reader.layout(found) if isinstance(found, dict) else None)
         if prompt is None:
             continue
         if data.deduplicate and (question := normalised(prompt.text)) in questions:

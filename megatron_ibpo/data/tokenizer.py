@@ -8,6 +8,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -116,6 +117,13 @@ def id_of(text: str, tokenizer: Tokenizer) -> int | None:
     return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_id else None
 
 
+def decoder_with(mark: str, tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """Return the decoder that shows `mark`, which may be a special token; it shows other special tokens only
+    if the mark is one."""
+    token = id_of(mark, tokenizer)
+    return tokenizer.decode_all if token is not None and not tokenizer.decode([token]) else tokenizer.decode
+
+
 def load_tokenizer(path: str | Path, *, embedding_rows: int | None = None) -> Tokenizer:
     """Load from local files: a Hugging Face directory, a SentencePiece `.model` file, or a directory with a
     `tokenizer.model` and no `tokenizer.json`.
@@ -145,15 +153,14 @@ def has_tokenizer(hf_dir: Path) -> bool:
 def _load(path: Path) -> Tokenizer:
     if not path.exists():
         raise DataError(f"tokenizer {path}: no such file or directory")
-    if not path.is_dir():
-        if path.suffix != ".model":
-            raise DataError(
-                f"tokenizer {path}: expected a Hugging Face directory or a SentencePiece .model file"
-            )
-        return SentencePieceTokenizer(path)
-    if (path / "tokenizer.model").exists() and not (path / "tokenizer.json").exists():
-        return SentencePieceTokenizer(path / "tokenizer.model")
+    if path.is_dir() and ((path / "tokenizer.json").exists() or not (path / "tokenizer.model").exists()):
+        return _load_hugging_face(path)
+    if not path.is_dir() and path.suffix != ".model":
+        raise DataError(f"tokenizer {path}: expected a Hugging Face directory or a SentencePiece .model file")
+    return SentencePieceTokenizer(path / "tokenizer.model" if path.is_dir() else path)
 
+
+def _load_hugging_face(path: Path) -> Tokenizer:
     files = _checked_files(path)
     try:
         tokenizer = _tokenizer_class(files).from_pretrained(
@@ -243,17 +250,18 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def token_texts(tokenizer: Tokenizer) -> Callable[[npt.NDArray[np.int32]], list[str]]:
-    """Return a function from ids to the text of each; every id is decoded once."""
-    known: dict[int, str] = {}
+@dataclass
+class TokenTexts:
+    """A function from ids to the text of each; every id is decoded once."""
 
-    def texts(ids: npt.NDArray[np.int32]) -> list[str]:
+    tokenizer: Tokenizer
+    _text_of: dict[int, str] = field(default_factory=dict)
+
+    def __call__(self, ids: npt.NDArray[np.int32]) -> list[str]:
         tokens = ids.tolist()
-        for token in set(tokens) - known.keys():
-            known[token] = tokenizer.decode([token])
-        return [known[token] for token in tokens]
-
-    return texts
+        for token in set(tokens) - self._text_of.keys():
+            self._text_of[token] = self.tokenizer.decode([token])
+        return [self._text_of[token] for token in tokens]
 
 
 def thinking_marks(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

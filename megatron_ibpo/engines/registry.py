@@ -5,10 +5,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.config import Config, Registry, RolloutConfig, built, known_or_path, load_hook
 from megatron_ibpo.config.all_fields import flag
 from megatron_ibpo.config.config_error import broken
-from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings, Precision
+from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings, EngineStart, Precision
 from megatron_ibpo.engines.vllm.parameters import VllmParameters
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.transfer.update_order import TransportName
@@ -32,6 +33,14 @@ TRANSPORTS: dict[TransportName, str] = {
 }
 """Transport of weights → import path of the class by which trainers send. Those for GPUs speak to vLLM's own
 receivers."""
+
+
+def choose_transport(*, on_gpu: bool, colocate: bool) -> TransportName:
+    """Choose gloo on CPUs; on GPUs ipc if engines share the trainers' GPUs, else nccl."""
+    if not on_gpu:
+        return "gloo"
+    return "ipc" if colocate else "nccl"
+
 
 _CALLED_WITH = "its settings, the path of its log, and whether it starts again"
 _METHODS = ("wait_ready", "submit", "take", "abort", "kill", "close", "generate", "begin", "result", "call")
@@ -212,6 +221,7 @@ def engine_needs(config: Config, *, on_gpu: bool = True) -> EngineNeeds:
 def engine_settings(
     rollout: RolloutConfig,
     hf_dir: Path,
+    shape: ModelShape,
     transport: TransportName,
     *,
     gpus: tuple[int, ...],
@@ -230,6 +240,7 @@ def engine_settings(
     settings: EngineSettings = _method(rollout.rollout_backend, "make_settings")(
         rollout,
         hf_dir,
+        shape,
         transport,
         gpus=gpus,
         num_threads=num_threads,
@@ -242,6 +253,32 @@ def start_timeout(rollout: RolloutConfig, hf_dir: Path) -> float:
     """Return the seconds that the engine may take to start, as its class says, or vLLM's by default."""
     seconds: float = _method(rollout.rollout_backend, "start_timeout")(rollout, hf_dir)
     return seconds
+
+
+def engine_start(
+    config: Config, hf_dir: Path, shape: ModelShape, *, on_gpu: bool, trains: bool
+) -> EngineStart:
+    """Return what starts each engine of a run.
+
+    Args:
+        config: configuration with device-dependent values resolved (`on_device`).
+        trains: False for an evaluation, which needs no record of what top-k and top-p leave.
+
+    Raises:
+        ValueError: the engine cannot be had with these settings.
+    """
+    rollout = config.rollout
+    cuts = trains and bool(rollout.truncation)
+    settings = engine_settings(
+        rollout,
+        hf_dir,
+        shape,
+        choose_transport(on_gpu=on_gpu, colocate=rollout.colocate),
+        gpus=(),
+        num_threads=environment_number("OMP_NUM_THREADS", 1, least=1),
+        records_sampling_mask=cuts and not sampling_mask_obstacle(config, on_gpu=on_gpu),
+    )
+    return EngineStart(settings, start_timeout(rollout, hf_dir))
 
 
 def sampling_mask_obstacle(config: Config, *, on_gpu: bool) -> str | None:
@@ -276,7 +313,7 @@ def start_engine(name: str | None, settings: Any, log: Path, again: bool = False
 
 
 def start_instrument(
-    rollout: RolloutConfig, hf_dir: Path, *, on_gpu: bool, num_threads: int, log: Path
+    rollout: RolloutConfig, hf_dir: Path, shape: ModelShape, *, on_gpu: bool, num_threads: int, log: Path
 ) -> Any:
     """Start an engine with a checkpoint's weights, to sample without a run, and return it at once; vLLM where
     a run has no engine processes.
@@ -286,7 +323,7 @@ def start_instrument(
     """
     gpus = range(rollout.rollout_num_gpus_per_engine if on_gpu else 0)
     settings = engine_settings(
-        rollout, hf_dir, "nccl" if on_gpu else "gloo", gpus=tuple(gpus), num_threads=num_threads
+        rollout, hf_dir, shape, "nccl" if on_gpu else "gloo", gpus=tuple(gpus), num_threads=num_threads
     )
     return (_engine_class(rollout.rollout_backend) or _engine_class(VLLM))(settings, log)
 

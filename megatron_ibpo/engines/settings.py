@@ -27,6 +27,8 @@ class EngineSettings:
     gpus: tuple[int, ...] = ()
     """Indices among the owner's visible GPUs; empty on CPUs."""
     tensor_parallel_size: int = 1
+    spans_nodes: bool = False
+    """True if its GPUs are on several nodes of a Ray cluster."""
     transport: TransportName = "gloo"
     """Transport of weight updates."""
     kv_cache_bytes: int | None = None
@@ -43,6 +45,9 @@ class EngineSettings:
     """Number of first layers without a router."""
     records_sampling_mask: bool = False
     """True to record the ids that top-k and top-p leave to sample from (`Sample.sampling_mask`)."""
+    drafts: bool = False
+    """True if it drafts tokens before it samples them; `call("drafts")` then counts drafted and accepted
+    ones."""
     drafts_with_mtp: bool = False
     """True if it drafts with the policy's multi-token prediction layer, and so takes its weights too."""
     drafts_corrections: bool = False
@@ -50,6 +55,16 @@ class EngineSettings:
     for those."""
     extra_arguments: Mapping[str, Any] = field(default_factory=dict)
     """--vllm-arg: further arguments of vLLM's EngineArgs, by name."""
+
+
+@dataclass(frozen=True)
+class EngineStart:
+    """What starts each engine of a run."""
+
+    settings: EngineSettings
+    """Its process fills in its GPUs."""
+    timeout: float
+    """Seconds that it may take to start."""
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ rendering a short conversation in which the assistant says a marker."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import chain, takewhile
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from megatron_ibpo.data.prompts import check_shown
-from megatron_ibpo.data.tokenizer import DataError, Tokenizer, id_of
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer, decoder_with, id_of
 from megatron_ibpo.environments.families import family_readers
 from megatron_ibpo.environments.hermes import ReadCall, as_text, policy_message, read_text, tools_text
 from megatron_ibpo.environments.protocol import Message, Tool
@@ -83,7 +84,10 @@ class PlainChat:
     def __init__(self, tokenizer: Tokenizer, ends: Collection[int]) -> None:
         self.notes: tuple[str, ...] = ()
         self._tokenizer, self._ends = tokenizer, ends
-        self._text = _call_decoder(tokenizer, _ids_of_marks(tokenizer)[_CALL])
+
+    @cached_property
+    def _text(self) -> Decoder:
+        return decoder_with(_CALL, self._tokenizer)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         shown = [tools_text(tools) + "\n"] if tools else []
@@ -116,16 +120,12 @@ class TemplateChat:
             DataError: there is no template, or it refuses conversations or does not show turns as they are.
         """
         self._tokenizer, self._ends, self._settings = tokenizer, ends, settings or {}
-        ids = _ids_of_marks(tokenizer)
-        decode = _call_decoder(tokenizer, ids[_CALL])
-        self._same_ends = {(ids[sampled], ids[written]) for sampled, written in _SAME_ENDS}
         self._marks_call = self._shows_tools = False
         self._following([_USER])
         check_shown([_USER], self._render)
         prompt = self._render([_USER])
         self._opened = open_at_end(prompt)  # the mark of thinking in which every turn begins
-        self._read: Reader = self._text_reader(decode)
-        family = self._own_format(prompt)
+        family, self._read = self._own_format(prompt) or (None, self._text_reader(self._text))
         self._shows_tools = family is not None
         tools = (
             f"the chat template shows tools, and calls are read in the format of {family}"
@@ -134,6 +134,20 @@ class TemplateChat:
             "tools are shown in the system message, and calls are read in the format of Hermes (<tool_call>)"
         )
         self.notes: tuple[str, ...] = (f"chat: {tools}", *self._rewriting())
+
+    @cached_property
+    def _decode(self) -> Decoder:
+        return decoder_with(_CALL, self._tokenizer)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Return the text of a turn, with the tags of calls."""
+        return self._decode(ids)
+
+    @cached_property
+    def _same_ends(self) -> set[tuple[int | None, int | None]]:
+        """Ids of (end that the model wrote, end that the template writes there)."""
+        ids = [[id_of(mark, self._tokenizer) for mark in pair] for pair in _SAME_ENDS]
+        return {(sampled, written) for sampled, written in ids}
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         if self._shows_tools:
@@ -192,9 +206,9 @@ class TemplateChat:
             decode(ids), thinks=thinks, read_call=read_call, tools=tools or ()
         )
 
-    def _own_format(self, prompt: str) -> str | None:
-        """Set the reader of the template's own format of calls, and return that format's name; None if the
-        template knows no tools, or no reader reads back what it writes."""
+    def _own_format(self, prompt: str) -> tuple[str, Reader] | None:
+        """Return the name and the reader of the template's own format of calls; None if the template knows no
+        tools, or no reader reads back what it writes."""
         try:
             if _PROBE_TOOL["name"] not in self._render([_USER], [_PROBE_TOOL]):
                 return None
@@ -214,8 +228,7 @@ class TemplateChat:
             readers[family] = self._text_reader(decode, read_call)
         for family, reader in readers.items():
             if reader(turn[:first_end], [_PROBE_TOOL]).get("tool_calls") == [_PROBE_CALL]:
-                self._read = reader
-                return family
+                return family, reader
         return None
 
     def _try_answer(self) -> None:
@@ -251,21 +264,6 @@ def _without_calls(message: Message, text: Callable[[], str], tools: Sequence[To
 def _read_long(text: str) -> Message:
     reasoning, _, content = text.rpartition("</think>")
     return policy_message(content, reasoning.replace("<think>", "", 1).strip(), [], [])
-
-
-def _ids_of_marks(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """Return the ids of the marks that end a turn or begin a call."""
-    return {mark: id_of(mark, tokenizer) for mark in (_CALL, *chain.from_iterable(_SAME_ENDS))}
-
-
-def _call_decoder(tokenizer: Tokenizer, tag: int | None) -> Decoder:
-    """Return the decoder that shows the tags of calls: they may be special tokens, which others should not
-    be shown with.
-
-    Args:
-        tag: id of `_CALL`.
-    """
-    return tokenizer.decode_all if tag is not None and not tokenizer.decode([tag]) else tokenizer.decode
 
 
 def _beyond(text: str, prompt: str) -> str:

@@ -11,7 +11,7 @@ as one tensor, PEFT gives each expert one pair for both, and so does this module
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_ibpo.config import ConfigError, ModelConfig, ParallelConfig, nearest
@@ -147,14 +147,34 @@ def lora_entries(shape: ModelShape, lora: Lora) -> Iterator[Entry]:
             yield from (pair.a, pair.b)
 
 
-def adapter_elements(model: ModelConfig, shape: ModelShape) -> int:
-    """Return the number of elements of all adapters of a run with adapters, each counted once.
+@dataclass(frozen=True)
+class TrainedWeights:
+    """The weights that a run trains."""
+
+    elements: Mapping[str, int]
+    """Tensor of the model, by its name in the checkpoint → number of its elements."""
+    adapters: tuple[Entry, ...] = ()
+    """The adapters, which alone are trained; empty: all of the model is."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of the model's parameters, without adapters."""
+        return sum(self.elements.values())
+
+    @property
+    def trained(self) -> int:
+        """Number of parameters that are trained."""
+        return sum(math.prod(entry.shape) for entry in self.adapters) or self.parameters
+
+
+def adapter_entries(model: ModelConfig, shape: ModelShape) -> tuple[Entry, ...]:
+    """Return all adapters of a run; empty without --lora-rank.
 
     Raises:
         ConfigError: see `chosen_lora`.
     """
     lora = chosen_lora(model, shape)
-    return 0 if lora is None else sum(math.prod(entry.shape) for entry in lora_entries(shape, lora))
+    return () if lora is None else tuple(lora_entries(shape, lora))
 
 
 def is_adapter(name: str) -> bool:

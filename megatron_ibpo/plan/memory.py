@@ -47,14 +47,26 @@ _LOSS_CHUNK_BYTES = 4 * 64 * 1024**2
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Bytes on one trainer rank."""
+class RankState:
+    """Bytes that one trainer rank holds from its start to its end."""
 
     weights: int
     gradients: int
     optimizer: int
     host_optimizer: int
     """Optimizer state in main memory (--optimizer-cpu-offload)."""
+    moves_out: bool
+    """True if weights, gradients and optimizer state leave the GPU while engines sample."""
+
+    @property
+    def state(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class RankMemory(RankState):
+    """Bytes on one trainer rank: its state, and what comes and goes."""
+
     activations: int
     logits: int
     """Logits, with the memory of the loss on them."""
@@ -66,12 +78,6 @@ class RankMemory:
     """CUDA context and communicators."""
     copies: int
     """FP8 copies of weights, which stay."""
-    moves_out: bool
-    """True if weights, gradients and optimizer state leave the GPU while engines sample."""
-
-    @property
-    def state(self) -> int:
-        return self.weights + self.gradients + self.optimizer
 
     @property
     def resident(self) -> int:
@@ -155,6 +161,20 @@ class HostMemory:
         }
 
 
+def rank_state(config: Config, overrides: Overrides, part: StagePart, census: Census) -> RankState:
+    """Return the state of a trainer rank, which does not depend on its micro-batches."""
+    optimizer = overrides.optimizer_bytes
+    own = _shard(census, part) if config.parallel.use_distributed_optimizer else part.trained
+    models = config.algorithm.num_models
+    return RankState(
+        weights=models * part.parameters * _trainer_element(config),
+        gradients=models * part.trained * 4,
+        optimizer=round(models * own * optimizer.device),
+        host_optimizer=round(models * own * optimizer.host),
+        moves_out=config.rollout.colocate and config.rollout.offload_train,
+    )
+
+
 def rank_memory(
     shape: ModelShape,
     config: Config,
@@ -164,25 +184,17 @@ def rank_memory(
     max_tokens: int,
 ) -> RankMemory:
     """Return the memory of a trainer rank with micro-batches of up to `max_tokens` tokens."""
-    element = _trainer_element(config)
-    state = overrides.optimizer_bytes
+    element, stages = _trainer_element(config), config.parallel.pipeline_model_parallel_size
     layers = _layers(shape, config.parallel, overrides, part)
-    own = _shard(census, part) if config.parallel.use_distributed_optimizer else part.trained
-    stages = config.parallel.pipeline_model_parallel_size
-    models = config.algorithm.num_models
     groups = communicators(shape, config, census)
     return RankMemory(
-        weights=models * part.parameters * element,
-        gradients=models * part.trained * 4,
-        optimizer=round(models * own * state.device),
-        host_optimizer=round(models * own * state.host),
+        **vars(rank_state(config, overrides, part, census)),
         activations=_activations(shape, config, overrides, part, layers, max_tokens),
         logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
         without_gradient=_without_gradient(shape, config, part, layers.widest, max_tokens),
         second_gradients=0 if config.run.gradient_meter_interval is None else part.trained * 4,
         process=CONTEXT_BYTES + len(groups) * COMMUNICATOR_BYTES,
-        copies=models * _weight_copies(shape, config.parallel, overrides.model, part),
-        moves_out=config.rollout.colocate and config.rollout.offload_train,
+        copies=config.algorithm.num_models * _weight_copies(shape, config.parallel, overrides.model, part),
     )
 
 
@@ -271,7 +283,7 @@ def engine_memory(
 
 
 def host_memory(
-    config: Config, census: Census, stages: Sequence[RankMemory], ranks_per_node: int
+    config: Config, census: Census, stages: Sequence[RankState], ranks_per_node: int
 ) -> HostMemory:
     """Return the memory of the node that needs most, among nodes with as many ranks each."""
     firsts = range(0, census.world_size, ranks_per_node)
@@ -280,12 +292,12 @@ def host_memory(
 
 
 def node_memory(
-    config: Config, census: Census, stages: Sequence[RankMemory], ranks: Sequence[int]
+    config: Config, census: Census, stages: Sequence[RankState], ranks: Sequence[int]
 ) -> HostMemory:
     """Return the memory of a node with GPUs and these trainers. Sleeping engines keep nothing there.
 
     Args:
-        stages: memory of a rank of each pipeline stage.
+        stages: state of a rank of each pipeline stage.
     """
     places = [census.place(rank) for rank in ranks]
     own = [stages[place.pipeline] for place in places]
@@ -298,7 +310,7 @@ def node_memory(
     )
 
 
-def _reference(config: Config, census: Census, rank: RankMemory, place: Place) -> int:
+def _reference(config: Config, census: Census, rank: RankState, place: Place) -> int:
     """Return the bytes of the reference policy that are stored for a rank: only the trained parameters, if
     the two policies differ only in these."""
     if config.model.lora_rank is None or config.model.ref_load is not None:

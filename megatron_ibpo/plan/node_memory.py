@@ -17,9 +17,9 @@ from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.engines.settings import EngineNeeds
 from megatron_ibpo.models import ModelShape, pipeline_layers
-from megatron_ibpo.models.lora import chosen_lora, lora_entries
+from megatron_ibpo.models.lora import TrainedWeights
 from megatron_ibpo.models.weight_map import Entry
-from megatron_ibpo.plan.memory import GIB, RankMemory, engine_memory, node_memory, rank_memory
+from megatron_ibpo.plan.memory import GIB, RankState, engine_memory, node_memory, rank_state
 from megatron_ibpo.plan.parameter_count import Census, StagePart
 from megatron_ibpo.policy.overrides import Overrides, read_overrides
 
@@ -49,7 +49,8 @@ def check_main_memory(
     config: Config,
     shape: ModelShape,
     overrides: Overrides,
-    elements: Mapping[str, int],
+    needs: EngineNeeds,
+    weights: TrainedWeights,
     placement: Placement,
     memory: Mapping[int, int],
 ) -> None:
@@ -57,15 +58,14 @@ def check_main_memory(
 
     Args:
         config: configuration with all device-dependent settings resolved.
-        elements: trained tensor, by its name in the checkpoint → number of elements.
+        needs: of an engine on such a device (`engines.registry.engine_needs`).
         memory: node with trainers or engines, by its index in the placement → its bytes.
 
     Raises:
         ValueError: for each node with too little memory: the needs, what it has, and what to change.
     """
     problems = []
-    needs = engine_needs(config, on_gpu=placement.on_gpu)
-    census = census_by_names(shape, config, overrides.chunks, elements, len(placement.trainers))
+    census = census_by_names(shape, config, overrides.chunks, weights, len(placement.trainers))
     for node, parts in _needed(config, shape, overrides, needs, census, placement).items():
         needed, there = sum(parts.values()), memory[node]
         if needed > there:
@@ -116,7 +116,7 @@ def _needed(
     ranks = _on_nodes([slot.node for slot in placement.trainers])
     engines = Counter(slot.node for slot in placement.engines)
     on_gpu = placement.on_gpu
-    stages = [rank_memory(shape, config, overrides, part, census, max_tokens=1) for part in census.stages]
+    stages = [rank_state(config, overrides, part, census) for part in census.stages]
     engine = engine_memory(shape, config, needs, census, gpu_bytes=0)
     engine_bytes = config.rollout.rollout_num_gpus_per_engine * (engine.weights + engine.kv_cache)
     needed = {}
@@ -140,7 +140,7 @@ def _on_nodes(nodes: Sequence[int]) -> dict[int, list[int]]:
     return ranks
 
 
-def _on_cpus(census: Census, stages: Sequence[RankMemory], ranks: Sequence[int]) -> dict[str, int]:
+def _on_cpus(census: Census, stages: Sequence[RankState], ranks: Sequence[int]) -> dict[str, int]:
     """Return the state that trainers with GPUs would hold on these; nothing moves out."""
     own = [stages[census.place(rank).pipeline] for rank in ranks]
     return {"trainers' state while engines sample": 0, _TRAINERS: sum(rank.state for rank in own)}
@@ -150,7 +150,7 @@ def _on_cpus(census: Census, stages: Sequence[RankMemory], ranks: Sequence[int])
 
 
 def census_by_names(
-    shape: ModelShape, config: Config, chunks: int, elements: Mapping[str, int], world_size: int
+    shape: ModelShape, config: Config, chunks: int, weights: TrainedWeights, world_size: int
 ) -> Census:
     """Return `take_census` without Megatron, from a checkpoint's headers, for the driver, which builds no
     model.
@@ -170,15 +170,15 @@ def census_by_names(
     }
     last = parallel.pipeline_model_parallel_size - 1
     dense, experts = Counter[int](), Counter[int]()
-    for name, count in elements.items():
+    adapted = bool(weights.adapters)
+    for name, count in weights.elements.items():
         stage = _stage(name, stage_of, last)
         (experts if ".experts." in name else dense)[stage] += count
         if shape.tie_word_embeddings and last and "embed_tokens" in name:
             dense[last] += count
     layers_of = Counter(stage_of.values())
-    lora = chosen_lora(config.model, shape)
-    added = [] if lora is None else [(stage_of[_layer(own)], own) for own in lora_entries(shape, lora)]
-    parts = []
+    added = [(stage_of[_layer(entry)], entry) for entry in weights.adapters]
+    parts, largest = [], max(weights.elements.values())
     for stage in range(last + 1):
         own_dense = dense[stage] // parallel.tensor_model_parallel_size
         own_experts = experts[stage] // (
@@ -190,15 +190,13 @@ def census_by_names(
                 pipeline=stage,
                 dense=own_dense + adapters[False],
                 experts=own_experts + adapters[True],
-                frozen_dense=0 if lora is None else own_dense,
-                frozen_experts=0 if lora is None else own_experts,
+                frozen_dense=own_dense if adapted else 0,
+                frozen_experts=own_experts if adapted else 0,
                 layers=layers_of[stage],
-                largest=max(elements.values()),
+                largest=largest,
             )
         )
-    total = sum(elements.values())
-    trained = total if lora is None else sum(math.prod(entry.shape) for _, entry in added)
-    return Census(total, trained, max(elements.values()), parts, parallel, world_size)
+    return Census(weights.parameters, weights.trained, largest, parts, parallel, world_size)
 
 
 def _adapters(parallel: ParallelConfig, entries: Iterable[Entry]) -> dict[bool, int]:

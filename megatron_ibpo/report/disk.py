@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+@dataclass
 class DiskWait:
     """The wait of a run for room on its disk. Safe to use from several threads.
 
@@ -31,25 +33,17 @@ class DiskWait:
     So a run whose responses arrive one by one ends once, not after a wait for each.
     """
 
-    def __init__(
-        self,
-        wait: float,
-        say: Callable[[str], object],
-        look_every: float = LOOK_EVERY_S,
-        now: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        """
-        Args:
-            wait: limit in seconds.
-            say: called when the waiting begins and when it ends.
-        """
-        self._wait, self._say, self._look_every = wait, say, look_every
-        self._now, self._sleep = now, sleep
-        self._lock = threading.Lock()
-        self._full_since: float | None = None
-        self._waiting = 0
-        """Number of writes that are waiting."""
+    wait: float
+    """Limit in seconds."""
+    say: Callable[[str], object]
+    """Called when the waiting begins and when it ends."""
+    look_every: float = LOOK_EVERY_S
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _full_since: float | None = None
+    _waiting: int = 0
+    """Number of writes that are waiting."""
 
     def write(self, write: Callable[[], T]) -> T:
         """Return the result of `write`, retried while the disk is full.
@@ -69,11 +63,11 @@ class DiskWait:
                     if not is_full(error):
                         raise
                     since = min(since, self._refused(error, is_new=since == math.inf))
-                    if self._now() - since >= self._wait:
+                    if self.now() - since >= self.wait:
                         raise DiskFullError(
-                            f"the disk stayed full for {self._wait:g} s (--disk-wait): {error}"
+                            f"the disk stayed full for {self.wait:g} s (--disk-wait): {error}"
                         ) from None
-                    self._sleep(self._look_every)
+                    self.sleep(self.look_every)
                     continue
                 self._succeeded(waited=since < math.inf)
                 return result
@@ -87,11 +81,11 @@ class DiskWait:
         with self._lock:
             self._waiting += is_new
             is_first = self._full_since is None
-            since = self._now() if self._full_since is None else self._full_since
+            since = self.now() if self._full_since is None else self._full_since
             self._full_since = since
         if is_first:
-            self._say(
-                f"the disk is full ({error}): the run waits up to {self._wait:g} s for space (--disk-wait)"
+            self.say(
+                f"the disk is full ({error}): the run waits up to {self.wait:g} s for space (--disk-wait)"
             )
         return since
 
@@ -101,7 +95,7 @@ class DiskWait:
                 return
             since, self._full_since = self._full_since, None
         if since is not None:
-            self._say(f"the disk has space again after {self._now() - since:.0f} s; the run continues")
+            self.say(f"the disk has space again after {self.now() - since:.0f} s; the run continues")
 
 
 def require_room(directory: Path, num_bytes: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ibpo.basics.redaction import without_keys
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.evaluate import SetEvaluation
@@ -37,7 +38,8 @@ class Report:
     """Metrics, display, curves and summary of a run, on the driver.
 
     The program's warnings are shown above the progress. Closing it (it is a context manager) ends the display
-    and the logs, and is safe at any time; `finish` writes curves.png and summary.json first.
+    and the logs, and is safe at any time; `finish` writes curves.png and summary.json first. An error within
+    the context finishes it too, and is the summary's status.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Report:
         )
         self._deaths, self._deaths_told = deaths, dict[str, int]()
         self._predicted: dict[str, float] | None = None
+        self._finished = False
         self._warnings = ExitStack()
         self._warnings.enter_context(warnings_shown(self.note))
 
@@ -148,6 +151,7 @@ class Report:
         from megatron_ibpo.report.run_curves import plot_curves  # slow to import, and for the driver only
 
         self._count(seconds or {})
+        self._finished = True
         self._display.close()
         summary = {"status": status} | summarise(
             self._log.rows,
@@ -197,7 +201,13 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            if error is not None and not self._finished:
+                stopped = isinstance(error, KeyboardInterrupt)
+                reason = without_keys(f"failed: {type(error).__name__}: {error}")
+                self.finish(status="stopped at once" if stopped else reason)
+        finally:
+            self.close()
 
     def _record(
         self, kind: Any, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]

@@ -1,12 +1,11 @@
 """The checks of a configuration that need the registries of other packages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from megatron_ibpo.basics.versions import missing
 from megatron_ibpo.config import (
     EVAL_PRESETS,
-    AlgorithmConfig,
     Config,
     ConfigError,
     as_specs,
@@ -128,32 +127,34 @@ _WITHOUT_TORCH: tuple[Callable[[Config], object], ...] = (
 )
 
 
-def _gives_token_advantages(algorithm: AlgorithmConfig) -> bool:
-    try:
-        return gives_token_advantages(find_estimator(algorithm))
-    except ValueError:  # `check_credit` says what is wrong with it
-        return False
-
-
 def _check_loss(config: Config) -> None:
     from megatron_ibpo.loss import resolve_variant
     from megatron_ibpo.policy.loss_objective import check_kernels, check_loss
 
-    check_truncation(config, variant_readers(config))
     variant, _ = resolve_variant(config.loss.loss_variant)
-    if _gives_token_advantages(config.algorithm) and not variant.takes_token_advantages:
+    _check_token_inputs(variant.token_inputs, config)
+    check_loss(config.loss)
+    check_kernels(config)
+    readers = variant_readers(config)
+    check_truncation(config, readers)
+    try:
+        by_token = gives_token_advantages(find_estimator(config.algorithm))
+    except ValueError:  # `check_credit` says what is wrong with it
+        return
+    if by_token and not variant.takes_token_advantages:
         raise ValueError(
             f"--advantages {config.algorithm.advantages} gives every token its own advantage, but this "
             "--loss-variant takes one advantage per sequence; take ppo-clip, grpo or dapo"
         )
-    if "ref_logprobs" in variant.token_inputs and config.loss.kl_coef == 0:
+
+
+def _check_token_inputs(token_inputs: Collection[str], config: Config) -> None:
+    if "ref_logprobs" in token_inputs and config.loss.kl_coef == 0:
         raise ValueError(
             "this --loss-variant reads ref_logprobs, which need a reference policy; set --kl-coef above 0"
         )
-    if "positions" in variant.token_inputs and config.parallel.context_parallel_size > 1:
+    if "positions" in token_inputs and config.parallel.context_parallel_size > 1:
         raise ValueError(
             "this --loss-variant reads token positions, which are not known under context parallelism; "
             "use --context-parallel-size 1"
         )
-    check_loss(config.loss)
-    check_kernels(config)

@@ -12,7 +12,7 @@ from megatron_ibpo.environments import Sessions
 from megatron_ibpo.environments.chat import PlainChat, TemplateChat, open_chat
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.journal import Journal, Recovered, read_journal
-from megatron_ibpo.report.run_dir import locked
+from megatron_ibpo.models.lora import TrainedWeights, adapter_entries
 from megatron_ibpo.rewards import Pool, named_rm_types, open_pool
 from megatron_ibpo.run.resolve import Foundation, settle
 from megatron_ibpo.run.resume_point import JOURNAL
@@ -23,40 +23,39 @@ from megatron_ibpo.sampling.episodes import Episodes
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run, read. The run directory is locked."""
+    """The inputs of a run, read."""
 
     foundation: Foundation
     config: Config
     """The configuration with everything filled in that does not depend on devices (`settle`)."""
     data: RunData
-    elements: dict[str, int]
-    """Trained tensor → number of its elements; empty for an evaluation."""
+    weights: TrainedWeights
+    """Empty for an evaluation."""
     rm_types: list[str]
     """Verifiers that a prompt names."""
     targets: list[str]
     """Environments that a prompt names or may name."""
-    chat: TemplateChat | PlainChat | None
-    """The model's chat format, for episodes; None if no prompt names an environment."""
     trains: bool
     """False for an evaluation on its own."""
 
 
 @dataclass(frozen=True)
 class Judges:
-    """The processes of this machine that score."""
+    """The processes of this machine that score, and how the policy speaks with environments."""
 
     pool: Pool
     """Verifiers."""
     environments: EnvironmentPool | None
     """Places for episodes; None if no prompt names an environment."""
+    chat: TemplateChat | PlainChat | None
+    """The model's chat format, for episodes; None as well."""
 
 
-def open_inputs(config: Config, foundation: Foundation, stack: ExitStack, *, trains: bool = True) -> Inputs:
-    """Read data and headers of the weights, which takes seconds, and lock the run's directory.
-    `preflight.check_inputs` checks what was read.
+def open_inputs(config: Config, foundation: Foundation, *, trains: bool = True) -> Inputs:
+    """Read data and headers of the weights, which takes seconds. `preflight.check_inputs` checks what was
+    read.
 
     Args:
-        stack: unlocks the directory.
         trains: False for an evaluation on its own, which needs held-out prompts only.
 
     Raises:
@@ -66,22 +65,15 @@ def open_inputs(config: Config, foundation: Foundation, stack: ExitStack, *, tra
 
     hf_dir, shape = foundation.hf_dir, foundation.shape
     data = open_run_data(config, foundation, trains=trains)
+    weights = TrainedWeights({})
+    if trains:
+        weights = TrainedWeights(trained_elements(hf_dir, shape), adapter_entries(config.model, shape))
     config = settle(config, foundation, data.prompts)
-    stack.enter_context(locked(config.run.run_dir))
-    elements = trained_elements(hf_dir, shape) if trains else {}
     first = data.first_prompts
     rm_types = named_rm_types(scored_by_verifiers(first), config.data)
-    chat = None
     allowed = config.environment.allowed_environments if first else ()
     targets = list(dict.fromkeys([*environments_of(first, config.environment), *allowed]))
-    if targets:
-        chat = open_chat(
-            data.tokenizer,
-            foundation.eos_token_ids,
-            applies_template=config.data.apply_chat_template,
-            settings=template_settings(config.data),
-        )
-    return Inputs(foundation, config, data, elements, rm_types, targets, chat, trains)
+    return Inputs(foundation, config, data, weights, rm_types, targets, trains)
 
 
 def open_judges(inputs: Inputs, stack: ExitStack) -> Judges:
@@ -91,12 +83,20 @@ def open_judges(inputs: Inputs, stack: ExitStack) -> Judges:
         stack: ends them.
 
     Raises:
-        ValueError: a function cannot be loaded, or there is no sandbox for running programs.
+        ValueError: a function cannot be loaded, there is no sandbox for running programs, or conversations
+            in the model's chat format cannot be extended.
     """
-    config = inputs.config
+    config, environments, chat = inputs.config, None, None
     pool = stack.enter_context(open_pool(config.data, inputs.rm_types))
-    environments = stack.enter_context(EnvironmentPool(config.environment)) if inputs.targets else None
-    return Judges(pool, environments)
+    if inputs.targets:
+        chat = open_chat(
+            inputs.data.tokenizer,
+            inputs.foundation.eos_token_ids,
+            applies_template=config.data.apply_chat_template,
+            settings=template_settings(config.data),
+        )
+        environments = stack.enter_context(EnvironmentPool(config.environment))
+    return Judges(pool, environments, chat)
 
 
 def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, Recovered]:
@@ -149,18 +149,18 @@ def _changed(before: str, now: str) -> str:
     return f"{', '.join(names)} changed"
 
 
-def open_episodes(config: Config, inputs: Inputs, sessions: Sessions | None) -> Episodes | None:
+def open_episodes(config: Config, judges: Judges, sessions: Sessions | None) -> Episodes | None:
     """Return what plays the run's episodes; None if no prompt names an environment.
 
     Args:
         config: the configuration with everything resolved that depends on the devices.
         sessions: the places where environments run.
     """
-    if sessions is None or inputs.chat is None:
+    if sessions is None or judges.chat is None:
         return None
     return Episodes(
         sessions,
-        inputs.chat,
+        judges.chat,
         config.environment,
         config.run.seed,
         config.data.reward_threshold,

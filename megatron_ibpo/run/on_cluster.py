@@ -13,35 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.policy_digest import policy_digest
-from megatron_ibpo.basics.rendezvous import environment_number
-from megatron_ibpo.basics.text import counted
 from megatron_ibpo.cluster.engine_processes import EngineProcesses
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.cluster.environments import Environments
-from megatron_ibpo.cluster.placement import Engines as WantedEngines
-from megatron_ibpo.cluster.placement import Placement, plan_placement
+from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.ray_session import abandon_start, open_ray, take_back_signals
-from megatron_ibpo.cluster.reservation import NodeLostError, cluster_nodes, placed_within, reserved
+from megatron_ibpo.cluster.reservation import NodeLostError, place_engines, place_run, reserved
 from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import EngineLostError
-from megatron_ibpo.engines.registry import (
-    engine_settings,
-    sampling_mask_obstacle,
-    start_timeout,
-)
+from megatron_ibpo.engines.settings import EngineStart
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.models import ModelShape, least_world
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.inputs import Inputs, Judges, open_episodes, open_inputs, open_judges
-from megatron_ibpo.run.preflight import check_inputs, check_judges, check_placement
+from megatron_ibpo.run.preflight import check_inputs, check_judges
 from megatron_ibpo.run.processes import Launched, Processes, TrainersAlone
 from megatron_ibpo.run.resolve import ResolvedConfig, check_model_layout, read_foundation, resolve
 from megatron_ibpo.run.rollouts import Rollouts, open_rollouts
 from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.run.state import Run
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder, choose_transport
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 NODE_ERRORS = (NodeLostError, EngineLostError)
 """Errors after which a run can continue once the cluster has room for it again."""
@@ -65,31 +58,40 @@ class OnCluster:
 
     def place(self, config: Config, *, samples: bool = True) -> Placement:
         """Place trainers and engines on the nodes of the cluster, once it has room for them."""
-        return placed_within(self.node_wait, lambda: _placed(config, samples=samples))
+        return place_run(config, samples=samples, wait=self.node_wait)
 
     def launch(
         self, resolved: ResolvedConfig, inputs: Inputs, judges: Judges, stack: ExitStack
     ) -> Launched[Processes]:
         """Start the processes of trainers, engines and verifiers."""
         config, placement = resolved.config, resolved.placement
-        verifiers, environments = _spread(inputs, judges, placement, stack)
         group = stack.enter_context(reserved(placement))
         trainers = Trainers(group, placement)
         stack.callback(trainers.close)
         engines = None
-        if placement.engines:
-            engines = _launch_engines(resolved, trainers, group, stack)
+        if (start := resolved.engine_start) is not None:
+            engines = _launch_engines(resolved, start, trainers, group, stack)
         trainers.locate()
+        verifiers, environments = _spread(inputs, judges, placement, stack)
 
         def build(checkpoint: Path | None) -> Processes:
-            _build(config, checkpoint, trainers, engines)
+            """Build the trainers' model while engines load theirs."""
+            if engines is not None:
+                engines.start()
+            if engines is not None and engines.fleet.sleeps:
+                # memory that trainers take meanwhile would look like the engines' own use of a shared GPU
+                engines.wait_ready()
+                engines.sleep()
+            trainers.build(config, checkpoint)
+            if engines is not None:
+                engines.meet_trainers()
             return Processes(
                 trainers=trainers,
                 engines=engines,
                 verifiers=verifiers,
                 environments=environments,
                 deaths=partial(_deaths, engines, verifiers, environments),
-                where=_where(resolved, verifiers),
+                where=verifiers.where(placement),
                 wait_ready=partial(_wait_ready, engines, verifiers, environments),
             )
 
@@ -106,25 +108,12 @@ class OnCluster:
         trainers.locate()
 
         def build(checkpoint: Path | None) -> TrainersAlone:
-            _build(resolved.config, checkpoint, trainers, None)
+            trainers.build(resolved.config, checkpoint)
             nodes = zip(placement.nodes, placement.rows(), strict=True)
             where = "\n".join(f"{node.address}: trainers {ranks}" for node, (_, ranks, _) in nodes)
             return TrainersAlone(trainers, where)
 
         return Launched(trainers.main_memory(), build)
-
-
-def _build(config: Config, checkpoint: Path | None, trainers: Trainers, engines: Engines | None) -> None:
-    """Build the trainers' model while engines load theirs."""
-    if engines is not None:
-        engines.start()
-        if engines.fleet.sleeps:
-            # memory that trainers take meanwhile would look like the engines' own use of a shared GPU
-            engines.wait_ready()
-            engines.sleep()
-    trainers.build(config, checkpoint)
-    if engines is not None:
-        engines.meet_trainers()
 
 
 def _spread(
@@ -186,14 +175,14 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
     with ExitStack() as stack:
         foundation = read_foundation(config)
         wait_connected = stack.enter_context(_starting(_ray_of(config)))
-        inputs = open_inputs(config, foundation, stack, trains=False)
-        check_inputs(inputs)
+        inputs = open_inputs(config, foundation, trains=False)
+        check_inputs(inputs, stack)
         judges = open_judges(inputs, stack)
         check_judges(inputs, judges)
         wait_connected()
-        placement = _engines_placed(config)
-        resolved = resolve(inputs.config, foundation, placement)
-        check_placement(resolved, trains=False)
+        placement = place_engines(config)
+        resolved = resolve(inputs.config, foundation, placement, trains=False)
+        assert resolved.engine_start is not None  # engines are all that was placed
         config = resolved.config
         kept = None
         if policy is not None:
@@ -201,7 +190,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         verifiers, environments = _spread(inputs, judges, placement, stack)
         group = stack.enter_context(reserved(placement))
         no_trainers = Trainers(group, placement)
-        engines = _launch_engines(resolved, no_trainers, group, stack, trains=False)
+        engines = _launch_engines(resolved, resolved.engine_start, no_trainers, group, stack)
         engines.start()
         verifiers.wait_ready()
         if environments is not None:
@@ -209,10 +198,11 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         engines.wait_ready()
         verifier = Verifier(verifiers, config.data, config.run.run_dir / "logs")
         stack.callback(verifier.close_servers)
-        episodes = open_episodes(config, inputs, environments)
+        episodes = open_episodes(config, judges, environments)
         opened = open_rollouts(resolved, inputs.data, engines, verifier, episodes=episodes)
         rollouts = stack.enter_context(opened)
-        yield OpenEvaluation(inputs.data, kept, rollouts, engines, verifiers, _where(resolved, verifiers))
+        where = "\n".join(filter(None, [verifiers.where(placement), resolved.engine_note]))
+        yield OpenEvaluation(inputs.data, kept, rollouts, engines, verifiers, where)
 
 
 def _kept_samples(resolved: ResolvedConfig, data: RunData, policy: str) -> KeptSamples:
@@ -254,89 +244,20 @@ def _ray_of(config: Config) -> AbstractContextManager[None]:
     )
 
 
-def _placed(config: Config, *, samples: bool = True) -> Placement:
-    """Place trainers and engines on the nodes of the cluster.
-
-    Args:
-        samples: False for a run without engines.
-
-    Raises:
-        PlacementError: the cluster is too small.
-    """
-    cluster, rollout = config.cluster, config.rollout
-    nodes = cluster_nodes()
-    num_gpus = sum(node.gpus for node in nodes)
-    size, own_gpus, engines = rollout.rollout_num_gpus_per_engine, rollout.rollout_num_gpus, None
-    if num_gpus and own_gpus is None and not rollout.colocate and not cluster.num_trainers:
-        own_gpus = max(1, num_gpus // 2 // size) * size  # half of them, as far as whole engines go
-    if samples and config.run.load_debug_rollout_data is None:
-        engines = WantedEngines(size, rollout.colocate, own_gpus)
-    if num_gpus and rollout.colocate and rollout.max_staleness:
-        raise ValueError(
-            f"--max-staleness {rollout.max_staleness}: engines that share the trainers' GPUs sleep while "
-            "those train, so sampling cannot run ahead; give them GPUs of their own (--no-colocate "
-            "--rollout-num-gpus N)"
-        )
-    if not num_gpus and config.optimizer.use_precision_aware_optimizer:
-        raise ValueError("--use-precision-aware-optimizer: saves GPU memory, and there is no GPU; drop it")
-    apart = 0 if rollout.colocate or engines is None else own_gpus or 0
-    num_trainers = cluster.num_trainers or max(1, num_gpus - apart)
-    return plan_placement(nodes, num_trainers=num_trainers, engines=engines, on_gpu=num_gpus > 0)
-
-
-def _engines_placed(config: Config) -> Placement:
-    """Place engines alone: on all GPUs of the cluster, or as many CPU processes as a run has trainers.
-
-    Raises:
-        PlacementError: the cluster is too small.
-    """
-    nodes, rollout = cluster_nodes(), config.rollout
-    size, num_gpus = rollout.rollout_num_gpus_per_engine, sum(node.gpus for node in nodes)
-    within_nodes = sum(node.gpus // size for node in nodes)
-    engines = within_nodes or (num_gpus or config.cluster.num_trainers or 1) // size or 1
-    wanted = WantedEngines(size, colocate=False, num_gpus=rollout.rollout_num_gpus or engines * size)
-    return plan_placement(nodes, num_trainers=0, engines=wanted, on_gpu=num_gpus > 0)
-
-
 def _launch_engines(
-    resolved: ResolvedConfig,
-    trainers: Trainers,
-    group: Any,
-    stack: ExitStack,
-    *,
-    trains: bool = True,
+    resolved: ResolvedConfig, start: EngineStart, trainers: Trainers, group: Any, stack: ExitStack
 ) -> Engines:
     """Launch the engines' processes without waiting for them."""
-    config, placement, hf_dir = resolved.config, resolved.placement, resolved.foundation.hf_dir
-    rollout = config.rollout
-    transport = choose_transport(on_gpu=placement.on_gpu, colocate=rollout.colocate)
-    cuts = trains and bool(rollout.truncation)
-    settings = engine_settings(
-        rollout,
-        hf_dir,
-        transport,
-        gpus=(),
-        num_threads=environment_number("OMP_NUM_THREADS", 1, least=1),
-        records_sampling_mask=cuts and not sampling_mask_obstacle(config, on_gpu=placement.on_gpu),
+    rollout, logs = resolved.config.rollout, resolved.config.run.run_dir / "logs"
+    order = UpdateOrder(
+        version=0,
+        sleeping=False,
+        check=rollout.check_weight_update_equal,
+        timeout=rollout.update_weight_timeout,
     )
-    processes = EngineProcesses(
-        trainers,
-        placement,
-        group,
-        rollout.rollout_backend,
-        settings,
-        config.run.run_dir / "logs",
-        start_timeout(rollout, hf_dir),
-    )
-    engines = Engines(
-        processes,
-        UpdateOrder(
-            version=0,
-            sleeping=False,
-            check=rollout.check_weight_update_equal,
-            timeout=rollout.update_weight_timeout,
-        ),
-    )
+    name, placement = rollout.rollout_backend, resolved.placement
+    processes = EngineProcesses(trainers, placement, group, name, start.settings, logs, start.timeout)
+    engines = Engines(processes, order)
     stack.callback(engines.close)
     processes.launch()
     return engines
@@ -351,13 +272,3 @@ def resume_after_loss(run: Run, requested_config: Config) -> Config:
     """
     resumed = replace(run.config.run, load=run.config.run.run_dir)
     return replace(run.config, rollout=requested_config.rollout, run=resumed)
-
-
-def _where(resolved: ResolvedConfig, verifiers: Verifiers) -> str:
-    """Return the placement of processes, one line per node, and the engine if it was not named."""
-    placement, note = resolved.placement, resolved.engine_note
-    lines = [
-        f"{address}: trainers {trainers}, engines {engines}, {counted(verifiers.workers(node), 'verifier')}"
-        for node, (address, trainers, engines) in zip(placement.nodes, placement.rows(), strict=True)
-    ]
-    return "\n".join(lines if note is None else [*lines, note])

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from megatron_ibpo.basics.redaction import without_keys
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines.registry import samples_in_trainer
 from megatron_ibpo.journal import Journal, Recovered
@@ -19,12 +18,11 @@ from megatron_ibpo.report.start_lines import StartLines
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import check_loss_of_run, doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
-from megatron_ibpo.run.inputs import Inputs, open_episodes, open_inputs, open_journal, open_judges
+from megatron_ibpo.run.inputs import Inputs, Judges, open_episodes, open_inputs, open_journal, open_judges
 from megatron_ibpo.run.preflight import (
     check_inputs,
     check_judges,
     check_model,
-    check_placement,
     preflight,
 )
 from megatron_ibpo.run.processes import Backend, Processes
@@ -59,29 +57,27 @@ def open_run(config: Config, node_wait: float = 0.0, started: float | None = Non
             wait_connected = stack.enter_context(backend.connect(config))
             check_loss_of_run(config)
             starting("data, verifiers and journal")
-            inputs = open_inputs(config, foundation, stack)
-            check_inputs(inputs)
+            inputs = open_inputs(config, foundation)
+            check_inputs(inputs, stack)
             judges = open_judges(inputs, stack)
             check_judges(inputs, judges)
             journal = open_journal(inputs.config, point.step, stack)
             starting("places of the processes")
             wait_connected()
             resolved = resolve(inputs.config, foundation, backend.place(inputs.config))
-            check_placement(resolved)
             launched = backend.launch(resolved, inputs, judges, stack)
-            forecast = preflight(resolved, inputs.elements, launched.memory)
+            forecast = preflight(resolved, inputs.weights, launched.memory)
             starting("trainers and engines")
             processes = launched.build(point.checkpoint)
             starting("the run's records")
-            run = join(resolved, point, inputs, journal, processes, stages, stack, forecast, started)
+            run = join(resolved, point, inputs, judges, journal, processes, stages, stack, forecast, started)
         if run.engines is not None and run.engines.version != run.progress.step:
             with stages("sync"):
                 starting("weights to the engines")
                 run.engines.update_weights(run.progress.step)
         starting.end()
         run.progress.start_seconds = stages.take()
-        with failure_in_summary(run.reporter):
-            yield run
+        yield run
 
 
 def choose_backend(config: Config, node_wait: float) -> Backend:
@@ -99,6 +95,7 @@ def join(
     resolved: ResolvedConfig,
     point: ResumePoint,
     inputs: Inputs,
+    judges: Judges,
     journal: tuple[Journal, Recovered],
     processes: Processes,
     stages: Stages,
@@ -124,7 +121,7 @@ def join(
     _introduce(reporter, resolved, processes, about)
     if engines is not None:
         reporter.predicted(forecast(about.device))
-    of_chat = () if inputs.chat is None else inputs.chat.notes
+    of_chat = () if judges.chat is None else judges.chat.notes
     notes = (*point.notes, *about.notes, *inputs.data.notes, *of_chat, *recovered.notes)
     for note in (*notes, *doubtful_settings(config, foundation.method.operator)):
         reporter.note(note)
@@ -137,7 +134,7 @@ def join(
         epochs=config.loss.num_epochs_per_rollout,
         before=point.spent,
     )
-    episodes = open_episodes(config, inputs, processes.environments)
+    episodes = open_episodes(config, judges, processes.environments)
     disk = DiskWait(config.run.disk_wait, reporter.note)
     memory = JournalMemory(own_journal, recovered, disk.write)
     verifier = Verifier(processes.verifiers, config.data, config.run.run_dir / "logs")
@@ -181,16 +178,5 @@ def _introduce(reporter: Report, resolved: ResolvedConfig, processes: Processes,
         )
     )
     reporter.note(processes.where)
-
-
-@contextmanager
-def failure_in_summary(reporter: Report) -> Iterator[None]:
-    """Record in the summary how the run failed."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        reporter.finish(status="stopped at once")
-        raise
-    except BaseException as error:
-        reporter.finish(status=without_keys(f"failed: {type(error).__name__}: {error}"))
-        raise
+    if resolved.engine_note is not None:
+        reporter.note(resolved.engine_note)

@@ -6,16 +6,15 @@ this file knows `plan/`.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.data.tokenizer import has_tokenizer, load_tokenizer
-from megatron_ibpo.engines.registry import check_model as check_engine_model
-from megatron_ibpo.engines.truncation import check_truncation
 from megatron_ibpo.models import ModelShape, read_hf_config
-from megatron_ibpo.models.lora import adapter_elements
-from megatron_ibpo.report.run_dir import prepare_run_dir
+from megatron_ibpo.models.lora import TrainedWeights
+from megatron_ibpo.report.run_dir import locked, prepare_run_dir
 from megatron_ibpo.report.stages import Forecast
 from megatron_ibpo.rewards import check_labels, check_servers
 from megatron_ibpo.run.checks import check_run
@@ -37,13 +36,16 @@ def check_model(config: Config, shape: ModelShape, backend: Backend) -> None:
         check(config, shape)
 
 
-def check_inputs(inputs: Inputs) -> None:
-    """Refuse inputs that cannot be used; make the run's directory once its disk has room.
+def check_inputs(inputs: Inputs, stack: ExitStack) -> None:
+    """Refuse inputs that cannot be used; lock the run's directory, and fill it once its disk has room.
+
+    Args:
+        stack: unlocks the directory.
 
     Raises:
         ValueError, OSError: says which, where, and what to do.
     """
-    for check in (_check_weights, _make_directory, _check_servers):
+    for check in (_check_weights, partial(_make_directory, stack), _check_servers):
         check(inputs)
 
 
@@ -57,27 +59,12 @@ def check_judges(inputs: Inputs, judges: Judges) -> None:
         check(inputs, judges)
 
 
-def check_placement(resolved: ResolvedConfig, *, trains: bool = True) -> None:
-    """Refuse an engine that cannot compute the model on these devices, or not as the loss needs it.
-
-    Args:
-        trains: False for an evaluation, which has no loss.
-
-    Raises:
-        ValueError: what is wrong, and what to change.
-    """
-    if resolved.placement.engines:
-        for check in (_check_engine, *([_check_truncation] if trains else [])):
-            check(resolved)
-
-
 def preflight(
-    resolved: ResolvedConfig, elements: Mapping[str, int], memory: Mapping[int, int]
+    resolved: ResolvedConfig, weights: TrainedWeights, memory: Mapping[int, int]
 ) -> Callable[[str], Forecast]:
     """Refuse a run for which a node's main memory is too small.
 
     Args:
-        elements: trained tensor, by its name in the checkpoint → number of elements.
         memory: node, by its index in the placement → its bytes of main memory; empty: not checked.
 
     Returns:
@@ -91,7 +78,15 @@ def preflight(
 
     config, shape = resolved.config, resolved.shape
     if memory:
-        check_main_memory(config, shape, resolved.overrides, elements, resolved.placement, memory)
+        check_main_memory(
+            config,
+            shape,
+            resolved.overrides,
+            resolved.engine_needs,
+            weights,
+            resolved.placement,
+            memory,
+        )
     return partial(forecast, config, shape, resolved.world_size)
 
 
@@ -141,17 +136,15 @@ def _check_weights(inputs: Inputs) -> None:
     check_checkpoint(inputs.foundation.hf_dir, inputs.foundation.shape)
 
 
-def _make_directory(inputs: Inputs) -> None:
-    parameters, needed = sum(inputs.elements.values()), 0
-    if inputs.trains:
-        needed = disk_bytes(inputs.config, inputs.foundation.shape, parameters)
+def _make_directory(stack: ExitStack, inputs: Inputs) -> None:
+    stack.enter_context(locked(inputs.config.run.run_dir))
+    needed = disk_bytes(inputs.config, inputs.weights) if inputs.trains else 0
     prepare_run_dir(inputs.config, checkpoint_bytes=needed)
 
 
-def disk_bytes(config: Config, shape: ModelShape, parameters: int) -> int:
+def disk_bytes(config: Config, weights: TrainedWeights) -> int:
     """Return the most bytes that a run keeps on disk at one time."""
-    trained = parameters if config.model.lora_rank is None else adapter_elements(config.model, shape)
-    return kept_bytes(config, parameters=parameters, trained=trained)
+    return kept_bytes(config, parameters=weights.parameters, trained=weights.trained)
 
 
 def _check_servers(inputs: Inputs) -> None:
@@ -172,13 +165,3 @@ def _try_user_code(inputs: Inputs, judges: Judges) -> None:
     config, context = inputs.config, inputs.foundation.max_context
     logs, trains = config.run.run_dir / "logs", inputs.trains
     try_user_code(config, context, inputs.data, judges.pool, judges.environments, trains=trains, logs=logs)
-
-
-def _check_engine(resolved: ResolvedConfig) -> None:
-    on_gpu = resolved.placement.on_gpu
-    check_engine_model(resolved.config.rollout, resolved.shape, on_gpu=on_gpu)
-
-
-def _check_truncation(resolved: ResolvedConfig) -> None:
-    on_gpu = resolved.placement.on_gpu
-    check_truncation(resolved.config, resolved.logprob_readers, on_gpu=on_gpu)

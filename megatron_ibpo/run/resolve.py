@@ -9,8 +9,15 @@ from megatron_ibpo.config import Config, ConfigError
 from megatron_ibpo.credit import Method, find_method
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
-from megatron_ibpo.engines.registry import fallback_note, on_device
-from megatron_ibpo.engines.truncation import all_readers
+from megatron_ibpo.engines.registry import (
+    check_model,
+    engine_needs,
+    engine_start,
+    fallback_note,
+    on_device,
+)
+from megatron_ibpo.engines.settings import EngineNeeds, EngineStart
+from megatron_ibpo.engines.truncation import all_readers, check_truncation
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config, world_problems
 from megatron_ibpo.models.lora import check_lora
 from megatron_ibpo.policy.overrides import Overrides, read_overrides
@@ -41,6 +48,8 @@ class ResolvedConfig:
     foundation: Foundation
     placement: Placement
     overrides: Overrides
+    engine_start: EngineStart | None = None
+    """None without engine processes."""
     engine_note: str | None = None
     """Line for the user about an engine that was not named."""
 
@@ -53,6 +62,11 @@ class ResolvedConfig:
     def logprob_readers(self) -> tuple[str, ...]:
         """Settings under which the loss reads the engine's log-probs. Reading it imports torch."""
         return tuple(all_readers(self.config))
+
+    @cached_property
+    def engine_needs(self) -> EngineNeeds:
+        """What an engine takes of its device's memory."""
+        return engine_needs(self.config, on_gpu=self.placement.on_gpu)
 
     @property
     def world_size(self) -> int:
@@ -137,22 +151,33 @@ def num_steps(config: Config, prompts: PromptSource | None) -> int:
     return -(-epochs * size // config.rollout.rollout_batch_size)
 
 
-def resolve(config: Config, foundation: Foundation, placement: Placement) -> ResolvedConfig:
+def resolve(
+    config: Config, foundation: Foundation, placement: Placement, *, trains: bool = True
+) -> ResolvedConfig:
     """Return the settings of a run on these devices.
 
     Args:
         config: the configuration as `settle` returns it.
+        trains: False for an evaluation.
 
     Raises:
-        ValueError: the layout does not divide the number of trainers.
+        ValueError: the layout does not divide the number of trainers; or the engine cannot compute the model
+            on these devices, cannot be had with these settings, or does not sample as the loss needs it.
     """
     world_size, shape = len(placement.trainers), foundation.shape
     if world_size:
         _refuse_layout(world_problems(shape, config.parallel, world_size))
         config = replace(config, cluster=replace(config.cluster, num_trainers=world_size))
-    note = fallback_note(config.rollout, shape, on_gpu=placement.on_gpu) if placement.engines else None
-    config = on_device(config, shape, on_gpu=placement.on_gpu)
-    return ResolvedConfig(config, foundation, placement, read_overrides(config), note)
+    on_gpu, note, start = placement.on_gpu, None, None
+    if placement.engines:
+        note = fallback_note(config.rollout, shape, on_gpu=on_gpu)
+    config = on_device(config, shape, on_gpu=on_gpu)
+    if placement.engines:
+        check_model(config.rollout, shape, on_gpu=on_gpu)
+        start = engine_start(config, foundation.hf_dir, shape, on_gpu=on_gpu, trains=trains)
+    if placement.engines and trains:
+        check_truncation(config, all_readers(config), on_gpu=on_gpu)
+    return ResolvedConfig(config, foundation, placement, read_overrides(config), start, note)
 
 
 def _refuse_layout(problems: list[str]) -> None:

@@ -66,11 +66,12 @@ def _chosen_checkpoint(load: Path | None) -> Path | None:
     left a journal, and for one whose start failed."""
     if load is None:
         return None
+    start_failed = (load / CONFIG_FILE).is_file() and not holds_work(load)
+    may_lack_one = start_failed or (load / JOURNAL).is_dir()
     try:
         return find_checkpoint(load)
     except CheckpointError:
-        start_failed = (load / CONFIG_FILE).is_file() and not holds_work(load)
-        if (load / JOURNAL).is_dir() or start_failed:
+        if may_lack_one:
             return None
         raise
 

@@ -15,11 +15,11 @@ from megatron_ibpo.data import (
     PromptSuffixes,
     ResponseText,
     Tokenizer,
+    TokenTexts,
     load_tokenizer,
     open_pass_rates,
     open_sources,
     thinking_marks,
-    token_texts,
 )
 from megatron_ibpo.data.tokenizer import date_notes
 from megatron_ibpo.evaluate import EvalSet, open_eval_sets
@@ -39,13 +39,14 @@ class RunData:
     """The data of a run, constant from its start to its end."""
 
     tokenizer: Tokenizer
-    vocabulary: Vocabulary
     suffixes: PromptSuffixes
     """Prompt suffixes of --rollout-prompt-suffixes."""
     prompts: PromptSource | None
     """Prompts of training; None if recorded rollouts are replayed, or for an evaluation on its own."""
     eval_sets: list[EvalSet]
     """Sets of held-out prompts; empty if recorded rollouts are replayed, or evaluation is off."""
+    vocabulary: Vocabulary
+    """What credit knows of tokens."""
     template_notes: tuple[str, ...] = ()
     """Lines to show about the chat template."""
 
@@ -79,26 +80,24 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
             do.
     """
     tokenizer = load_tokenizer(foundation.hf_dir, embedding_rows=foundation.shape.vocab_size)
-    texts, notes = token_texts(tokenizer), date_notes(tokenizer) if config.data.apply_chat_template else ()
-    context, thinking, operator = foundation.max_context, None, foundation.method.operator
-    if operator.ibpo_strip_thinking:
-        thinking = ThinkingMarks(*thinking_marks(tokenizer))
-    vocabulary = Vocabulary(
-        CorrectionTemplate(tokenizer, operator.ibpo_k),
-        texts,
-        thinking,
-        _placeholder(operator, tokenizer),
-        _answer_start(config, operator, tokenizer, texts),
-    )
+    context, operator, texts = foundation.max_context, foundation.method.operator, TokenTexts(tokenizer)
+    placeholder = _placeholder(operator, tokenizer)
+    answer_start = _answer_start(config, operator, tokenizer, texts)
     suffixes = PromptSuffixes(tokenizer, config.rollout.rollout_prompt_suffixes)
     replays = config.run.load_debug_rollout_data is not None
     return RunData(
         tokenizer,
-        vocabulary,
         suffixes,
         training_prompts(config, tokenizer, context - suffixes.longest) if trains and not replays else None,
         [] if replays else open_eval_sets(config, tokenizer, context, ibpo_k=operator.ibpo_k),
-        notes,
+        Vocabulary(
+            CorrectionTemplate(tokenizer, operator.ibpo_k),
+            texts,
+            ThinkingMarks(*thinking_marks(tokenizer)) if operator.ibpo_strip_thinking else None,
+            placeholder,
+            answer_start,
+        ),
+        date_notes(tokenizer) if config.data.apply_chat_template else (),
     )
 
 

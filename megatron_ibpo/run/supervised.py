@@ -25,6 +25,7 @@ from megatron_ibpo.config import (
 from megatron_ibpo.data import DataError, PromptSource, Tokenizer, load_tokenizer, open_sources
 from megatron_ibpo.data.demonstrations import Demonstration, DemonstrationReader
 from megatron_ibpo.models import forward_flops
+from megatron_ibpo.models.lora import TrainedWeights, adapter_entries
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.policy.reports import About
@@ -33,7 +34,7 @@ from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.report.run_dir import locked
 from megatron_ibpo.report.start_lines import StartLines
 from megatron_ibpo.run.loop import NotFiniteError
-from megatron_ibpo.run.open import choose_backend, failure_in_summary
+from megatron_ibpo.run.open import choose_backend
 from megatron_ibpo.run.preflight import check_model, disk_bytes, preflight
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig, read_foundation, resolve, settle
 from megatron_ibpo.run.resume_point import read_resume_point
@@ -224,8 +225,7 @@ class _Inputs:
     config: Config
     rows: PromptSource
     held_out: list[TrainSequence]
-    elements: dict[str, int]
-    """Trained tensor → number of its elements."""
+    weights: TrainedWeights
     notes: tuple[str, ...]
 
 
@@ -247,14 +247,14 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
             check_model(config, foundation.shape, backend)
             wait_connected = stack.enter_context(backend.connect(config))
             starting("data")
-            inputs = _open_inputs(config, foundation, point.step, stack)
-            needed = disk_bytes(inputs.config, foundation.shape, sum(inputs.elements.values()))
-            prepare_run_dir(asked, checkpoint_bytes=needed)
+            inputs = _open_inputs(config, foundation, point.step)
+            stack.enter_context(locked(inputs.config.run.run_dir))
+            prepare_run_dir(asked, checkpoint_bytes=disk_bytes(inputs.config, inputs.weights))
             starting("places of the processes")
             wait_connected()
             resolved = resolve(inputs.config, foundation, backend.place(inputs.config, samples=False))
             launched = backend.launch_trainers(resolved, stack)
-            preflight(resolved, inputs.elements, launched.memory)
+            preflight(resolved, inputs.weights, launched.memory)
             starting("trainers")
             processes = launched.build(point.checkpoint)
             about = processes.trainers.all("about")[0]
@@ -267,28 +267,26 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
                 reporter.note(f"settings without effect here: {listed(idle, most=20)}")
         starting.end()
         flops = partial(forward_flops, foundation.shape)
-        with failure_in_summary(reporter):
-            yield SupervisedRun(
-                resolved.config,
-                Policy(processes.trainers, resolved.config, resolved.world_size, flops),
-                inputs.rows,
-                inputs.held_out,
-                reporter,
-                DiskWait(config.run.disk_wait, reporter.note),
-                stages,
-                step=point.step,
-                saved=point.step,
-                evaluated=point.step or -1,
-                start_seconds=stages.take(),
-            )
+        yield SupervisedRun(
+            resolved.config,
+            Policy(processes.trainers, resolved.config, resolved.world_size, flops),
+            inputs.rows,
+            inputs.held_out,
+            reporter,
+            DiskWait(config.run.disk_wait, reporter.note),
+            stages,
+            step=point.step,
+            saved=point.step,
+            evaluated=point.step or -1,
+            start_seconds=stages.take(),
+        )
 
 
-def _open_inputs(config: Config, foundation: Foundation, step: int, stack: ExitStack) -> _Inputs:
+def _open_inputs(config: Config, foundation: Foundation, step: int) -> _Inputs:
     """Read and check the rows and the headers of the weights.
 
     Args:
         step: completed steps; rows of the next one are tried.
-        stack: unlocks the run's directory.
     """
     # these import torch, which takes a second
     from megatron_ibpo.weights.formats.expected_entries import check_checkpoint
@@ -300,10 +298,9 @@ def _open_inputs(config: Config, foundation: Foundation, step: int, stack: ExitS
     config = settle(config, foundation, rows)
     held_out, notes = _held_out(config, tokenizer, context)
     sequences_of(rows.batch(step, 1))
-    stack.enter_context(locked(config.run.run_dir))
-    elements = trained_elements(hf_dir, shape)
+    weights = TrainedWeights(trained_elements(hf_dir, shape), adapter_entries(config.model, shape))
     check_checkpoint(hf_dir, shape)
-    return _Inputs(config, rows, held_out, elements, (*rows.notes, *notes))
+    return _Inputs(config, rows, held_out, weights, (*rows.notes, *notes))
 
 
 def _sizes(resolved: ResolvedConfig, about: About) -> list[Size]:

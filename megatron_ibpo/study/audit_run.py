@@ -24,9 +24,9 @@ from megatron_ibpo.data import (
     CorrectionTemplate,
     ResponseText,
     Tokenizer,
+    TokenTexts,
     load_tokenizer,
     thinking_marks,
-    token_texts,
 )
 from megatron_ibpo.engines import ThreadedEngine
 from megatron_ibpo.models import read_hf_config
@@ -80,7 +80,7 @@ def audit_responses(
         ]
         chosen = sorted(random.Random(seed).sample(wrong, min(responses, len(wrong))), key=lambda x: x[1:])
         pieces = [(group.prompt, group.responses[index]) for group, _, index in chosen]
-        texts = token_texts(tokenizer)
+        texts = TokenTexts(tokenizer)
         boundaries = [_boundaries(texts(response.content_ids)) for _, response in pieces]
         outcomes = asker.outcomes(pieces, boundaries, rollouts, seed)
     marks, insertions = asker.thinking, asker.operator.ibpo_mask_insertions
@@ -242,7 +242,7 @@ class _Asker:
         return CreditContext(
             algorithm=self.config.algorithm,
             rollout=self.config.rollout,
-            vocabulary=Vocabulary(template, token_texts(self.tokenizer), self.thinking),
+            vocabulary=Vocabulary(template, TokenTexts(self.tokenizer), self.thinking),
             max_context=self.max_context,
             seed=seed,
             step=0,

@@ -43,7 +43,7 @@ def open_engine(config: Config, foundation: Foundation, stack: ExitStack) -> Eng
     rollout = on_device(config, shape, on_gpu=on_gpu, max_context=context).rollout
     check_model(rollout, shape, on_gpu=on_gpu)
     log, threads = config.run.run_dir / "logs" / "engine.log", torch.get_num_threads()
-    engine = start_instrument(rollout, hf_dir, on_gpu=on_gpu, num_threads=threads, log=log)
+    engine = start_instrument(rollout, hf_dir, shape, on_gpu=on_gpu, num_threads=threads, log=log)
     stack.callback(engine.close)
     engine.wait_ready(start_timeout(rollout, hf_dir))
     return engine

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import psutil
 import torch
 
+from megatron_ibpo.models.lora import TrainedWeights, adapter_entries
 from megatron_ibpo.plan.memory import GIB
 from megatron_ibpo.plan.node_memory import census_by_names, memory_on_cpus
 from megatron_ibpo.policy.overrides import read_overrides
@@ -26,8 +27,9 @@ def check_memory(run: Run) -> Iterator[Row]:
         raise NotCheckedError("trainer and engine are this process, which does much else")
     config, shape = run.config, run.foundation.shape
     elements = trained_elements(run.foundation.hf_dir, shape)
+    weights = TrainedWeights(elements, adapter_entries(config.model, shape))
     ranks = config.cluster.num_trainers or 1
-    census = census_by_names(shape, config, read_overrides(config).chunks, elements, ranks)
+    census = census_by_names(shape, config, read_overrides(config).chunks, weights, ranks)
     planned = sum(memory_on_cpus(config, shape, census).values())
     yield measured(
         "memory: main", used / planned, BOUND, "activations and libraries come on top",

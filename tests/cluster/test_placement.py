@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from megatron_ibpo.cluster import reservation
 from megatron_ibpo.cluster.main_memory import main_memory
 from megatron_ibpo.cluster.placement import Engines, Node, PlacementError, plan_placement
 from megatron_ibpo.config import Config, ParallelConfig, RolloutConfig
-from megatron_ibpo.engines.registry import on_device
+from megatron_ibpo.engines.registry import engine_needs, on_device
 from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models.lora import TrainedWeights
 from megatron_ibpo.plan.node_memory import check_main_memory
 from megatron_ibpo.policy.overrides import read_overrides
-from megatron_ibpo.run import on_cluster
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 from megatron_ibpo.weights.layout.export import metadata_of
 from support.paths import ROOT
@@ -98,9 +99,9 @@ def test_no_gpu_is_given_away_twice(counts, trainers, size, num_engines):
 
 def test_without_a_number_engines_of_their_own_get_half_of_the_gpus_as_far_as_whole_engines_go(monkeypatch):
     for count, size, trainers, engines in ((8, 2, 4, 2), (6, 2, 4, 1), (3, 1, 2, 1), (5, 4, 1, 1)):
-        monkeypatch.setattr(on_cluster, "cluster_nodes", lambda count=count: gpus(count))
+        monkeypatch.setattr(reservation, "cluster_nodes", lambda count=count: gpus(count))
         asked = RolloutConfig(colocate=False, rollout_num_gpus_per_engine=size)
-        placement = on_cluster._placed(Config(rollout=asked))
+        placement = reservation.place_run(Config(rollout=asked))
         assert (len(placement.trainers), where(placement.engines)) == (trainers, [(0, size)] * engines)
 
 
@@ -131,7 +132,8 @@ def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
     elements = elements_of(NEXT_80B)
     placement = placed(gpus(8, 8, 8, 8), 32, Engines(tensor_parallel_size=8, colocate=True))
     shape = read_hf_config(NEXT_80B)
-    arguments = (config, shape, read_overrides(config), elements, placement)
+    needs, weights = engine_needs(config), TrainedWeights(elements)
+    arguments = (config, shape, read_overrides(config), needs, weights, placement)
     enough = dict.fromkeys(range(4), 1000 * GIB)
     check_main_memory(*arguments, enough)
     config.run.save = False
@@ -144,20 +146,21 @@ def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
     assert "--no-optimizer-cpu-offload keeps the optimizer's state on the GPUs" in said
     assert said.count("10.0.0.") == 1, "the others have enough"
     config.optimizer.optimizer_cpu_offload = config.rollout.offload_train = False
-    on_gpus = (config, shape, read_overrides(config), elements, placement)
+    on_gpus = (config, shape, read_overrides(config), needs, weights, placement)
     check_main_memory(*on_gpus, dict.fromkeys(range(4), 4 * GIB))
 
 
 def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves(models):
     """Four bytes a parameter of weights, of gradients and of each of Adam's means, and of an engine."""
 
-    def on_cpus(model, **config) -> tuple[Config, Any, Any, Any, Any]:
+    def on_cpus(model, **config) -> tuple[Config, Any, Any, Any, Any, Any]:
         shape = read_hf_config(model)
         resolved = on_device(Config(**config), shape, on_gpu=False)
-        return resolved, shape, read_overrides(resolved), elements_of(model), placed(cpus(3), 2, own(1, 1))
+        needs, weights = engine_needs(resolved, on_gpu=False), TrainedWeights(elements_of(model))
+        return resolved, shape, read_overrides(resolved), needs, weights, placed(cpus(3), 2, own(1, 1))
 
     arguments = on_cpus(ROOT / "examples/models/qwen3_0_6b")
-    parameters = sum(arguments[3].values())
+    parameters = arguments[4].parameters
     trainer = 16 * parameters + parameters * 12 // 2  # and half of a checkpoint
     engine = 4 * parameters + 512 * 1024**2
     with pytest.raises(ValueError, match="main memory") as refused:

@@ -29,6 +29,7 @@ from megatron_ibpo.config import Config, ModelConfig
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines import Engine, EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.engines.probe import Probe, compare_probes, probe
+from megatron_ibpo.engines.registry import choose_transport
 from megatron_ibpo.engines.vllm.engine import _environment
 from megatron_ibpo.engines.vllm.engine_process import (
     Refusal,
@@ -43,7 +44,7 @@ from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, 
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer import gloo
 from megatron_ibpo.weights.transfer.update import update_engines
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder, choose_transport
+from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support import engine_runs
 from support.checkpoint_bytes import with_mtp
@@ -148,7 +149,14 @@ def settings(checkpoints, tmp_path):
         for name, value in options.items():
             setattr(rollout, name, value)
         gpus = () if transport == "gloo" else (0,)
-        return engine_settings(rollout, checkpoints[checkpoint], transport, gpus=gpus, num_threads=1)
+        return engine_settings(
+            rollout,
+            checkpoints[checkpoint],
+            read_hf_config(checkpoints[checkpoint]),
+            transport,
+            gpus=gpus,
+            num_threads=1,
+        )
 
     return resolved
 
@@ -524,9 +532,11 @@ def test_an_engine_drafts_with_the_layer_that_an_update_brings(tmp_path, setting
         return accepted / drafted
 
     rollout = engine_runs.make_config(tmp_path, "bfloat16").rollout
-    plain = engine_settings(rollout, hf_dir, "gloo", gpus=(), num_threads=1)
+    plain = engine_settings(rollout, hf_dir, read_hf_config(hf_dir), "gloo", gpus=(), num_threads=1)
     # by itself it is refused
-    drafting = replace(plain, prefix_caching=False, extra_arguments=vllm_arguments([SPECULATION]))
+    drafting = replace(
+        plain, prefix_caching=False, drafts=True, extra_arguments=vllm_arguments([SPECULATION])
+    )
     with closing(Engine(drafting, tmp_path / "engine.log")) as engine:
         engine.wait_ready(TIMEOUT)
         assert guessed(0) < 0.2, "at random"
@@ -683,7 +693,14 @@ def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_
 def test_a_tensor_parallel_engine_takes_weights_and_frees_shared_memory(checkpoints, tmp_path, monkeypatch):
     rollout = engine_runs.make_config(tmp_path, "float32").rollout
     rollout.rollout_num_gpus_per_engine = 2
-    settings = engine_settings(rollout, checkpoints["dense 0"], "gloo", gpus=(), num_threads=1)
+    settings = engine_settings(
+        rollout,
+        checkpoints["dense 0"],
+        read_hf_config(checkpoints["dense 0"]),
+        "gloo",
+        gpus=(),
+        num_threads=1,
+    )
     requests, source = engine_runs.make_requests(20), CheckpointSource(checkpoints["dense 1"])
     with closing(Engine(settings, tmp_path / "engine.log")) as engine:
         engine.wait_ready(200)

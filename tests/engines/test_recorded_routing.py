@@ -10,6 +10,7 @@ import torch
 from megatron_ibpo.basics.records import SampleRequest, TrainSequence, no_expert, token_ids
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.settings import engine_settings
+from megatron_ibpo.models import read_hf_config
 from support import engine_runs
 from support.engine_runs import CONTEXT, CheckpointSource, connect, make_config, make_requests, update
 from support.example_runs import finished, rows_of, start_script
@@ -26,7 +27,9 @@ def recording_engine(checkpoint, log, dtype, *vllm_arg, context=CONTEXT):
     rollout = make_config(log.parent, dtype).rollout
     rollout.rollout_max_context_len, rollout.parameters["vllm_arg"] = context, vllm_arg
     rollout.use_rollout_routing_replay = True
-    settings = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1)
+    settings = engine_settings(
+        rollout, checkpoint, read_hf_config(checkpoint), "gloo", gpus=(), num_threads=1
+    )
     with closing(Engine(settings, log)) as engine:
         engine.wait_ready(TIMEOUT)
         yield engine

@@ -15,6 +15,7 @@ from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.vllm.model_runner import VARIABLE, check_runner, uses_second_runner
 from megatron_ibpo.engines.vllm.needs import sampling_mask_obstacle
 from megatron_ibpo.engines.vllm.settings import engine_settings
+from megatron_ibpo.models import read_hf_config
 from support import engine_runs
 from support.engine_runs import CheckpointSource, connect, difference, update
 from support.paths import TESTS
@@ -61,7 +62,13 @@ def engine(checkpoints, tmp_path_factory):
         rollout = engine_runs.make_config(log.parent, "float32").rollout
         rollout.use_rollout_routing_replay = True
         settings = engine_settings(
-            rollout, checkpoints[0], "gloo", gpus=(), num_threads=1, records_sampling_mask=True
+            rollout,
+            checkpoints[0],
+            read_hf_config(checkpoints[0]),
+            "gloo",
+            gpus=(),
+            num_threads=1,
+            records_sampling_mask=True,
         )
         with closing(Engine(settings, log)) as engine:
             engine.wait_ready(TIMEOUT)

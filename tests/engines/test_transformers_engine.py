@@ -65,7 +65,7 @@ def make_qwen2_of_16(directory, seed):
 def settings_of(checkpoint, log_dir, **options):
     options = {"rollout_backend": NAME, "parameters": {}} | options
     rollout = replace(make_config(log_dir, "float32").rollout, **options)
-    return engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1)
+    return engine_settings(rollout, checkpoint, read_hf_config(checkpoint), "gloo", gpus=(), num_threads=1)
 
 
 def started(checkpoint, log_dir, **options):

@@ -17,9 +17,8 @@ from training import EXAMPLES, QWEN3, QWEN3_NEXT, make_random_model
 from megatron_ibpo.basics.records import SampleRequest, TrainSequence, token_ids
 from megatron_ibpo.config import Config, ModelConfig, OptimizerConfig, RolloutConfig
 from megatron_ibpo.engines import EngineError
-from megatron_ibpo.engines.registry import VLLM, engine_settings, on_device, start_engine
+from megatron_ibpo.engines.registry import VLLM, choose_transport, engine_settings, on_device, start_engine
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.weights.transfer.update_order import choose_transport
 
 TIMEOUT_S = 120.0  # of anything that an engine is asked
 START_S, COMPILE_S, CPU_START_S = 75.0, 90.0, 600.0  # an engine may take to start; to compile in addition
@@ -144,10 +143,10 @@ def _started(job, config, name, arguments, environment):
     before = config.rollout.parameters
     parameters = before | {"vllm_arg": (*before.get("vllm_arg", ()), *arguments)}
     rollout = replace(config.rollout, parameters=parameters)
-    settings = engine_settings(
-        rollout, config.model.hf_checkpoint, transport_of(job), gpus=(0,) if job.on_gpu else (),
-        num_threads=int(os.environ.get("OMP_NUM_THREADS", "1")),
-    )  # fmt: skip
+    hf_dir, gpus = config.model.hf_checkpoint, (0,) if job.on_gpu else ()
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    shape = read_hf_config(hf_dir)
+    settings = engine_settings(rollout, hf_dir, shape, transport_of(job), gpus=gpus, num_threads=threads)
     log = job.scratch / f"engine{len(list(job.scratch.glob('engine*.log')))}.log"
     started = time.perf_counter()
     with patch.dict(os.environ, environment):

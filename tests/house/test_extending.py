@@ -24,6 +24,7 @@ from megatron_ibpo.engines.registry import (
     samples_in_trainer,
     start_engine,
 )
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.rewards import LabelError, Score, check_labels, extracted_answer, open_verifier
 from megatron_ibpo.run.settings import parse_config
@@ -228,10 +229,11 @@ class Unbuilt(Engine):
     name, recipe = f"{tmp_path}/echoing.py:Echo", tmp_path / "recipe.yaml"
     recipe.write_text(f"rollout-backend: {name}\necho-length: 5\n")
     from_recipe, by_flag = ["--config", str(recipe)], ["--config", str(recipe), "--echo-length", "6"]
+    shape = read_hf_config(ROOT / "examples/tiny_qwen3")
     for words, length in ((["--rollout-backend", name], 4), (from_recipe, 5), (by_flag, 6)):
         config = parse_config(words)
         assert config.rollout.parameters == {"echo_length": length}
-        assert engine_settings(config.rollout, tmp_path, "gloo", gpus=(), num_threads=1) == length
+        assert engine_settings(config.rollout, tmp_path, shape, "gloo", gpus=(), num_threads=1) == length
     recipe.write_text(config_yaml(config))
     assert parse_config(from_recipe) == config
     other = parse_config([*from_recipe, "--rollout-backend", "vllm"])

@@ -130,7 +130,9 @@ def test_precision_is_what_serves_on_the_device_unless_it_is_said(models):
         on_gpu, shape = device == "gpu", read_hf_config(models[family])
         config = on_device(config, shape, on_gpu=on_gpu)
         assert (sampling_precision(config.rollout).dtype, config.model.bf16) == (dtype, bf16)
-        settings = engine_settings(config.rollout, models[family], "gloo", gpus=(), num_threads=1)
+        settings = engine_settings(
+            config.rollout, models[family], read_hf_config(models[family]), "gloo", gpus=(), num_threads=1
+        )
         assert settings.dtype == dtype
         (engines,) = [
             size for size in run_sizes(config, 1, corrections=0, engines=1) if size.name == "engines"

@@ -16,6 +16,7 @@ from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import inference_elements, kept_elements
+from megatron_ibpo.models.lora import TrainedWeights
 from megatron_ibpo.plan import memory
 from megatron_ibpo.plan.feasibility import make_plan, not_counted, peaks, sequences, tightest
 from megatron_ibpo.plan.memory import communicators, kv_bytes, rank_memory, state_bytes_per_sequence
@@ -120,7 +121,7 @@ def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
     assert plan.placement.partners == [tuple(range(first, first + 8)) for first in (0, 8, 16, 24)]
     # a census by names of a checkpoint, by which a driver checks main memory, is near
     elements = {meta.name: meta.num_bytes // 2 for meta in metadata_of(plan.shape, torch.bfloat16)}
-    found = census_by_names(plan.shape, plan.config, 1, elements, 32)
+    found = census_by_names(plan.shape, plan.config, 1, TrainedWeights(elements), 32)
     assert found.total == plan.census.total
     for own, counted in zip(found.stages, plan.census.stages, strict=True):
         assert (own.experts, own.layers) == (counted.experts, counted.layers)

@@ -13,6 +13,7 @@ import pytest
 import megatron_ibpo as mi
 from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.journal import LostStepError, read_journal
+from megatron_ibpo.models.lora import TrainedWeights, adapter_entries
 from megatron_ibpo.report import RewardErrorRateError, read_rows
 from megatron_ibpo.run import loop, saving
 from megatron_ibpo.run.inputs import open_journal
@@ -404,7 +405,8 @@ def test_after_a_start_that_failed_the_same_command_starts_the_run_and_so_does_l
 def test_a_run_of_adapters_needs_room_for_checkpoints_of_adapters_and_for_a_whole_export(tmp_path):
     """4 layers, each with a q_proj of 128 x 96; fp32 weights of 4 bytes and 8 of Adam's."""
     config = config_of(tmp_path, "--num-rollout", "1")
-    shape = read_foundation(config).shape
-    assert disk_bytes(config, shape, 10**6) == (12 + 4) * 10**6
-    adapters = config_of(tmp_path, "--num-rollout", "1", "--lora-rank", "2", "--lora-targets", "q_proj")
-    assert disk_bytes(adapters, shape, 10**6) == 12 * 4 * 2 * (128 + 96) + 4 * 10**6
+    elements, shape = {"model.embed_tokens.weight": 10**6}, read_foundation(config).shape
+    assert disk_bytes(config, TrainedWeights(elements)) == (12 + 4) * 10**6
+    adapted = config_of(tmp_path, "--num-rollout", "1", "--lora-rank", "2", "--lora-targets", "q_proj")
+    weights = TrainedWeights(elements, adapter_entries(adapted.model, shape))
+    assert disk_bytes(adapted, weights) == 12 * 4 * 2 * (128 + 96) + 4 * 10**6

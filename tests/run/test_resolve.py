@@ -12,9 +12,10 @@ from megatron_ibpo.cluster.placement import Engines, Node, plan_placement
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.config.all_fields import ENTRIES
 from megatron_ibpo.engines.registry import sampling_precision
+from megatron_ibpo.models.lora import TrainedWeights
 from megatron_ibpo.run.on_cluster import OnCluster
 from megatron_ibpo.run.open import open_run
-from megatron_ibpo.run.preflight import check_placement, preflight
+from megatron_ibpo.run.preflight import preflight
 from megatron_ibpo.run.resolve import read_foundation, resolve, settle
 from megatron_ibpo.run.settings import parse_config
 from support.live_loop import StandIns, config_of, in_place
@@ -68,10 +69,10 @@ def test_trainers_that_a_layout_does_not_divide_are_refused_once_they_are_counte
 def test_too_little_memory_is_refused():
     _, foundation, settled = settings()
     resolved = resolve(settled, foundation, machine(1, gpus=False))
-    elements = {"model.embed_tokens.weight": 10**9}
-    assert preflight(resolved, elements, {})("CPU").said.startswith("no time is predicted")
+    weights = TrainedWeights({"model.embed_tokens.weight": 10**9})
+    assert preflight(resolved, weights, {})("CPU").said.startswith("no time is predicted")
     with pytest.raises(ValueError, match=r"10\.0\.0\.1 has 1\.0 GiB of main memory"):
-        preflight(resolved, elements, {0: 2**30})
+        preflight(resolved, weights, {0: 2**30})
 
 
 def test_an_engine_that_cannot_compute_the_model_is_refused_before_a_process_starts():
@@ -79,16 +80,15 @@ def test_an_engine_that_cannot_compute_the_model_is_refused_before_a_process_sta
     node = Node("here", "10.0.0.1", cpus=2, gpus=0)
     own = Engines(tensor_parallel_size=1, colocate=False, num_gpus=1)
     placement = plan_placement([node], num_trainers=1, engines=own, on_gpu=False)
-    check_placement(resolve(settled, foundation, placement))
+    assert resolve(settled, foundation, placement).engine_start.settings.device == "cpu"
     narrow = replace(foundation, shape=replace(foundation.shape, head_dim=16))
     resolved = resolve(settled, narrow, placement)
     assert resolved.config.rollout.rollout_backend == "transformers", "of a run that names no engine"
-    check_placement(resolved)
     named = replace(settled, rollout=replace(settled.rollout, rollout_backend="vllm"))
     with pytest.raises(ValueError, match=r"head_dim 16 in config\.json"):
-        check_placement(resolve(named, narrow, placement))
+        resolve(named, narrow, placement)
     alone = plan_placement([node], num_trainers=1, engines=None, on_gpu=False)
-    check_placement(resolve(named, narrow, alone))
+    assert resolve(named, narrow, alone).engine_start is None
 
 
 def test_overrides_are_read_once_and_are_data():

@@ -141,7 +141,7 @@ def evaluate(tmp_path):
     more = ("--eval-num-prompts", "4", "--eval-prompt-data", "import://support.live_loop:questions")
     config = config_of(tmp_path / "r", *flags(tmp_path)[:2], *more)
     with in_place(StandIns()), ExitStack() as stack:
-        check_inputs(open_inputs(config, read_foundation(config), stack, trains=False))
+        check_inputs(open_inputs(config, read_foundation(config), trains=False), stack)
 
 
 def plan(tmp_path):

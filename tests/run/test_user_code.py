@@ -197,7 +197,7 @@ def test_a_dry_run_an_evaluation_and_a_training_refuse_it_by_the_same_code(direc
     for trains in (True, False):
         config = parse_config([*bad, "--eval-num-prompts", "1"])
         with ExitStack() as stack:
-            inputs = open_inputs(config, read_foundation(config), stack, trains=trains)
+            inputs = open_inputs(config, read_foundation(config), trains=trains)
             judges = open_judges(inputs, stack)
             with pytest.raises(ConfigError, match="KeyError: 'answer'"):
                 check_judges(inputs, judges)

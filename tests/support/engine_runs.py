@@ -11,6 +11,7 @@ from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.engines.vllm.settings import engine_settings
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer.update import open_transport, update_engines
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from support.weight_sources import DividedWeights
@@ -40,7 +41,9 @@ def start_engine(checkpoint, log, dtype="float32", vllm_arg=(), *, recompute_kv=
     rollout = make_config(log.parent, dtype).rollout
     rollout.parameters["vllm_arg"] = vllm_arg
     rollout.recompute_kv_after_update = recompute_kv
-    return Engine(engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1), log)
+    return Engine(
+        engine_settings(rollout, checkpoint, read_hf_config(checkpoint), "gloo", gpus=(), num_threads=1), log
+    )
 
 
 def make_requests(count, *, seed=0, temperature=1.0):

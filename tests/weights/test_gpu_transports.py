@@ -12,6 +12,7 @@ from torch.multiprocessing import reductions
 from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.engines.vllm.settings import engine_settings
+from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer.update import open_transport, update_engines
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from megatron_ibpo.weights.weight_errors import WeightPlanError
@@ -40,7 +41,9 @@ def start(checkpoint, log, transport, dies_at=0):
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     os.environ[transfer_stand_ins.DIE_AT] = str(dies_at)
     rollout = engine_runs.make_config(log.parent, "float32").rollout
-    settings = engine_settings(rollout, checkpoint, "gloo", gpus=(), num_threads=1)
+    settings = engine_settings(
+        rollout, checkpoint, read_hf_config(checkpoint), "gloo", gpus=(), num_threads=1
+    )
     engine = Engine(replace(settings, transport=transport), log)
     engine.wait_ready(TIMEOUT)
     return engine

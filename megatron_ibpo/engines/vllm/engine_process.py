@@ -502,7 +502,9 @@ def _engine_args(settings: EngineSettings) -> Any:
     arguments = _device_arguments(settings)
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
-    if "speculative_config" in settings.extra_arguments:
+    if settings.spans_nodes:  # never run so far: it needs nodes with GPUs
+        arguments["distributed_executor_backend"] = "ray"
+    if settings.drafts:
         arguments["per_request_spec_decode_metrics"] = "summary"
         if settings.sleep_mode:
             # sleep drops all weights, and an update need not bring the drafter's. Not run on GPUs

@@ -15,7 +15,7 @@ from megatron_ibpo.engines.vllm.drafts import SPECULATION
 from megatron_ibpo.engines.vllm.model_runner import VARIABLE, uses_second_runner
 from megatron_ibpo.engines.vllm.needs import kv_cache_bytes
 from megatron_ibpo.engines.vllm.parameters import vllm_parameters
-from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.transfer.update_order import TransportName
 
 START_S = 600.0
@@ -71,6 +71,7 @@ its older name for the first."""
 def engine_settings(
     rollout: RolloutConfig,
     hf_dir: Path,
+    shape: ModelShape,
     transport: TransportName,
     *,
     gpus: tuple[int, ...],
@@ -83,11 +84,9 @@ def engine_settings(
         records_sampling_mask: record the ids that top-k and top-p leave, for training.
 
     Raises:
-        ModelConfigError: there is no usable config.json.
         ValueError: the checkpoint names no end-of-sequence token, or --vllm-arg cannot be used.
     """
     on_cpu = transport == "gloo"
-    shape = read_hf_config(hf_dir)
     recorded = shape.num_experts if rollout.use_rollout_routing_replay else 0
     own = vllm_parameters(rollout)
     assert own.vllm_dtype != "auto"  # `needs.on_device` resolved it
@@ -147,6 +146,7 @@ def engine_settings(
         recorded_experts=recorded,
         dense_layers=shape.dense_layers,
         records_sampling_mask=records_sampling_mask,
+        drafts="speculative_config" in arguments,
         drafts_with_mtp=drafts_with_mtp(own.vllm_arg),
         drafts_corrections=drafts,
         extra_arguments=arguments,

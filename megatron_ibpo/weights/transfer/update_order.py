@@ -19,10 +19,3 @@ class UpdateOrder:
     """True to compare checksums of everything as sent and as received."""
     timeout: float
     """Seconds that each step may take."""
-
-
-def choose_transport(*, on_gpu: bool, colocate: bool) -> TransportName:
-    """Choose gloo on CPUs; on GPUs ipc if engines share the trainers' GPUs, else nccl."""
-    if not on_gpu:
-        return "gloo"
-    return "ipc" if colocate else "nccl"
