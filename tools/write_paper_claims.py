@@ -18,7 +18,7 @@ from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.study.claims import compare_all
 from megatron_ibpo.study.findings import Findings, read_findings
-from megatron_ibpo.study.statistics import over_seeds
+from megatron_ibpo.study.statistics import estimate
 from megatron_ibpo.study.table import Table, brief, interval, lines_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,15 +63,15 @@ def _test_time(findings: Findings) -> str:
             [
                 title,
                 str(len(seeds)),
-                interval(asdict(over_seeds(values))),
-                interval(asdict(over_seeds(differences)), "+"),
+                interval(asdict(estimate(values))),
+                interval(asdict(estimate(differences)), "+"),
             ]
         )
     rows.append(
         [
             "IBPO, one response",
             str(len(seeds)),
-            interval(asdict(over_seeds([ibpo[seed] for seed in seeds]))),
+            interval(asdict(estimate([ibpo[seed] for seed in seeds]))),
             "–",
         ]
     )

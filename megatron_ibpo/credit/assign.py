@@ -74,11 +74,11 @@ def assign_credit(groups: Sequence[Group], context: CreditContext, method: Metho
 
     compared, limits = _compared_rewards(groups, judgement, operator, context)
     relative = advantages(compared, estimator)
-    shaped, joining = _parted(groups, [list(own.rewards) for own in compared])
-    of_responses, of_joining = _parted(groups, relative)
+    shaped, joining = _split_joined(groups, [list(samples.rewards) for samples in compared])
+    of_responses, of_joining = _split_joined(groups, relative)
     means = [
-        [mean_advantage(*pair) for pair in zip(own, group.responses, strict=True)]
-        for own, group in zip(of_responses, groups, strict=True)
+        [mean_advantage(*pair) for pair in zip(values, group.responses, strict=True)]
+        for values, group in zip(of_responses, groups, strict=True)
     ]
     factors = weigh_tokens(groups, means, judgement, method.token_credit, context)
     rewards_of, advantages_of = _corrections(groups, judgement, operator, estimator, context)
@@ -97,8 +97,8 @@ def assign_credit(groups: Sequence[Group], context: CreditContext, method: Metho
             )
     metrics = response_metrics(groups) | shaping_metrics(groups, judgement.phi, shaped) | limits
     if operator.ibpo_plain_prompt != "none":
-        metrics["joined_corrections"] = float(sum(r is not None for own in joining for r in own))
-        metrics["degenerate_groups"] = float(sum(is_degenerate(own.rewards) for own in compared))
+        metrics["joined_corrections"] = float(sum(r is not None for of_group in joining for r in of_group))
+        metrics["degenerate_groups"] = float(sum(is_degenerate(samples.rewards) for samples in compared))
     lines: dict[SampleKey, list[Line]] = {}
     if needs_critic(estimator):
         sequences, of_critic, lines = value_credit(sequences, cast(ValueEstimator, estimator), context)
@@ -159,15 +159,15 @@ def _corrections(
     relative = correction_advantages(groups, rewards, follow_up_estimator, operator)
     if operator.ibpo_joint_on == "successful":
         relative = [
-            [a if counts(c) else None for c, a in zip(group.corrections, own, strict=True)]
-            for group, own in zip(groups, relative, strict=True)
+            [a if counts(c) else None for c, a in zip(group.corrections, of_group, strict=True)]
+            for group, of_group in zip(groups, relative, strict=True)
         ]
     return rewards, relative
 
 
-def _parted(groups: Sequence[Group], values: Sequence[list[T]]) -> tuple[list[list[T]], list[list[T]]]:
+def _split_joined(groups: Sequence[Group], values: Sequence[list[T]]) -> tuple[list[list[T]], list[list[T]]]:
     """Split the values of every group into (those of its responses, those of the corrections that may
     join)."""
     sizes = [len(group.responses) for group in groups]
     pairs = list(zip(values, sizes, strict=True))
-    return [own[:size] for own, size in pairs], [own[size:] for own, size in pairs]
+    return [of_group[:size] for of_group, size in pairs], [of_group[size:] for of_group, size in pairs]

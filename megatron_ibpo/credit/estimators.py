@@ -147,8 +147,8 @@ def maxrl(rewards: Sequence[float]) -> list[float]:
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
     """Return A_i = r_i less the mean of the other rewards (RLOO, arXiv 2402.14740), which is n / (n - 1)
     times r_i less the mean of all. It is unbiased, since no reward is compared with itself."""
-    others = max(1, len(rewards) - 1)
-    return [value * len(rewards) / others for value in group_mean(rewards)]
+    num_others = max(1, len(rewards) - 1)
+    return [value * len(rewards) / num_others for value in group_mean(rewards)]
 
 
 _SUMS: tuple[tuple[Estimator, str], ...] = (
@@ -170,7 +170,7 @@ def advantage_sum(estimator: Estimator, symbol: str, reward: float, rewards: Com
     """
     if explain := getattr(estimator, "explain", None):
         return str(explain(reward, rewards.values))
-    written = next((text for own, text in _SUMS if own is estimator), None)
+    written = next((text for summed, text in _SUMS if summed is estimator), None)
     mean, std, digits = rewards.mean, rewards.std, rewards.digits
     if written is None or rewards.are_equal or (estimator is maxrl and mean == 0):
         return ""
@@ -190,18 +190,18 @@ def advantages(batch: Sequence[ComparedSamples], estimator: Estimator) -> list[l
     """
     if needs_critic(estimator):
         return [[None if reward is None else 0.0 for reward in compared.rewards] for compared in batch]
-    known = [_known(compared) for compared in batch]
-    asked = [compared for compared in known if compared.rewards]
-    found = iter(_estimated(asked, estimator))
+    all_scored = [_without_failures(compared) for compared in batch]
+    nonempty = [compared for compared in all_scored if compared.rewards]
+    estimates = iter(_estimated(nonempty, estimator))
     results: list[list[Advantage | None]] = []
     by_token = gives_token_advantages(estimator)
-    for compared, scored in zip(batch, known, strict=True):
-        left = iter(_checked(next(found), scored, by_token) if scored.rewards else ())
-        results.append([None if reward is None else next(left) for reward in compared.rewards])
+    for compared, scored in zip(batch, all_scored, strict=True):
+        group_advantages = iter(_checked(next(estimates), scored, by_token) if scored.rewards else ())
+        results.append([None if reward is None else next(group_advantages) for reward in compared.rewards])
     return results
 
 
-def _known(compared: ComparedSamples) -> ComparedSamples:
+def _without_failures(compared: ComparedSamples) -> ComparedSamples:
     pairs = zip(compared.rewards, compared.samples, strict=True)
     scored = [(reward, sample) for reward, sample in pairs if reward is not None]
     return ComparedSamples([reward for reward, _ in scored], [sample for _, sample in scored])
@@ -211,23 +211,24 @@ def _estimated(batch: Sequence[ComparedSamples], estimator: Estimator) -> Sequen
     if not hasattr(estimator, "of_batch"):
         of_group = cast(GroupEstimator, estimator)
         return [of_group(cast(Sequence[float], compared.rewards)) for compared in batch]
-    found = list(cast(BatchEstimator, estimator).of_batch(batch))
-    if len(found) != len(batch):
+    advantages = list(cast(BatchEstimator, estimator).of_batch(batch))
+    if len(advantages) != len(batch):
         raise ValueError(
-            f"the estimator --advantages gave advantages for {len(found)} comparisons instead of {len(batch)}"
+            f"the estimator --advantages gave advantages for {len(advantages)} comparisons instead of "
+            f"{len(batch)}"
         )
-    return found
+    return advantages
 
 
-def _checked(given: Sequence[Advantage], compared: ComparedSamples, by_token: bool) -> list[Advantage]:
+def _checked(advantages: Sequence[Advantage], compared: ComparedSamples, by_token: bool) -> list[Advantage]:
     if by_token:
-        return _checked_by_token(given, compared)
-    if any(isinstance(value, np.ndarray) and value.ndim for value in given):
+        return _checked_by_token(advantages, compared)
+    if any(isinstance(value, np.ndarray) and value.ndim for value in advantages):
         raise ValueError(
             "the estimator --advantages returned advantages of tokens; it must declare "
             "gives_token_advantages = True, so that the loss variant is checked before work starts"
         )
-    numbers = [float(value) for value in given]
+    numbers = [float(value) for value in advantages]
     if len(numbers) != len(compared.rewards) or not all(map(math.isfinite, numbers)):
         raise ValueError(
             f"the estimator --advantages returned {numbers} for the rewards {list(compared.rewards)}; it "
@@ -236,9 +237,9 @@ def _checked(given: Sequence[Advantage], compared: ComparedSamples, by_token: bo
     return [*numbers]
 
 
-def _checked_by_token(given: Sequence[Advantage], compared: ComparedSamples) -> list[Advantage]:
+def _checked_by_token(advantages: Sequence[Advantage], compared: ComparedSamples) -> list[Advantage]:
     """Return the advantages of every sample's tokens, 0 where the policy did not write them."""
-    arrays = [np.asarray(value, np.float64) for value in given]
+    arrays = [np.asarray(value, np.float64) for value in advantages]
     shapes = [array.shape for array in arrays]
     lengths = [(len(sample.token_ids),) for sample in compared.samples]
     if shapes != lengths or not all(np.isfinite(array).all() for array in arrays):

@@ -33,7 +33,7 @@ from megatron_ibpo.credit.spans import written_spans
 FLOOR = 0.01
 """Smallest drop that counts, in nats: the log-prob of the same answer differs by this much between two
 batches in bfloat16."""
-_MOST_TOLD = 20
+_MOST_NAMED = 20
 """Steps of a response whose importance is told in words; the tokens' weights tell of all."""
 
 
@@ -94,19 +94,19 @@ class SpanMasking(Operator):
             if (probe := _probe(group, number, index, context.vocabulary)) is not None
         ]
         queries = [query for probe in probes for query in probe.queries]
-        answers = iter(ask(queries) if queries else [])
+        logprobs_of_queries = iter(ask(queries) if queries else [])
         token_weights: list[list[TokenWeights]] = [[None] * len(group.responses) for group in groups]
         explanations: list[list[list[Line]]] = [[[] for _ in group.responses] for group in groups]
         spans = distractors = flat = 0
         for probe in probes:
-            whole, *masked = [math.fsum(next(answers).tolist()) for _ in probe.queries]
+            unmasked, *masked = [math.fsum(next(logprobs_of_queries).tolist()) for _ in probe.queries]
             spans += len(masked)
-            distractors += sum(left - whole > FLOOR for left in masked)
+            distractors += sum(logprob - unmasked > FLOOR for logprob in masked)
             response = groups[probe.group].responses[probe.index]
-            weights = importance_weights(response, probe.steps, whole, masked, inverted=self.ciw_inverted)
+            weights = importance_weights(response, probe.steps, unmasked, masked, inverted=self.ciw_inverted)
             flat += weights is None
             token_weights[probe.group][probe.index] = weights
-            explanations[probe.group][probe.index] = [_explained(probe.steps, whole, masked)]
+            explanations[probe.group][probe.index] = [_explained(probe.steps, unmasked, masked)]
         metrics = {
             "importance_queries": len(queries),
             "importance_tokens": sum(len(query.context) + len(query.continuation) for query in queries),
@@ -125,7 +125,7 @@ class SpanMasking(Operator):
 def importance_weights(
     response: Sample,
     steps: Sequence[tuple[int, int]],
-    whole: float,
+    unmasked: float,
     masked: Sequence[float],
     *,
     inverted: bool,
@@ -143,12 +143,14 @@ def importance_weights(
         inverted: as a control, count each step by its distance from the most important one; that step, and
             any within FLOOR of it, count as 0.
     """
-    importance = [math.exp(whole) - math.exp(left) if whole - left > FLOOR else 0.0 for left in masked]
+    importance = [
+        math.exp(unmasked) - math.exp(score) if unmasked - score > FLOOR else 0.0 for score in masked
+    ]
     if inverted:
-        most, lowest = max(importance), min(masked)
+        largest, lowest = max(importance), min(masked)
         importance = [
-            most - value if min(left, whole) - lowest > FLOOR else 0.0
-            for value, left in zip(importance, masked, strict=True)
+            largest - value if min(logprob, unmasked) - lowest > FLOOR else 0.0
+            for value, logprob in zip(importance, masked, strict=True)
         ]
     lengths = [int(np.count_nonzero(response.loss_mask[first:last])) for first, last in steps]
     total = math.fsum(value * length for value, length in zip(importance, lengths, strict=True))
@@ -161,14 +163,14 @@ def importance_weights(
     return weights
 
 
-def _explained(steps: Sequence[tuple[int, int]], whole: float, masked: Sequence[float]) -> Line:
+def _explained(steps: Sequence[tuple[int, int]], unmasked: float, masked: Sequence[float]) -> Line:
     """Return the probability of the answer, as it stands and without each step."""
     without = [
-        f"tokens {first + 1} to {last}: {number(math.exp(left))}"
-        for (first, last), left in zip(steps, masked, strict=True)
+        f"tokens {first + 1} to {last}: {number(math.exp(logprob))}"
+        for (first, last), logprob in zip(steps, masked, strict=True)
     ]
     return Line(
-        "probability of the answer", math.exp(whole), note=f"without {listed(without, most=_MOST_TOLD)}"
+        "probability of the answer", math.exp(unmasked), note=f"without {listed(without, most=_MOST_NAMED)}"
     )
 
 
@@ -187,10 +189,10 @@ def _probe(group: Group, number: int, index: int, vocabulary: Vocabulary) -> _Pr
         masked.append(without)
     queries = [
         LogProbQuery(
-            np.concatenate([response.prompt_token_ids, shown]),
+            np.concatenate([response.prompt_token_ids, text]),
             response.token_ids[answer:end],
             response.temperature,
         )
-        for shown in (reasoning, *masked)
+        for text in (reasoning, *masked)
     ]
     return _Probe(number, index, steps, queries)

@@ -157,9 +157,9 @@ def _contradictions(
         ]
     if operator.masks_tokens and getattr(token_credit, "chooses_tokens", False):
         variant = algorithm.parameters.get("ibpo_variant")
-        by = f"--ibpo-variant {variant}" if variant else f"--ibpo-operator {algorithm.ibpo_operator}"
+        chosen_by = f"--ibpo-variant {variant}" if variant else f"--ibpo-operator {algorithm.ibpo_operator}"
         problems.append(
-            f"--token-credit {algorithm.token_credit} and {by} both choose the tokens that a wrong "
+            f"--token-credit {algorithm.token_credit} and {chosen_by} both choose the tokens that a wrong "
             "response learns from, and few tokens are in both; take --ibpo-variant base, or "
             "--token-credit wrong-weight"
         )
@@ -174,35 +174,35 @@ def _contradictions(
 
 
 def _operator(name: str) -> Any:
-    if known := known_or_path("--ibpo-operator", name, OPERATORS, "operator"):
-        return known
-    found = load_hook("--ibpo-operator", name)
-    kind = found if isinstance(found, type) else type(found)
+    if named := known_or_path("--ibpo-operator", name, OPERATORS, "operator"):
+        return named
+    hook = load_hook("--ibpo-operator", name)
+    kind = hook if isinstance(hook, type) else type(hook)
     if not issubclass(kind, Operator) or kind.__abstractmethods__:
         raise ValueError(
             f"--ibpo-operator {name}: must be a subclass of megatron_ibpo.credit.Operator that defines "
             "judge (docs/extending.md)"
         )
-    return found
+    return hook
 
 
 def _token_credit(name: str) -> Any:
-    known = known_or_path("--token-credit", name, TOKEN_CREDITS, "token credit")
-    return known or load_hook("--token-credit", name, called_with="groups, advantages and the context")
+    named = known_or_path("--token-credit", name, TOKEN_CREDITS, "token credit")
+    return named or load_hook("--token-credit", name, called_with="groups, advantages and the context")
 
 
 def _estimator(name: str) -> Any:
-    if known := known_or_path("--advantages", name, ESTIMATORS, "estimator"):
-        return known
-    found = load_hook("--advantages", name)
-    if needs_critic(found) != hasattr(found, "of_values"):
+    if named := known_or_path("--advantages", name, ESTIMATORS, "estimator"):
+        return named
+    hook = load_hook("--advantages", name)
+    if needs_critic(hook) != hasattr(hook, "of_values"):
         raise ValueError(
             f"--advantages {name}: an estimator that reads a critic's values has needs_critic = True and a "
             "method of_values(sequences, values); it has only one of them"
         )
-    if needs_critic(found):
-        return found
-    return found if hasattr(found, "of_batch") else load_hook("--advantages", name, called_with="rewards")
+    if needs_critic(hook):
+        return hook
+    return hook if hasattr(hook, "of_batch") else load_hook("--advantages", name, called_with="rewards")
 
 
 REGISTRIES = (

@@ -82,13 +82,13 @@ def explain_step(step: StepCredit) -> list[GroupExplanation]:
 def _group(step: StepCredit, place: int, sequences: Mapping[SampleKey, TrainSequence]) -> GroupExplanation:
     group = step.groups[place]
     among = _scored(step.compared[place].rewards)
-    beside = _beside(step, place, among)
+    compared = _compared_corrections(step, place, among)
     responses = [
         _response(step, place, index, among, sequences.get((place, "response", index)))
         for index in range(len(group.responses))
     ]
     corrections = [
-        _correction(step, place, index, beside[index], sequences.get((place, "correction", index)))
+        _correction(step, place, index, compared[index], sequences.get((place, "correction", index)))
         for index in range(len(group.corrections))
     ]
     return GroupExplanation(
@@ -100,7 +100,7 @@ def _scored(rewards: Rewards) -> ComparedRewards:
     return ComparedRewards([reward for reward in rewards if reward is not None])
 
 
-def _beside(step: StepCredit, place: int, among: ComparedRewards) -> dict[int, ComparedRewards]:
+def _compared_corrections(step: StepCredit, place: int, among: ComparedRewards) -> dict[int, ComparedRewards]:
     """Return the rewards that each correction of a group is compared with.
 
     Args:
@@ -143,8 +143,8 @@ def _correction(
 ) -> list[Line]:
     group = step.groups[place]
     correction = group.corrections[index]
-    verified, beside = correction.response.reward, [f"response {n + 1}" for n in correction.references]
-    beside_text = f", shown beside {', '.join(beside)}" if beside else ""
+    verified, references = correction.response.reward, [f"response {n + 1}" for n in correction.references]
+    beside_text = f", shown beside {', '.join(references)}" if references else ""
     lines = [Line("made for", f"response {correction.target + 1}{beside_text}")]
     reward = _correction_reward(step, place, index)
     if verified is None:
@@ -239,7 +239,7 @@ def _trained(step: StepCredit, key: SampleKey, sequence: TrainSequence | None) -
     weights = sequence.token_weights
     if weights is None:
         return lines
-    own = weights[sequence.loss_mask]
-    zeros = f"{int((own == 0).sum())} of {counted(len(own), 'token')} weigh 0"
+    trained_weights = weights[sequence.loss_mask]
+    zeros = f"{int((trained_weights == 0).sum())} of {counted(len(trained_weights), 'token')} weigh 0"
     note = "; ".join(part for part in (zeros, step.token_note) if part)
-    return [*lines, Line("mean token weight", float(own.mean()), note=note)]
+    return [*lines, Line("mean token weight", float(trained_weights.mean()), note=note)]

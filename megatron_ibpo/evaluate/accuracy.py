@@ -14,7 +14,7 @@ from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import EvalSampling
-from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample, Key, Kind
+from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample, Key
 from megatron_ibpo.evaluate.pass_at_k import Outcomes, best_of, interval, majority, mean_over_prompts, pass_at
 
 Ask = Callable[[Sequence[Asked]], Sequence[EvalSample]]
@@ -42,11 +42,13 @@ def corrections_asked(
     Args:
         samples: all samples of the prompt, by number; at least num_candidates.
     """
-    asked = []
+    requests = []
     for number, target in enumerate(samples):
         rng = random.Random(derive_seed("test-time pair", seed, prompt.index, number))
-        others = rng.sample([*samples[:number], *samples[number + 1 :]], corrector.num_candidates - 1)
-        x_tilde = corrector.prompt_ids(prompt, [own.as_candidate(prompt) for own in (target, *others)])
+        companions = rng.sample([*samples[:number], *samples[number + 1 :]], corrector.num_candidates - 1)
+        x_tilde = corrector.prompt_ids(
+            prompt, [sample.as_candidate(prompt) for sample in (target, *companions)]
+        )
         if len(x_tilde) + sampling.max_tokens <= corrector.max_context:
             request = SampleRequest(
                 x_tilde,
@@ -56,8 +58,8 @@ def corrections_asked(
                 sampling.top_p,
                 sampling.top_k,
             )
-            asked.append(Asked(("correction", prompt.index, number), prompt, request))
-    return asked
+            requests.append(Asked(("correction", prompt.index, number), prompt, request))
+    return requests
 
 
 @dataclass(frozen=True)
@@ -102,25 +104,25 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Return the known measures for the metrics log."""
-        known = asdict(self)
-        del known["by_prompt"]
-        known |= {f"pass_at_{k}": value for k, value in known.pop("pass_at").items()}
-        return {name: value for name, value in known.items() if value is not None}
+        measures = asdict(self)
+        del measures["by_prompt"]
+        measures |= {f"pass_at_{k}": value for k, value in measures.pop("pass_at").items()}
+        return {name: value for name, value in measures.items() if value is not None}
 
     def __str__(self) -> str:
         errors = f", {counted(self.reward_errors, 'reward error')}" if self.reward_errors else ""
         n = self.samples_per_prompt
-        more = [f"pass@{k} {value:.3f}" for k, value in self.pass_at.items()]
+        parts = [f"pass@{k} {value:.3f}" for k, value in self.pass_at.items()]
         named = {f"maj@{n}": self.majority_accuracy, f"best-of-{n}": self.best_of_accuracy}
         named["corrected"] = self.corrected_accuracy
-        more += [f"{name} {value:.3f}" for name, value in named.items() if value is not None]
+        parts += [f"{name} {value:.3f}" for name, value in named.items() if value is not None]
         without = f", {self.no_answer_share:.1%} without an answer" if self.no_answer_share else ""
         return (
             f"accuracy {self.accuracy:.3f} [{self.accuracy_low:.3f}, {self.accuracy_high:.3f}] sampled, "
             f"{self.greedy_accuracy:.3f} greedy, {counted(self.num_prompts, 'prompt')} x {n}, "
             f"{self.mean_length:.1f} tokens per response, {self.truncated_share:.1%} truncated"
             + f"{without}{errors}"
-            + "".join(f", {part}" for part in more)
+            + "".join(f", {part}" for part in parts)
         )
 
 
@@ -163,9 +165,11 @@ def evaluate(
     ]
     written = list(ask([*sampled_asked, *greedy_asked]))
     if corrector is not None:
-        own = by_key(written)
+        samples_by_key = by_key(written)
         of_prompts = {
-            prompt.index: [own["sampled", prompt.index, number] for number in range(sampling.samples)]
+            prompt.index: [
+                samples_by_key["sampled", prompt.index, number] for number in range(sampling.samples)
+            ]
             for prompt in prompts
         }
         corrections = [
@@ -194,22 +198,22 @@ def summarised(
     Raises:
         ValueError: no response at all could be scored.
     """
-    found = by_key(samples)
+    samples_by_key = by_key(samples)
     number = sum(sample.kind == "sampled" for sample in samples) // len(order)
-    sampled = [[found["sampled", index, n] for n in range(number)] for index in order]
-    greedy = [found["greedy", index, 0] for index in order]
+    sampled = [[samples_by_key["sampled", index, n] for n in range(number)] for index in order]
+    greedy = [samples_by_key["greedy", index, 0] for index in order]
     correct_PS, greedy_P = _correctness(sampled), _correctness([greedy])[0]
     if np.isnan(correct_PS).all() or np.isnan(greedy_P).all():
         first = next((sample.error for sample in samples if sample.error), None)
         raise ValueError(f"evaluation: the verifier failed on every response; the first error: {first}")
-    responses = [response for own in sampled for response in own]
+    responses = [response for of_prompt in sampled for response in of_prompt]
     low, high = interval(correct_PS)
     measures = {"accuracy": _means(correct_PS), "greedy_accuracy": greedy_P}
     if number > 1:
         measures |= _of_several(correct_PS, sampled, has_answers)
     corrections_PS: Outcomes | None = None
     if corrects:
-        corrections_PS = _correctness([_corrected(own, found) for own in sampled])
+        corrections_PS = _correctness([_corrected(of_prompt, samples_by_key) for of_prompt in sampled])
         measures["corrected_accuracy"] = _means(corrections_PS)
     means = {name: mean_over_prompts(values_P) for name, values_P in measures.items()}
     return Evaluation(
@@ -234,7 +238,7 @@ def summarised(
         majority_accuracy=means.get("majority_accuracy"),
         best_of_accuracy=means.get("best_of_accuracy"),
         corrected_accuracy=None if corrections_PS is None else _known_mean(corrections_PS),
-        corrections_skipped=len(responses) - _count(samples, "correction") if corrects else 0,
+        corrections_skipped=len(responses) - sum(s.kind == "correction" for s in samples) if corrects else 0,
         by_prompt={name: _listed(values_P) for name, values_P in measures.items()},
     )
 
@@ -258,15 +262,15 @@ def _of_several(
     ks = sorted({k for k in (2**i for i in range(1, n.bit_length())) if k <= n} | {n})
     measures = {f"pass_at_{k}": pass_at(correct_PS, k) for k in ks}
     if has_answers:
-        answers = [[sample.answer for sample in own] for own in sampled]
+        answers = [[sample.answer for sample in of_prompt] for of_prompt in sampled]
         measures["majority_accuracy"] = majority(correct_PS, answers)
-    likelihoods_PS = np.array([[_likelihood(sample) for sample in own] for own in sampled])
+    likelihoods_PS = np.array([[_likelihood(sample) for sample in of_prompt] for of_prompt in sampled])
     return measures | {"best_of_accuracy": best_of(correct_PS, likelihoods_PS)}
 
 
-def _corrected(own: Sequence[EvalSample], found: Mapping[Key, EvalSample]) -> list[EvalSample]:
+def _corrected(of_prompt: Sequence[EvalSample], samples_by_key: Mapping[Key, EvalSample]) -> list[EvalSample]:
     """Return the correction of every sample, or the sample itself if it has none."""
-    return [found.get(("correction", s.prompt_index, s.number), s) for s in own]
+    return [samples_by_key.get(("correction", s.prompt_index, s.number), s) for s in of_prompt]
 
 
 def _likelihood(sample: EvalSample) -> float:
@@ -279,7 +283,9 @@ def _lacks_answer(sample: EvalSample) -> bool:
 
 def _correctness(rows: Sequence[Sequence[EvalSample]]) -> Outcomes:
     """Return 1 for correct, 0 for wrong, NaN where the verifier failed."""
-    return np.array([[np.nan if s.reward is None else float(s.correct) for s in own] for own in rows])
+    return np.array(
+        [[np.nan if s.reward is None else float(s.correct) for s in of_prompt] for of_prompt in rows]
+    )
 
 
 def _means(outcomes_PS: Outcomes) -> Outcomes:
@@ -290,10 +296,6 @@ def _means(outcomes_PS: Outcomes) -> Outcomes:
 
 def _known_mean(outcomes_PS: Outcomes) -> float | None:
     return None if np.isnan(outcomes_PS).all() else float(np.nanmean(outcomes_PS))
-
-
-def _count(samples: Sequence[EvalSample], kind: Kind) -> int:
-    return sum(sample.kind == kind for sample in samples)
 
 
 def _listed(values_P: Outcomes) -> list[float | None]:

@@ -60,22 +60,22 @@ def checksums(path: str) -> list[str]:
     lines = []
     for file in _files(path):
         with file.open("rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
-        known = f", as published: {PUBLISHED[found]}" if found in PUBLISHED else ""
-        lines.append(f"{file}: SHA-256 {found}{known}")
+            checksum = hashlib.file_digest(content, "sha256").hexdigest()
+        note = f", as published: {PUBLISHED[checksum]}" if checksum in PUBLISHED else ""
+        lines.append(f"{file}: SHA-256 {checksum}{note}")
     return lines
 
 
 def _files(path: str) -> list[Path]:
-    found = path_in_recipe(path)
-    if not found.exists():
-        raise DataError(f"benchmark file {found}: no such file{searched(found)}")
-    if not found.is_dir():
-        check_user_file(found)
-    files = [found] if found.is_file() else sorted(file for file in found.rglob("*") if _is_data(file))
+    located = path_in_recipe(path)
+    if not located.exists():
+        raise DataError(f"benchmark file {located}: no such file{searched(located)}")
+    if not located.is_dir():
+        check_user_file(located)
+    files = [located] if located.is_file() else sorted(file for file in located.rglob("*") if _is_data(file))
     if not files or not all(map(_is_data, files)):
         raise DataError(
-            f"{found}: expected a file, or a directory of them, whose name ends in {', '.join(SUFFIXES)}"
+            f"{located}: expected a file, or a directory of them, whose name ends in {', '.join(SUFFIXES)}"
         )
     return files
 

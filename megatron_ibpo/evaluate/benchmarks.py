@@ -20,7 +20,7 @@ PAGE = "docs/evaluation.md#benchmarks"
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 _IN_A_BLOCK = "Give the whole program in one ```python block at the end."
 
-Made = tuple[str | None, str, str]
+ParsedRow = tuple[str | None, str, str]
 """(id, or None if the layout has none; question; label)"""
 
 
@@ -31,7 +31,7 @@ class Benchmark:
     title: str
     layout: str
     """The fields of a row, in words."""
-    row: Callable[[Row], Made | None]
+    row: Callable[[Row], ParsedRow | None]
     """Returns the question of a row; None if it is outside the benchmark. Raises ValueError for another
     layout."""
     rm_type: Literal["math", "code"]
@@ -65,19 +65,19 @@ class BenchmarkRows:
         names: Counter[str] = Counter()
         for where, row in benchmark_rows(self.path):
             try:
-                made = self.benchmark.row(row)
+                parsed = self.benchmark.row(row)
             except ValueError as error:
                 raise DataError(
                     f"{where}: {error}. A row of {self.benchmark.title} has {self.benchmark.layout} (found: "
                     f"{listed([repr(name)[:40] for name in row], most=20) or 'nothing'}); see {PAGE}"
                 ) from None
-            if made is None:
+            if parsed is None:
                 self.outside += 1
                 continue
-            own, question, label = made
+            own_id, question, label = parsed
             if (first := places.setdefault(question, where)) is not where:
                 raise DataError(f"{where}: repeats the problem at {first}; see {PAGE}")
-            problem = str(self.read) if own is None else own
+            problem = str(self.read) if own_id is None else own_id
             names[problem] += 1
             if names[problem] > 1:
                 problem = f"{problem}-{names[problem]}"
@@ -111,19 +111,19 @@ class BenchmarkRows:
 # ------------------------------------------------------------------------------------------------ layouts
 
 
-def _competition(row: Row) -> Made:
+def _competition(row: Row) -> ParsedRow:
     """Parse AIME and HMMT in the layouts of several publishers."""
     question = _one_of(row, ("problem", "question"))
-    own = next((str(row[name]) for name in ("problem_idx", "id") if name in row), None)
-    return own, _boxed(question), _answer(row)
+    problem = next((str(row[name]) for name in ("problem_idx", "id") if name in row), None)
+    return problem, _boxed(question), _answer(row)
 
 
-def _math_500(row: Row) -> Made:
+def _math_500(row: Row) -> ParsedRow:
     question = _text(row, "problem")
     return _text(row, "unique_id"), _boxed(question), _answer(row)
 
 
-def _gsm8k(row: Row) -> Made:
+def _gsm8k(row: Row) -> ParsedRow:
     question, solution = _text(row, "question"), _text(row, "answer")
     _, mark, final = solution.rpartition("####")
     if not mark or not final.strip():
@@ -131,13 +131,13 @@ def _gsm8k(row: Row) -> Made:
     return None, _boxed(question), final.strip().replace(",", "")
 
 
-def _humaneval(row: Row) -> Made:
+def _humaneval(row: Row) -> ParsedRow:
     code, test, entry = (_text(row, name) for name in ("prompt", "test", "entry_point"))
     question = f"Complete this Python function. {_IN_A_BLOCK}\n\n```python\n{code.rstrip()}\n```"
     return _text(row, "task_id"), question, json.dumps({"test": test, "entry_point": entry})
 
 
-def _mbpp(row: Row) -> Made | None:
+def _mbpp(row: Row) -> ParsedRow | None:
     number = row.get("task_id")
     if type(number) is not int:
         raise ValueError("field 'task_id' must be a whole number")
@@ -146,22 +146,23 @@ def _mbpp(row: Row) -> Made | None:
     setup = [row["test_setup_code"]] if row.get("test_setup_code") else list(row.get("test_imports") or [])
     if not 11 <= number <= 510:
         return None
-    shown = "\n".join(tests)
-    question = f"{task}\n\nYour code must pass these tests:\n\n```python\n{shown}\n```\n\n{_IN_A_BLOCK}"
+    examples = "\n".join(tests)
+    question = f"{task}\n\nYour code must pass these tests:\n\n```python\n{examples}\n```\n\n{_IN_A_BLOCK}"
     label = {"test": "\n".join([*setup, *tests]), "entry_point": None}
     return f"mbpp/{number}", question, json.dumps(label)
 
 
-def _livecodebench(row: Row) -> Made | None:
+def _livecodebench(row: Row) -> ParsedRow | None:
     question, problem = _text(row, "question_content"), _text(row, "question_id")
     if not livecodebench.in_window(str(row.get("contest_date"))):  # a date in parquet, its text in JSON
         return None
     label = livecodebench.code_label(row)
     if starter := row.get("starter_code"):
-        how = f"Complete this Python code. {_IN_A_BLOCK}\n\n```python\n{starter.rstrip()}\n```"
+        instruction = f"Complete this Python code. {_IN_A_BLOCK}\n\n```python\n{starter.rstrip()}\n```"
     else:
-        how = f"Write a Python program that reads the input from stdin and prints the output. {_IN_A_BLOCK}"
-    return problem, f"{question.rstrip()}\n\n{how}", label
+        instruction = "Write a Python program that reads the input from stdin and prints the output. "
+        instruction += _IN_A_BLOCK
+    return problem, f"{question.rstrip()}\n\n{instruction}", label
 
 
 _COMPETITION = (

@@ -45,10 +45,10 @@ def _voted(correct_S: Outcomes, answers: Sequence[str | None]) -> float:
     for outcome, answer in zip(correct_S, answers, strict=True):
         if answer:
             outcomes[answer].append(outcome)
-    most = max(map(len, outcomes.values()), default=0)
-    winners = [np.array(own) for own in outcomes.values() if len(own) == most]
+    largest = max(map(len, outcomes.values()), default=0)
+    winners = [np.array(votes) for votes in outcomes.values() if len(votes) == largest]
     # an answer whose verifier failed every time does not count as right
-    scores = [float(np.nanmean(own)) if not np.isnan(own).all() else 0.0 for own in winners]
+    scores = [float(np.nanmean(votes)) if not np.isnan(votes).all() else 0.0 for votes in winners]
     return float(np.mean(scores)) if scores else 0.0
 
 
@@ -61,16 +61,16 @@ def best_of(correct_PS: Outcomes, scores_PS: npt.NDArray[np.float64]) -> Outcome
 
 def mean_over_prompts(values_P: Outcomes) -> float | None:
     """Return the mean over the prompts whose value is known; None if none is."""
-    known = values_P[~np.isnan(values_P)]
-    return float(known.mean()) if known.size else None
+    scored = values_P[~np.isnan(values_P)]
+    return float(scored.mean()) if scored.size else None
 
 
 def interval(correct_PS: Outcomes) -> tuple[float, float]:
     """Return the 95 % interval of the mean of all outcomes: Wilson's for one sample per prompt. For more,
     prompts are resampled (percentile bootstrap), because samples of a prompt are not independent."""
     if correct_PS.shape[1] == 1:
-        known = correct_PS[~np.isnan(correct_PS)]
-        return wilson(float(known.mean()), len(known))
+        scored = correct_PS[~np.isnan(correct_PS)]
+        return wilson(float(scored.mean()), len(scored))
     hits_P = np.nansum(correct_PS, axis=1)
     known_P = (~np.isnan(correct_PS)).sum(axis=1)
     draw = np.random.default_rng(0).integers(len(hits_P), size=(_RESAMPLES, len(hits_P)))
@@ -84,11 +84,11 @@ def interval_over_prompts(values_P: Outcomes) -> tuple[float, float]:
     """Return the 95 % interval of a measure's mean over prompts. If all values are 0 or 1, it is Wilson's, so
     that a few prompts without a failure do not look certain. Otherwise prompts are resampled (percentile
     bootstrap)."""
-    known = values_P[~np.isnan(values_P)]
-    if np.isin(known, (0.0, 1.0)).all():
-        return wilson(float(known.mean()), len(known))
-    draw = np.random.default_rng(0).integers(len(known), size=(_RESAMPLES, len(known)))
-    low, high = np.quantile(known[draw].mean(axis=1), [0.025, 0.975])
+    scored = values_P[~np.isnan(values_P)]
+    if np.isin(scored, (0.0, 1.0)).all():
+        return wilson(float(scored.mean()), len(scored))
+    draw = np.random.default_rng(0).integers(len(scored), size=(_RESAMPLES, len(scored)))
+    low, high = np.quantile(scored[draw].mean(axis=1), [0.025, 0.975])
     return float(low), float(high)
 
 

@@ -81,22 +81,23 @@ class SetEvaluation:
     samples: list[EvalSample]
 
 
-def set_settings(own: EvalSet, config: Config, operator: Operator, policy: str) -> Settings:
+def set_settings(eval_set: EvalSet, config: Config, operator: Operator, policy: str) -> Settings:
     """Return everything that the samples of a set depend on.
 
     Args:
         policy: digest of the policy's weights.
     """
     corrects = config.run.eval_compare_and_correct
-    episodes = {f"--{name.replace('_', '-')}": own for name, own in config.environment.of_samples().items()}
+    of_episodes = config.environment.of_samples()
+    episodes = {f"--{name.replace('_', '-')}": value for name, value in of_episodes.items()}
     return episodes | {
         "policy": policy,
-        "prompts": prompts_digest(own.prompts),
-        "--n-samples-per-eval-prompt": own.sampling.samples,
-        "--eval-max-response-len": own.sampling.max_tokens,
-        "--eval-temperature": own.sampling.temperature,
-        "--eval-top-p": own.sampling.top_p,
-        "--eval-top-k": own.sampling.top_k,
+        "prompts": prompts_digest(eval_set.prompts),
+        "--n-samples-per-eval-prompt": eval_set.sampling.samples,
+        "--eval-max-response-len": eval_set.sampling.max_tokens,
+        "--eval-temperature": eval_set.sampling.temperature,
+        "--eval-top-p": eval_set.sampling.top_p,
+        "--eval-top-k": eval_set.sampling.top_k,
         "--rollout-max-context-len": config.rollout.rollout_max_context_len,
         "precision": sampling_precision(config.rollout).dtype,
         "--seed": config.run.seed,
@@ -129,11 +130,11 @@ def open_eval_sets(config: Config, tokenizer: Tokenizer, max_context: int, *, ib
         for spec in specs
     ]
     sets += [
-        _at_temperature(own, temperature)
-        for own in sets
+        _at_temperature(eval_set, temperature)
+        for eval_set in sets
         for temperature in config.run.eval_other_temperatures
     ]
-    names = [own.name for own in sets]
+    names = [eval_set.name for eval_set in sets]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
@@ -145,22 +146,22 @@ def open_eval_sets(config: Config, tokenizer: Tokenizer, max_context: int, *, ib
 def _open(
     spec: EvalSpec, config: Config, tokenizer: Tokenizer, max_context: int, ibpo_k: int, *, is_named: bool
 ) -> EvalSet:
-    scheme, separator, rest = spec.spec.partition("://")
+    scheme, separator, location = spec.spec.partition("://")
     benchmark = BENCHMARKS.get(scheme) if separator else None
     if separator and benchmark is None and scheme not in _OTHER_SCHEMES:
-        known = [*BENCHMARKS, *_OTHER_SCHEMES]
+        schemes = [*BENCHMARKS, *_OTHER_SCHEMES]
         raise DataError(
-            f"--eval-prompt-data {spec}: no benchmark {scheme!r}; there are {', '.join(known)}"
-            f"{nearest(scheme, known)}"
+            f"--eval-prompt-data {spec}: no benchmark {scheme!r}; there are {', '.join(schemes)}"
+            f"{nearest(scheme, schemes)}"
         )
     of_the_set = {} if benchmark is None else {"n_samples_per_eval_prompt": benchmark.samples}
     sampling = eval_sampling(config, of_the_set)
     room = _room(max_context, sampling)
     if benchmark is not None:
-        rows = BenchmarkRows(benchmark, scheme, rest)
+        rows = BenchmarkRows(benchmark, scheme, location)
         benchmark_prompts = _benchmark_prompts(rows, tokenizer, config.data, room)
         source = in_environment(benchmark_prompts, config.environment.environment)
-        notes = [*source.notes, *rows.notes(), *checksums(rest)]
+        notes = [*source.notes, *rows.notes(), *checksums(location)]
     else:
         source = open_source(
             spec.spec,
@@ -172,30 +173,30 @@ def _open(
             environment=config.environment,
         )
         notes = [*source.notes, *_unused_fields(spec.spec, config.data)]
-    count, found = config.run.eval_num_prompts, source.num_prompts()
-    number = min(count, found or count)
+    count, available = config.run.eval_num_prompts, source.num_prompts()
+    number = min(count, available or count)
     with told_if_slow(f"{spec}: making {counted(number, 'prompt')}; --eval-num-prompts asks for fewer"):
         half = config.run.eval_half
         prompts = source.batch(0, number) if half == "all" else _of_half(source, half, count, spec)
-    if found > count:
-        notes.append(f"{spec}: the first {count} of {counted(found, 'prompt')} (--eval-num-prompts)")
+    if available > count:
+        notes.append(f"{spec}: the first {count} of {counted(available, 'prompt')} (--eval-num-prompts)")
     _check(spec, prompts, sampling, ibpo_k if config.run.eval_compare_and_correct else 0)
     return EvalSet(
         name=spec.name or _name_of(spec.spec),
         is_named=is_named,
         prompts=prompts,
         sampling=sampling,
-        answer=_answers(prompts, config.data) if config.environment.environment is None else None,
+        answer=_answer_of(prompts, config.data) if config.environment.environment is None else None,
         notes=tuple(notes),
     )
 
 
-def _at_temperature(own: EvalSet, temperature: float) -> EvalSet:
+def _at_temperature(eval_set: EvalSet, temperature: float) -> EvalSet:
     return replace(
-        own,
-        name=f"{own.name}@{temperature:g}",
+        eval_set,
+        name=f"{eval_set.name}@{temperature:g}",
         is_named=True,
-        sampling=replace(own.sampling, temperature=temperature),
+        sampling=replace(eval_set.sampling, temperature=temperature),
         notes=(),
     )
 
@@ -229,10 +230,10 @@ def _check(spec: EvalSpec, prompts: list[Prompt], sampling: EvalSampling, k: int
     correction is shown."""
     first: dict[str, int] = {}
     for prompt in prompts:
-        if (other := first.setdefault(problem_id(prompt), prompt.index)) != prompt.index:
+        if (earlier := first.setdefault(problem_id(prompt), prompt.index)) != prompt.index:
             raise DataError(
-                f"--eval-prompt-data {spec}: rows {other} and {prompt.index}, counted from 0, both have the "
-                f"id {problem_id(prompt)!r}"
+                f"--eval-prompt-data {spec}: rows {earlier} and {prompt.index}, counted from 0, both have "
+                f"the id {problem_id(prompt)!r}"
             )
     if sampling.samples < k:
         raise ValueError(
@@ -251,7 +252,7 @@ def _room(context: int, sampling: EvalSampling) -> int:
     return context - sampling.max_tokens
 
 
-def _answers(
+def _answer_of(
     prompts: list[Prompt], data: DataConfig
 ) -> Callable[[Prompt, str | Response], str | None] | None:
     kinds = {rm_type_of(prompt, data) for prompt in prompts}
@@ -263,12 +264,12 @@ def _answers(
 
 def _name_of(spec: str) -> str:
     """Return a name for a set that the user did not name: its benchmark, task, function or file."""
-    scheme, separator, rest = spec.partition("://")
+    scheme, separator, location = spec.partition("://")
     if scheme in BENCHMARKS:
         return scheme
     path = Path(spec.partition("?")[0])
     of_file = path.stem if display_name(path) == path.name else display_name(path)
-    last = rest.partition("?")[0] if separator else of_file
+    last = location.partition("?")[0] if separator else of_file
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in last) or "prompts"
 
 
@@ -277,8 +278,8 @@ def _unused_fields(spec: str, data: DataConfig) -> list[str]:
     location = spec.partition("?")[0]
     if "://" in location or not location.endswith(".jsonl"):
         return []
-    known = fields_read(data.input_key, data.label_key)
-    unused = list(dict.fromkeys(name for name in _field_names(Path(location)) if name not in known))
+    used = fields_read(data.input_key, data.label_key)
+    unused = list(dict.fromkeys(name for name in _field_names(Path(location)) if name not in used))
     if not unused:
         return []
     fields = listed([repr(name)[:60] for name in unused], most=10)
@@ -300,19 +301,19 @@ def finish_results(
         more: entries beside the sets, such as seconds.
     """
     content = read_results(directory)
-    for one in evaluated:
-        content["sets"][one.set.name] |= results_of_set(one)
+    for set_evaluation in evaluated:
+        content["sets"][set_evaluation.set.name] |= results_of_set(set_evaluation)
     finished = all("measures" in entry for entry in content["sets"].values())
     content |= {"status": FINISHED if finished else UNFINISHED, **more}
     write_results(directory, content)
     return content
 
 
-def results_of_set(one: SetEvaluation) -> dict[str, Any]:
+def results_of_set(set_evaluation: SetEvaluation) -> dict[str, Any]:
     """Return the entries of one set. measures: as in the metrics log. intervals: 95 %, for each measure that
     is a mean over problems. problems: id, digest of question and label, and each such measure's value for
     every problem, in order."""
-    evaluation = one.evaluation
+    evaluation = set_evaluation.evaluation
     intervals = {
         name: interval_over_prompts(unknown_as_nan(values))
         for name, values in evaluation.by_prompt.items()
@@ -323,11 +324,11 @@ def results_of_set(one: SetEvaluation) -> dict[str, Any]:
         "measures": evaluation.metrics(),
         "intervals": {name: list(bounds) for name, bounds in intervals.items()},
         "problems": {
-            "id": [problem_id(prompt) for prompt in one.set.prompts],
-            "digest": [_digest(prompt) for prompt in one.set.prompts],
+            "id": [problem_id(prompt) for prompt in set_evaluation.set.prompts],
+            "digest": [_digest(prompt) for prompt in set_evaluation.set.prompts],
             **evaluation.by_prompt,
         },
-        "notes": list(one.set.notes),
+        "notes": list(set_evaluation.set.notes),
     }
 
 

@@ -51,13 +51,14 @@ class KeptSamples:
         self._stack = ExitStack()
         self.num_added = 0
         """Number of samples that this process made."""
-        before = read_results(directory)
-        for name, own in settings.items():
-            self._check(name, own, before)
-        for name, own in settings.items():
-            self._found[name] = self._open(name, settings_hash(own))
-        entries = before.get("sets", {}) | {
-            name: {"settings": own, "settings_hash": settings_hash(own)} for name, own in settings.items()
+        stored = read_results(directory)
+        for name, set_settings in settings.items():
+            self._check(name, set_settings, stored)
+        for name, set_settings in settings.items():
+            self._found[name] = self._open(name, settings_hash(set_settings))
+        entries = stored.get("sets", {}) | {
+            name: {"settings": set_settings, "settings_hash": settings_hash(set_settings)}
+            for name, set_settings in settings.items()
         }
         write_results(directory, {"status": UNFINISHED, "policy": policy, "sets": entries})
 
@@ -85,9 +86,9 @@ class KeptSamples:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check(self, name: str, own: Settings, before: Mapping[str, Any]) -> None:
+    def _check(self, name: str, settings: Settings, stored: Mapping[str, Any]) -> None:
         path = samples_path(self.directory, name)
-        entry = before.get("sets", {}).get(name)
+        entry = stored.get("sets", {}).get(name)
         if entry is None:
             if path.exists():
                 raise KeptError(
@@ -95,27 +96,27 @@ class KeptSamples:
                     "another --run-dir"
                 )
             return
-        if entry["settings"] != own:
+        if entry["settings"] != settings:
             raise KeptError(
                 f"{self.directory} holds an evaluation of {name} with other settings: "
-                f"{_difference(entry['settings'], own)}. Choose another --run-dir, or give the same "
+                f"{_difference(entry['settings'], settings)}. Choose another --run-dir, or give the same "
                 "settings to resume"
             )
 
     def _open(self, name: str, own_hash: str) -> dict[Key, EvalSample]:
         path = samples_path(self.directory, name)
-        found = _read(path, own_hash) if path.exists() else []
-        known = {sample.key: sample for sample in found if sample.error is None}
+        samples = _read(path, own_hash) if path.exists() else []
+        scored = {sample.key: sample for sample in samples if sample.error is None}
         unfinished = path.with_suffix(".tmp")
-        lines = ({**sample.as_json(), "settings": own_hash} for sample in known.values())
+        lines = ({**sample.as_json(), "settings": own_hash} for sample in scored.values())
         unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         unfinished.replace(path)
         self._files[name] = self._stack.enter_context(open_records(path))
-        return known
+        return scored
 
 
 def answered(
-    asked: Sequence[Asked],
+    requests: Sequence[Asked],
     found: Mapping[Key, EvalSample],
     ask: Callable[[Sequence[Asked], Callable[[int, EvalSample], None]], None],
     add: Callable[[EvalSample], None],
@@ -127,8 +128,8 @@ def answered(
             it is scored.
         add: called at once with every new sample.
     """
-    samples = {key: found[key] for key in (one.key for one in asked) if key in found}
-    missing = [one for one in asked if one.key not in samples]
+    samples = {key: found[key] for key in (request.key for request in requests) if key in found}
+    missing = [request for request in requests if request.key not in samples]
 
     def take(index: int, sample: EvalSample) -> None:
         add(sample)
@@ -136,7 +137,7 @@ def answered(
 
     if missing:
         ask(missing, take)
-    return [samples[one.key] for one in asked]
+    return [samples[request.key] for request in requests]
 
 
 def samples_path(directory: Path, name: str) -> Path:
@@ -215,6 +216,6 @@ def _read(path: Path, own_hash: str | None) -> list[EvalSample]:
     return samples
 
 
-def _difference(before: Settings, now: Settings) -> str:
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return "; ".join(f"{name} was {before.get(name)!r}, is {now.get(name)!r}" for name in names)
+def _difference(old: Settings, new: Settings) -> str:
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return "; ".join(f"{name} was {old.get(name)!r}, is {new.get(name)!r}" for name in names)

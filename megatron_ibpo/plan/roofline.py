@@ -136,8 +136,8 @@ class _Pass:
         layout, basis = self.layout, self.basis
         activations = 2 * _activation_bytes(basis.shape, layout.tensor, layout.context, layout.delta_net_cp)
         moved = activations * self.tokens / layout.pipeline * self.passes
-        each = 2 * (1 + self.repeated) + (2 + _GRADIENT_BYTES if self.backward else 0)
-        moved += sum(layout.parameters(basis.shape)) * self.micro_batches * each
+        bytes_each = 2 * (1 + self.repeated) + (2 + _GRADIENT_BYTES if self.backward else 0)
+        moved += sum(layout.parameters(basis.shape)) * self.micro_batches * bytes_each
         return moved / (basis.hardware.memory_bandwidth * basis.reached.memory)
 
     def waiting(self, computing: float) -> float:
@@ -163,8 +163,8 @@ class _Pass:
         near = min(1.0, hardware.linked / layout.expert)
         seconds = (near / hardware.link + (1 - near) / hardware.network) / self.basis.reached.link
         sent = 2 * self.exchanges * 2 * shape.experts_per_token * shape.hidden_size * self.tokens
-        away = (layout.expert - 1) / layout.expert
-        return sent / layout.tensor * away * seconds * shape.moe_layers / layout.pipeline
+        share_sent = (layout.expert - 1) / layout.expert
+        return sent / layout.tensor * share_sent * seconds * shape.moe_layers / layout.pipeline
 
     def context(self, attention: float) -> float:
         """Return the time of context parallelism that is not hidden. Keys and values are sent while attention
@@ -190,17 +190,17 @@ class _Pass:
         layout, shape = self.layout, self.basis.shape
         mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
         hops = context_chunks(layout.context) - 1
-        each = hops * 4 * sum(mixer.recurrent_state for mixer in mixers)
-        each += (layout.context - 1) * 2 * 2 * sum(mixer.convolution_state for mixer in mixers)
-        sent = self.batch.sequences / layout.data * each / layout.tensor / layout.pipeline
+        bytes_per_sequence = hops * 4 * sum(mixer.recurrent_state for mixer in mixers)
+        bytes_per_sequence += (layout.context - 1) * 2 * 2 * sum(mixer.convolution_state for mixer in mixers)
+        sent = self.batch.sequences / layout.data * bytes_per_sequence / layout.tensor / layout.pipeline
         return sent, (hops + 1) * self._recurrent_layers
 
     def _heads_exchanged(self) -> tuple[float, float]:
         """Return the same for ranks that each get some heads of all tokens."""
         layout, shape = self.layout, self.basis.shape
         elements = sum(mixer_cost(shape, layer).exchanged for layer in range(shape.num_layers))
-        away = (layout.context - 1) / layout.context
-        sent = 2 * self.tokens * elements * away / layout.tensor / layout.pipeline
+        share_sent = (layout.context - 1) / layout.context
+        sent = 2 * self.tokens * elements * share_sent / layout.tensor / layout.pipeline
         return sent, 2 * self._recurrent_layers
 
     @property
@@ -235,18 +235,19 @@ def collective_seconds(basis: Basis, layout: Layout) -> float:
 
 def optimizer_seconds(basis: Basis, layout: Layout) -> float:
     """Return the seconds of one optimizer step."""
-    own, hardware, reached = layout.optimizer_parameters(basis.shape), basis.hardware, basis.reached
+    num_parameters = layout.optimizer_parameters(basis.shape)
+    hardware, reached = basis.hardware, basis.reached
     if layout.offload_optimizer:
-        return own * (_OFFLOADED_BYTES + _ADAM_BYTES) / (hardware.host_link * reached.host)
-    return own * _ADAM_BYTES / (hardware.memory_bandwidth * reached.memory)
+        return num_parameters * (_OFFLOADED_BYTES + _ADAM_BYTES) / (hardware.host_link * reached.host)
+    return num_parameters * _ADAM_BYTES / (hardware.memory_bandwidth * reached.memory)
 
 
 def checkpoint_seconds(basis: Basis, layout: Layout) -> float:
     """Return the seconds for a rank to copy its weights and optimizer state into main memory."""
-    held = 2 * sum(layout.parameters(basis.shape))
+    num_bytes = 2 * sum(layout.parameters(basis.shape))
     if not layout.offload_optimizer:
-        held += _STATE_BYTES * layout.optimizer_parameters(basis.shape)
-    return held / (basis.hardware.host_link * basis.reached.host)
+        num_bytes += _STATE_BYTES * layout.optimizer_parameters(basis.shape)
+    return num_bytes / (basis.hardware.host_link * basis.reached.host)
 
 
 @lru_cache(maxsize=256)
@@ -315,8 +316,8 @@ def _stretches(lengths: Sequence[float], room: int) -> Iterator[tuple[float, int
         if len(ends) == room:
             yield ends[0] - step, room
             step = heapq.heappop(ends)
-    for left, end in zip(range(len(ends), 0, -1), sorted(ends), strict=True):
-        yield end - step, left
+    for running, end in zip(range(len(ends), 0, -1), sorted(ends), strict=True):
+        yield end - step, running
         step = end
 
 
@@ -388,8 +389,8 @@ def _engine_rate(basis: Basis, engine: Engine) -> float:
 
 def _sums_seconds(basis: Basis, engine: Engine, tokens: Any) -> Any:
     """Return the seconds for an engine's GPUs to all-reduce results, twice per layer."""
-    each = 2 * 2 * basis.shape.hidden_size * (engine.tensor - 1) / engine.tensor
-    return 2 * basis.shape.num_layers * each * tokens / basis.between(engine.tensor)
+    bytes_per_token = 2 * 2 * basis.shape.hidden_size * (engine.tensor - 1) / engine.tensor
+    return 2 * basis.shape.num_layers * bytes_per_token * tokens / basis.between(engine.tensor)
 
 
 def update_seconds(
@@ -402,7 +403,7 @@ def update_seconds(
             GPU its part, on its own node.
         gpus: GPUs of trainers and engines.
     """
-    whole, hardware = 2 * weight_count(basis.shape).total, basis.hardware
-    sent = whole if transport == "gathered" else whole / engine_tensor
+    weight_bytes, hardware = 2 * weight_count(basis.shape).total, basis.hardware
+    sent = weight_bytes if transport == "gathered" else weight_bytes / engine_tensor
     rate = hardware.link if transport == "ipc" else hardware.between(gpus)
     return sent / (rate * basis.reached.update)

@@ -44,12 +44,12 @@ def recorded(lengths: Sequence[float] | np.ndarray, count: int) -> np.ndarray:
 def stand_ins(lengths: Sequence[float] | np.ndarray, count: int) -> tuple[np.ndarray, float]:
     """Return the lengths of `count` responses with these quantiles, in order of arrival, and the number of
     responses that each represents."""
-    own = min(count, MOST_STAND_INS)
-    if own == 0:
+    num_simulated = min(count, MOST_STAND_INS)
+    if num_simulated == 0:
         return np.empty(0), 1.0
-    picked = recorded(lengths, own)
+    picked = recorded(lengths, num_simulated)
     picked *= np.mean(lengths) / picked.mean()
-    return np.random.default_rng(0).permutation(picked), count / own
+    return np.random.default_rng(0).permutation(picked), count / num_simulated
 
 
 @lru_cache(maxsize=256)

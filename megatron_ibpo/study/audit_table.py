@@ -22,60 +22,60 @@ _CREDITS = {"mask": "tokens that corrections change (the mask)"}
 _DASH = "–"
 
 
-def audit_page(counts: Mapping[str, int], found: Mapping[str, Any]) -> Group:
+def audit_page(counts: Mapping[str, int], findings: Mapping[str, Any]) -> Group:
     """Return the findings of `credit_audit.audit` for a console, with 95 % intervals in brackets.
 
     Args:
         counts: numbers of what was sampled for them.
     """
-    return Group(*_sampled(counts, found), "", _agreement(found), "", *_verdicts(found))
+    return Group(*_sampled(counts, findings), "", _agreement(findings), "", *_verdicts(findings))
 
 
-def _sampled(counts: Mapping[str, int], found: Mapping[str, Any]) -> Iterator[str]:
+def _sampled(counts: Mapping[str, int], findings: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{counts['responses_sampled']:,} responses were sampled; {counts['wrong']:,} are wrong. "
         f"{counts['corrections_correct']:,} of {counts['corrections']:,} corrections succeed."
     )
     yield (
-        f"{found['responses']:,} wrong responses to {found['prompts']:,} prompts were audited with "
+        f"{findings['responses']:,} wrong responses to {findings['prompts']:,} prompts were audited with "
         f"{counts['rollouts']:,} continuations."
     )
     yield (
-        f"In {found['with_a_located_error']:,} of them one step costs at least {found['min_drop']:.0%} of "
-        f"the chance to end correct: the error. {found['located_and_masked']:,} of these have a "
+        f"In {findings['with_a_located_error']:,} of them one step costs at least {findings['min_drop']:.0%} "
+        f"of the chance to end correct: the error. {findings['located_and_masked']:,} of these have a "
         "correction that earns credit."
     )
-    if found["largest_drop"] is not None:
+    if findings["largest_drop"] is not None:
         yield (
-            f"The error costs {_number(found['largest_drop'])} of the chance, and ends at "
-            f"{_number(found['position_of_the_drop'])} of the response."
+            f"The error costs {_number(findings['largest_drop'])} of the chance, and ends at "
+            f"{_number(findings['position_of_the_drop'])} of the response."
         )
 
 
-def _agreement(found: Mapping[str, Any]) -> Table:
+def _agreement(findings: Mapping[str, Any]) -> Table:
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("does credit lie on the error?")
     for measure in _MEASURES.values():
         table.add_column(measure, justify="right")
-    for name, scores in found["mask"].items():
+    for name, scores in findings["mask"].items():
         table.add_row(_CREDITS.get(name, name), *(_number(scores.get(measure)) for measure in _MEASURES))
     return table
 
 
-def _verdicts(found: Mapping[str, Any]) -> Iterator[str]:
+def _verdicts(findings: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "AUC is the chance that the error has a larger share of credited tokens than another step of its "
         "response; .5 is no better than chance."
     )
-    if (above := found["mask_above_random_auc"]) is not None:
-        told = "more often than" if (above["low"] or 0.0) > 0 else "not surely more often than"
-        yield f"The mask lies on the error {told} random tokens: AUC higher by {_number(above)}."
-    if (same := found["mask_equals_sibling"]) is not None:
+    if (above := findings["mask_above_random_auc"]) is not None:
+        comparison = "more often than" if (above["low"] or 0.0) > 0 else "not surely more often than"
+        yield f"The mask lies on the error {comparison} random tokens: AUC higher by {_number(above)}."
+    if (equal := findings["mask_equals_sibling"]) is not None:
         yield (
-            f"A share of {_number(same)} of the masks equals the difference to a correct response of the "
+            f"A share of {_number(equal)} of the masks equals the difference to a correct response of the "
             "same group, which costs no correction."
         )
-    phi = found["phi"]
+    phi = findings["phi"]
     yield (
         f"A share of {phi['positive']:.2f} of the wrong responses earns a bonus (φ > 0). The rank "
         f"correlation of φ with how near a response was to correct is {_number(phi['rank_correlation'])}, "
@@ -93,7 +93,7 @@ def _number(value: Mapping[str, float | None] | None) -> str:
 
 
 def plot_audit(
-    responses: Sequence[AuditedResponse], found: dict[str, Any], path: Path, *, title: str
+    responses: Sequence[AuditedResponse], findings: dict[str, Any], path: Path, *, title: str
 ) -> None:
     """Plot the value along wrong responses, the places of its largest drops, and the agreement of credit with
     them."""
@@ -102,8 +102,8 @@ def plot_audit(
         figure.suptitle(title)
         values, drops, agreement = figure.subplots(1, 3, width_ratios=[1, 1, 1.3])
         _draw_values(values, responses)
-        _draw_drops(drops, responses, found["min_drop"])
-        _draw_agreement(agreement, found)
+        _draw_drops(drops, responses, findings["min_drop"])
+        _draw_agreement(agreement, findings)
         figure.savefig(path)
 
 
@@ -132,9 +132,8 @@ def _draw_drops(axes: Axes, responses: Sequence[AuditedResponse], min_drop: floa
     axes.set_xlabel("share of the response")
 
 
-def _draw_agreement(axes: Axes, found: dict[str, Any]) -> None:
-    bars = {name: measured["auc"] for name, measured in found["mask"].items()}
-    bars["φ against nearness"] = found["phi"]["auc_of_phi_for_nearness_above_median"]
+def _draw_agreement(axes: Axes, findings: dict[str, Any]) -> None:
+    bars = {name: measured["auc"] for name, measured in findings["mask"].items()}
     shown = {name: bar for name, bar in bars.items() if bar is not None}
     for place, bar in enumerate(reversed(shown.values())):
         low, high = bar["estimate"] - bar["low"], bar["high"] - bar["estimate"]

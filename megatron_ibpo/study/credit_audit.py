@@ -131,7 +131,6 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
             "positive": float(np.mean([r.phi > 0 for r in responses])),
             "rank_correlation": _of_prompts(responses, _phi_rank),
             "rank_correlation_within_prompts": _of_prompts(responses, _phi_rank_within),
-            "auc_of_phi_for_nearness_above_median": _of_prompts(responses, _phi_auc),
         },
     }
 
@@ -199,17 +198,6 @@ def _phi_rank_within(responses: Sequence[AuditedResponse]) -> float:
             phi.append(_centred([r.phi for r in group]))
             nearness.append(_centred([r.nearness for r in group]))
     return _rank(np.concatenate(phi), np.concatenate(nearness)) if phi else 0.0
-
-
-def _phi_auc(responses: Sequence[AuditedResponse]) -> float:
-    """Return the probability that, of two responses on either side of the median nearness, the nearer has the
-    larger φ."""
-    nearness = np.array([r.nearness for r in responses])
-    phi = np.array([r.phi for r in responses])
-    near = nearness > np.median(nearness)
-    if near.all() or not near.any():
-        return 0.5
-    return float(stats.mannwhitneyu(phi[near], phi[~near]).statistic / (near.sum() * (~near).sum()))
 
 
 def _centred(values: Sequence[float]) -> Array:

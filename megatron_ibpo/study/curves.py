@@ -53,8 +53,8 @@ def dose_figure(study: Study, points: Sequence[dict[str, Any]]) -> Figure:
         figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
         axes = figure.add_subplot()
         for method in dict.fromkeys(point["method"] for point in points):
-            own = [point for point in points if point["method"] == method]
-            skill, mean, low, high = ([p[key] for p in own] for key in ("skill", "mean", "low", "high"))
+            of_method = [point for point in points if point["method"] == method]
+            skill, mean, low, high = ([p[key] for p in of_method] for key in ("skill", "mean", "low", "high"))
             wings = [np.subtract(mean, low), np.subtract(high, mean)]
             axes.errorbar(skill, mean, yerr=wings, marker="o", capsize=3, label=method)
         axes.axhline(0, color="grey", linewidth=0.8)

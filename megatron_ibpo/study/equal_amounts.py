@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_ibpo.study.plan import Study
 from megatron_ibpo.study.run_results import DECODING_PRICE, RunResult
-from megatron_ibpo.study.statistics import over_seeds
+from megatron_ibpo.study.statistics import estimate
 
 Points = list[tuple[float, float]]
 
@@ -47,9 +47,9 @@ def _line(curves_SM: Sequence[Sequence[Points]]) -> dict[str, Any] | None:
     return {
         "amount": float(amount),
         "seeds": len(curves_SM),
-        "accuracy": asdict(over_seeds(accuracy_SM[:, 0])),
-        "baseline_accuracy": asdict(over_seeds(accuracy_SM[:, 1])),
-        "difference": asdict(over_seeds(accuracy_SM[:, 0] - accuracy_SM[:, 1])),
+        "accuracy": asdict(estimate(accuracy_SM[:, 0])),
+        "baseline_accuracy": asdict(estimate(accuracy_SM[:, 1])),
+        "difference": asdict(estimate(accuracy_SM[:, 0] - accuracy_SM[:, 1])),
     }
 
 

@@ -34,9 +34,9 @@ class Findings:
     of each run is in `RunResult.code`."""
 
 
-def write_findings(path: Path, found: Findings, tables: Mapping[str, Any]) -> None:
+def write_findings(path: Path, findings: Findings, tables: Mapping[str, Any]) -> None:
     """Write all findings as JSON, with the tables that follow from them."""
-    content = {item.name: _plain(getattr(found, item.name)) for item in fields(found)} | dict(tables)
+    content = {item.name: _plain(getattr(findings, item.name)) for item in fields(findings)} | dict(tables)
     plain = jsonable(content, shorten=lambda value: float(f"{value:.7g}"))
     path.write_text(json.dumps(plain, allow_nan=False) + "\n", encoding="utf-8")
 

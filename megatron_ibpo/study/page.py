@@ -21,7 +21,7 @@ from megatron_ibpo.study.table import Table, markdown, tables
 
 
 def write_page(
-    found: Findings, compared: Comparison, directory: Path, console: Console | None = None
+    findings: Findings, compared: Comparison, directory: Path, console: Console | None = None
 ) -> list[Path]:
     """Write page.html, table.md, curves.png and curves.svg. Return the files, results.json first if it
     exists.
@@ -30,13 +30,13 @@ def write_page(
         console: shows the tables too.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    made = tables(found, compared)
-    written = markdown(found, made)
+    all_tables = tables(findings, compared)
+    written = markdown(findings, all_tables)
     (directory / "table.md").write_text(written, encoding="utf-8")
-    figures = [("Curves", figure_of_runs(found.study, found.runs))]
+    figures = [("Curves", figure_of_runs(findings.study, findings.runs))]
     if points := compared.dose_response:
-        figures.append(("Dose and response", dose_figure(found.study, points)))
-    if standing := break_even_points(found.runs):
+        figures.append(("Dose and response", dose_figure(findings.study, points)))
+    if standing := break_even_points(findings.runs):
         figures.append(("Where corrections pay", break_even_figure(standing)))
     with mpl.rc_context({"svg.hashsalt": "study"}):  # the same study gives the same file
         figures[0][1].savefig(directory / "curves.png")
@@ -45,7 +45,7 @@ def write_page(
     pictures = [
         (title, "data:image/svg+xml;base64," + base64.b64encode(svg).decode()) for title, svg in drawn
     ]
-    (directory / "page.html").write_text(_page(found, made, pictures), encoding="utf-8")
+    (directory / "page.html").write_text(_page(findings, all_tables, pictures), encoding="utf-8")
     if console is not None:
         console.print(written, highlight=False, markup=False, soft_wrap=True)
     names = ("results.json", "page.html", "table.md", "curves.png", "curves.svg")
@@ -58,19 +58,19 @@ def _svg(figure: Figure) -> bytes:
     return drawn.getvalue()
 
 
-def _page(found: Findings, made: Sequence[Table], pictures: Sequence[tuple[str, str]]) -> str:
+def _page(findings: Findings, all_tables: Sequence[Table], pictures: Sequence[tuple[str, str]]) -> str:
     """Return the page of runs with the study in place of runs."""
-    study = found.study
+    study = findings.study
     size = (
         f"{counted(len(study.tasks), 'task')}, {counted(len(study.methods), 'method')}, "
         f"{counted(len(study.seeds), 'seed')}; "
         f"{study.budget:g} {study.budget_unit} per run; baseline {study.baseline}."
     )
-    if found.runs_left:
-        size += f" {counted(found.runs_left, 'run')} to go."
-    power = in_words(found.power) if found.power is not None else "power: no pilot was run."
+    if findings.runs_left:
+        size += f" {counted(findings.runs_left, 'run')} to go."
+    power = in_words(findings.power) if findings.power is not None else "power: no pilot was run."
     drawn = [{"title": title, "picture": picture} for title, picture in pictures]
-    head, rest = [asdict(table) for table in made[:2]], [asdict(table) for table in made[2:]]
+    head, rest = [asdict(table) for table in all_tables[:2]], [asdict(table) for table in all_tables[2:]]
     overview = {
         "name": study.name,
         "lines": [size, power],

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 from rich.table import Table
+from scipy import stats
 
 from megatron_ibpo.basics.text import counted, listed, shown
 from megatron_ibpo.evaluate.accuracy import unknown_as_nan
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE, read_results
-from megatron_ibpo.study.statistics import Difference, paired_difference, shown_p, sign_flip_p
+from megatron_ibpo.study.statistics import Array, Estimate, estimate, shown_p
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,11 @@ class Compared:
     first: float
     second: float
     """Means over the problems that both have."""
-    difference: Difference
-    """Second minus first."""
-    permutation_p: float
-    """Two-sided p of no difference. Under that hypothesis, the sign of each problem's difference is a coin
-    toss."""
+    difference: Estimate
+    """Second minus first; interval of Student's t over problems."""
+    p: float
+    """Two-sided p of no difference, by permutation: each problem's difference has either sign equally
+    often. Unlike the t test's, it holds for few problems, whose differences may all be equal."""
     problems: int
     alone: int
     """Number of problems that only one of the two has, or has an outcome for."""
@@ -47,7 +48,7 @@ def compare_evaluations(first: Path, second: Path, measure: str) -> list[Compare
     results = [_measured(directory) for directory in (first, second)]
     common = [name for name in results[0] if name in results[1]]
     if not common:
-        sets = [", ".join(own) or "none" for own in results]
+        sets = [", ".join(measured) or "none" for measured in results]
         raise ValueError(f"no set is in both: {first} has {sets[0]}, {second} has {sets[1]}")
     return [_compared(name, results[0][name], results[1][name], measure) for name in common]
 
@@ -61,16 +62,14 @@ def comparison_table(compared: list[Compared]) -> Table:
         "second",
         "difference",
         "95 % interval",
-        "bootstrap p",
-        "permutation p",
+        "p",
     ):
         table.add_column(column, justify="right")
     for one in compared:
         d = one.difference
         bounds = f"{d.low:+.3f} to {d.high:+.3f}"
         values = (f"{one.first:.3f}", f"{one.second:.3f}", f"{d.mean:+.3f}", bounds)
-        p_values = (shown_p(d.bootstrap_p, d.bootstrap_floor), shown_p(one.permutation_p))
-        table.add_row(one.set, f"{one.problems}", *values, *p_values)
+        table.add_row(one.set, f"{one.problems}", *values, shown_p(one.p))
     return table
 
 
@@ -115,34 +114,48 @@ def _are_columns(problems: Any) -> bool:
 
 def _compared(name: str, first: dict[str, Any], second: dict[str, Any], measure: str) -> Compared:
     values = [_by_problem(name, entry, measure) for entry in (first, second)]
-    both = [problem for problem in values[0] if problem in values[1]]
+    shared = [problem for problem in values[0] if problem in values[1]]
     digests = [_by_problem(name, entry, "digest") for entry in (first, second)]
-    if others := [problem for problem in both if digests[0][problem] != digests[1][problem]]:
-        raise ValueError(f"{name}: these problems differ between the two: {listed(others, most=5)}")
-    pairs = np.array([unknown_as_nan([values[0][p], values[1][p]]) for p in both]).reshape(-1, 2)
-    known = pairs[~np.isnan(pairs).any(axis=1)]
-    if len(known) < 2:
+    if changed := [problem for problem in shared if digests[0][problem] != digests[1][problem]]:
+        raise ValueError(f"{name}: these problems differ between the two: {listed(changed, most=5)}")
+    pairs = np.array([unknown_as_nan([values[0][p], values[1][p]]) for p in shared]).reshape(-1, 2)
+    scored = pairs[~np.isnan(pairs).any(axis=1)]
+    if len(scored) < 2:
         raise ValueError(
-            f"{name}: a comparison needs two problems that are in both, and there is {len(known)}"
+            f"{name}: a comparison needs two problems that are in both, and there is {len(scored)}"
         )
-    first_P, second_P = known.T
+    first_P, second_P = scored.T
     return Compared(
         set=name,
         first=float(first_P.mean()),
         second=float(second_P.mean()),
-        difference=paired_difference(second_P[None], first_P[None]),
-        permutation_p=sign_flip_p(second_P, first_P),
-        problems=len(known),
-        alone=len({*values[0], *values[1]}) - len(known),
+        difference=estimate(second_P - first_P),
+        p=_permutation_p(first_P, second_P),
+        problems=len(scored),
+        alone=len({*values[0], *values[1]}) - len(scored),
         settings=tuple(_differences(first["settings"], second["settings"])),
     )
+
+
+def _permutation_p(first_P: Array, second_P: Array) -> float:
+    """Return the p, exact up to 16 problems, from 65,536 random signs beyond."""
+    test = stats.permutation_test(
+        (second_P, first_P),
+        lambda a, b, axis: np.mean(a - b, axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=2**16,  # exact up to 16 problems
+        batch=2**10,  # otherwise thousands of problems would take gigabytes
+        rng=np.random.default_rng(0),
+    )
+    return float(test.pvalue)
 
 
 def _by_problem(name: str, entry: dict[str, Any], measure: str) -> dict[str, Any]:
     problems = entry["problems"]
     if measure not in problems:
-        known = ", ".join(other for other in problems if other not in ("id", "digest"))
-        raise ValueError(f"{name}: {measure!r} was not measured in both; in both are {known}")
+        measures = ", ".join(name for name in problems if name not in ("id", "digest"))
+        raise ValueError(f"{name}: {measure!r} was not measured in both; in both are {measures}")
     return dict(zip(problems["id"], problems[measure], strict=True))
 
 

@@ -86,28 +86,22 @@ def detectable(spread: float, seeds: int, level: float = LEVEL) -> float:
     return float(optimize.brentq(lambda difference: power(difference, spread, seeds, level) - POWER, 0, high))
 
 
-def analyse(
-    groups: Sequence[Sequence[float]], *, paired: bool, seeds: int, tests: int, source: str
-) -> PowerAnalysis | None:
+def analyse(accuracies: Sequence[float], *, seeds: int, tests: int, source: str) -> PowerAnalysis | None:
     """Return the analysis of a pilot's runs.
 
     Args:
-        groups: lists of values that differ only by their seed. Their variances are pooled.
-        paired: the values are differences of two methods on one seed. If not, they are accuracies of one
-            method, and the difference of two is assumed to spread √2 times as much, as if the seed affected
-            both methods independently.
+        accuracies: those of one method, one per seed. The difference of two methods is assumed to spread √2
+            times as much, as if the seed affected both methods independently.
         seeds: number of seeds of the study.
         tests: number of methods that are compared with the baseline.
 
     Returns:
-        None if no group has two values.
+        None for fewer than two runs.
     """
-    groups = [group for group in groups if len(group) > 1]
-    degrees = sum(len(group) - 1 for group in groups)
-    if not degrees:
+    degrees = len(accuracies) - 1
+    if degrees < 1:
         return None
-    variance = sum(float(np.var(group, ddof=1)) * (len(group) - 1) for group in groups) / degrees
-    spread = math.sqrt(variance * (1 if paired else 2))
+    spread = float(np.std(accuracies, ddof=1)) * math.sqrt(2)
     at_most = spread * math.sqrt(degrees / stats.chi2.ppf(0.2, degrees))
     level = LEVEL / max(1, tests)
     return PowerAnalysis(
@@ -124,13 +118,13 @@ def analyse(
     )
 
 
-def in_words(found: PowerAnalysis) -> str:
+def in_words(pilot: PowerAnalysis) -> str:
     """Return the analysis in a sentence or two."""
-    sees = "no difference, whatever its size" if math.isinf(found.detectable) else f"{found.detectable:.3f}"
-    enough = found.seeds >= found.needed
+    sees = "no difference, whatever its size" if math.isinf(pilot.detectable) else f"{pilot.detectable:.3f}"
+    enough = pilot.seeds >= pilot.needed
     return (
-        f"power, from {found.source}: the difference of two methods spreads by {found.spread:.4f} over seeds "
-        f"(at most {found.spread_at_most:.4f}), so {found.difference:g} is seen with a chance of {POWER:g} "
-        f"by {found.needed} seeds (at most {found.needed_at_most}), at a level of {found.level:.4f}. "
-        f"The study has {found.seeds}, which see {sees}: {'enough' if enough else 'TOO FEW'}."
+        f"power, from {pilot.source}: the difference of two methods spreads by {pilot.spread:.4f} over seeds "
+        f"(at most {pilot.spread_at_most:.4f}), so {pilot.difference:g} is seen with a chance of {POWER:g} "
+        f"by {pilot.needed} seeds (at most {pilot.needed_at_most}), at a level of {pilot.level:.4f}. "
+        f"The study has {pilot.seeds}, which see {sees}: {'enough' if enough else 'TOO FEW'}."
     )

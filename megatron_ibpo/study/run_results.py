@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -20,12 +20,9 @@ from megatron_ibpo.study.plan import PlannedRun, Study
 from megatron_ibpo.study.statistics import (
     WINDOW_RESPONSES,
     cost_to_reach,
+    estimate,
     holm,
     interaction_p,
-    mean_with_interval,
-    over_seeds,
-    paired_difference,
-    sign_flip_p,
 )
 
 _AT = re.compile(r"eval/[^/]+@([\d.]+)/accuracy")
@@ -220,23 +217,18 @@ def compare_overall(study: Study, results: Sequence[RunResult]) -> list[dict[str
         line: dict[str, Any] = {
             "method": name,
             "seeds": len(seeds),
-            "accuracy": asdict(over_seeds([means[name][seed] for seed in seeds])),
+            "accuracy": asdict(estimate([means[name][seed] for seed in seeds])),
         }
         if name != study.baseline:
-            own, other = (np.array([of[seed] for seed in seeds]) for of in (means[name], baseline))
-            line["difference"] = asdict(over_seeds(own - other)) | {
-                "sign_flip_p": sign_flip_p(own, other),
-                "sign_flip_floor": 2 / 2 ** len(seeds),
-            }
             differences_ST = np.array([by_task[name][s] for s in seeds]) - [
                 by_task[study.baseline][s] for s in seeds
             ]
-            line["difference"] |= {
+            line["difference"] = asdict(estimate(differences_ST.mean(axis=1))) | {
                 "by_task": differences_ST.mean(axis=0).tolist(),
                 "interaction_p": interaction_p(differences_ST),
             }
         lines.append(line)
-    _adjust(lines, lambda line: line["difference"]["p"])
+    _adjust(lines)
     return lines
 
 
@@ -262,9 +254,9 @@ def compare_at_equal_steps(study: Study, results: Sequence[RunResult]) -> list[d
             if reached[name] >= last:
                 own = _rewards(by_method[name], last)
                 shared = sorted(own.keys() & baseline.keys())
-                line |= {"seeds": len(own), "reward": asdict(over_seeds(list(own.values())))}
+                line |= {"seeds": len(own), "reward": asdict(estimate(list(own.values())))}
                 if name != study.baseline and shared:
-                    line["difference"] = asdict(over_seeds([own[s] - baseline[s] for s in shared]))
+                    line["difference"] = asdict(estimate([own[s] - baseline[s] for s in shared]))
             lines.append(line)
     return lines
 
@@ -286,13 +278,13 @@ def dose_response(
             skills[task.name] = task.skill if task.skill is not None else fmean(measured)
     if len(set(skills.values())) < 2:
         return []
-    found = [
+    points = [
         {"method": line["method"], "task": line["task"], "skill": skills[line["task"]]}
-        | {key: line["difference"]["over_seeds"][key] for key in ("mean", "low", "high")}
+        | {key: line["difference"][key] for key in ("mean", "low", "high")}
         for line in lines
         if "difference" in line and line["task"] in skills
     ]
-    return sorted(found, key=lambda point: (point["method"], point["skill"]))
+    return sorted(points, key=lambda point: (point["method"], point["skill"]))
 
 
 def _of_task(study: Study, task: str, results: Sequence[RunResult]) -> list[dict[str, Any]]:
@@ -305,23 +297,23 @@ def _of_task(study: Study, task: str, results: Sequence[RunResult]) -> list[dict
         for name in _baseline_first(study)
         if name in by_method
     ]
-    _adjust(lines, lambda line: line["difference"]["over_seeds"]["p"])
+    _adjust(lines)
     return lines
 
 
-def _adjust(lines: Sequence[dict[str, Any]], p_of: Callable[[dict[str, Any]], float]) -> None:
+def _adjust(lines: Sequence[dict[str, Any]]) -> None:
     """Add the p of the paired t test, adjusted over the methods, to each line."""
-    tested = [line for line in lines if "difference" in line]
-    for line, p in zip(tested, holm([p_of(line) for line in tested]), strict=True):
-        line["difference"]["holm_p"] = p
+    differences = [line["difference"] for line in lines if "difference" in line]
+    for difference, p in zip(differences, holm([d["p"] for d in differences]), strict=True):
+        difference["holm_p"] = p
 
 
 def _by_method(task: str, results: Sequence[RunResult]) -> dict[str, dict[int, RunResult]]:
-    found: dict[str, dict[int, RunResult]] = {}
+    by_method: dict[str, dict[int, RunResult]] = {}
     for result in results:
         if result.task == task:
-            found.setdefault(result.method, {})[result.seed] = result
-    return found
+            by_method.setdefault(result.method, {})[result.seed] = result
+    return by_method
 
 
 def _baseline_first(study: Study) -> list[str]:
@@ -344,29 +336,29 @@ def _line(
     name: str, runs: dict[int, RunResult], baseline: dict[int, RunResult], threshold: float
 ) -> dict[str, Any]:
     shared = sorted(set(runs) & set(baseline))
-    own = [runs[seed] for seed in sorted(runs)]
-    costs = [cost_to_threshold(run, threshold) for run in own]
+    results = [runs[seed] for seed in sorted(runs)]
+    costs = [cost_to_threshold(run, threshold) for run in results]
     cost = median(costs)
-    dear = [_dear_cost(run, threshold) for run in own if run.dear_decoding]
+    dear = [cost_to_threshold(run, threshold, run.dear_decoding) for run in results if run.dear_decoding]
     base_cost = median(cost_to_threshold(run, threshold) for run in baseline.values())
     line: dict[str, Any] = {
         "method": name,
-        "seeds": len(own),
-        "samples_per_prompt": own[0].samples_per_prompt,
-        "prompts_per_step": own[0].prompts_per_step,
-        "sequences_per_prompt": fmean(run.sequences_per_prompt for run in own),
-        "lr": own[0].lr,
-        "setting": own[0].setting,
-        "steps": fmean(run.steps for run in own),
-        "spent": {unit: fmean(run.spent[unit] for run in own) for unit in own[0].spent},
-        "accuracy_by_seed": {run.seed: run.accuracy[-1][1] for run in own},
-        "accuracy": asdict(mean_with_interval(_matrix(own))),
-        "greedy": fmean(run.greedy for run in own),
-        "greedy_over_seeds": asdict(over_seeds([run.greedy for run in own])),
+        "seeds": len(results),
+        "samples_per_prompt": results[0].samples_per_prompt,
+        "prompts_per_step": results[0].prompts_per_step,
+        "sequences_per_prompt": fmean(run.sequences_per_prompt for run in results),
+        "lr": results[0].lr,
+        "setting": results[0].setting,
+        "steps": fmean(run.steps for run in results),
+        "spent": {unit: fmean(run.spent[unit] for run in results) for unit in results[0].spent},
+        "accuracy_by_seed": {run.seed: run.accuracy[-1][1] for run in results},
+        "accuracy": asdict(estimate(np.nanmean(_matrix(results), axis=1))),
+        "greedy": fmean(run.greedy for run in results),
+        "greedy_over_seeds": asdict(estimate([run.greedy for run in results])),
         "other_accuracies": {
-            at: asdict(over_seeds([run.other_accuracies[at] for run in own]))
-            for at in own[0].other_accuracies
-            if all(at in run.other_accuracies for run in own)
+            at: asdict(estimate([run.other_accuracies[at] for run in results]))
+            for at in results[0].other_accuracies
+            if all(at in run.other_accuracies for run in results)
         },
         "cost_to_threshold": {
             "median": cost,
@@ -374,18 +366,16 @@ def _line(
             "of_baseline": cost / base_cost if math.isfinite(cost) and math.isfinite(base_cost) else None,
             "dear_decoding": median(dear) if dear else None,
         },
-        "correction_success": _mean_success(own),
+        "correction_success": _mean_success(results),
         "gradient": {
-            key: fmean(run.gradient[key] for run in own)
-            for key in own[0].gradient
-            if all(key in run.gradient for run in own)
+            key: fmean(run.gradient[key] for run in results)
+            for key in results[0].gradient
+            if all(key in run.gradient for run in results)
         },
     }
     if runs is not baseline and shared:
-        difference = paired_difference(
-            _matrix([runs[seed] for seed in shared]), _matrix([baseline[seed] for seed in shared])
-        )
-        line["difference"] = asdict(difference)
+        method_SP, baseline_SP = (_matrix([of[seed] for seed in shared]) for of in (runs, baseline))
+        line["difference"] = asdict(estimate(np.nanmean(method_SP - baseline_SP, axis=1)))
     return line
 
 
@@ -397,15 +387,15 @@ def _matrix(runs: Sequence[RunResult]) -> np.ndarray:
     return np.array([[run.solved[problem] for problem in problems] for run in runs])
 
 
-def cost_to_threshold(run: RunResult, threshold: float) -> float:
+def cost_to_threshold(run: RunResult, threshold: float, costs: Sequence[float] | None = None) -> float:
     """Return what the run had spent when its training reward reached the threshold; infinite if it never
-    did."""
-    spent, rewards = [s for s, _ in run.reward], [r for _, r in run.reward]
-    return cost_to_reach(threshold, spent, rewards, run.step_responses)
+    did.
 
-
-def _dear_cost(run: RunResult, threshold: float) -> float:
-    return cost_to_reach(threshold, run.dear_decoding, [r for _, r in run.reward], run.step_responses)
+    Args:
+        costs: amount spent by each step; None: in the unit of the study's budget.
+    """
+    spent = [s for s, _ in run.reward] if costs is None else costs
+    return cost_to_reach(threshold, spent, [r for _, r in run.reward], run.step_responses)
 
 
 def _mean_success(runs: Sequence[RunResult]) -> list[float]:

@@ -52,20 +52,21 @@ def is_finished(run: PlannedRun) -> bool:
     Raises:
         ConfigError: its directory holds a finished run with another configuration.
     """
-    left = summary(run)
-    if left is None or left["status"] != "finished":
+    run_summary = summary(run)
+    if run_summary is None or run_summary["status"] != "finished":
         return False
-    before = _planned_path(run).read_text(encoding="utf-8")
-    if before != run.config:
+    old_config = _planned_path(run).read_text(encoding="utf-8")
+    if old_config != run.config:
         raise ConfigError(
             f"{run.directory} holds a run with other settings than the study asks for now "
-            f"({_changed(before, run.config)}): choose another directory for the results, or remove that run"
+            f"({_changed(old_config, run.config)}): choose another directory for the results, or "
+            "remove that run"
         )
     return True
 
 
-def _changed(before: str, now: str) -> str:
-    old, new = yaml.safe_load(before), yaml.safe_load(now)
+def _changed(old_yaml: str, new_yaml: str) -> str:
+    old, new = yaml.safe_load(old_yaml), yaml.safe_load(new_yaml)
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return listed([f"{name} was {old.get(name)!r}, is {new.get(name)!r}" for name in names], "; ", most=3)
 
@@ -136,8 +137,8 @@ def _planned_path(run: PlannedRun) -> Path:
 def _wait(child: ForkServerProcess, timeout: float, look: Callable[[], None], stop: threading.Event) -> bool:
     """Return whether the child ended by itself before the time-out and before `stop` was set."""
     deadline = time.monotonic() + timeout
-    while (left := deadline - time.monotonic()) > 0 and not stop.is_set():
-        child.join(min(LOOK_EVERY_S, left))
+    while (seconds_left := deadline - time.monotonic()) > 0 and not stop.is_set():
+        child.join(min(LOOK_EVERY_S, seconds_left))
         if child.exitcode is not None:
             return True
         look()

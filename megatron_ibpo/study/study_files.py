@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config import ConfigError, load_hook, nearest, path_in_recipe, read_yaml
+from megatron_ibpo.study.claims import read_claims
 from megatron_ibpo.study.plan import Settings, Study, Task, Tuning, grid_points, point_name
-from megatron_ibpo.study.published_claims import read_claims
 from megatron_ibpo.study.run_results import comparison_skill
 
 MOST_SEEDS = 1_000
@@ -25,7 +25,9 @@ def _are_seeds(value: Any) -> bool:
 
 
 def _are_methods(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(one, Mapping | str | None) for one in value.values())
+    return isinstance(value, Mapping) and all(
+        isinstance(method, Mapping | str | None) for method in value.values()
+    )
 
 
 _TEXT = "text", lambda value: isinstance(value, str)
@@ -107,11 +109,11 @@ def read_study(
             )
         raw = {"name": "study", "methods": {p.stem: c for p, c in zip(paths, contents, strict=True)}}
     raw |= overrides or {}
-    known = {item.name for item in fields(Study)}
+    keys = {item.name for item in fields(Study)}
     for key in raw:
-        if key not in known:
+        if key not in keys:
             raise ConfigError(
-                f"{paths[0]}: unknown key {key!r}{nearest(key, [name.replace('_', '-') for name in known])}"
+                f"{paths[0]}: unknown key {key!r}{nearest(key, [name.replace('_', '-') for name in keys])}"
             )
     raw = {"name": paths[0].stem} | _of_kinds(raw, _OF_STUDY, str(paths[0]))
     if missing := {"methods", "baseline", "budget"} - raw.keys():
@@ -128,57 +130,57 @@ def read_study(
     if "tasks" in raw:
         raw["tasks"] = tuple(_task(str(name), task, paths[0]) for name, task in raw["tasks"].items())
     methods = {**raw["methods"], **(add or {})}
-    raw["methods"] = {str(name): method_settings(given) for name, given in methods.items()}
+    raw["methods"] = {str(name): method_settings(settings) for name, settings in methods.items()}
     try:
         raw["published_claims"] = read_claims(raw.get("published_claims", ()), raw["methods"], str(paths[0]))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     study = Study(**raw)
     _check(study, paths[0])
-    kept = {study.baseline, *(only or study.methods)}
-    _known("method", only, study.methods)
-    _known("task", tasks, [task.name for task in study.tasks])
+    chosen_methods = {study.baseline, *(only or study.methods)}
+    _check_names("method", only, study.methods)
+    _check_names("task", tasks, [task.name for task in study.tasks])
     return replace(
         study,
-        methods={name: settings for name, settings in study.methods.items() if name in kept},
+        methods={name: settings for name, settings in study.methods.items() if name in chosen_methods},
         tasks=tuple(task for task in study.tasks if not tasks or task.name in tasks),
     )
 
 
-def method_settings(given: Settings | str | None) -> Settings:
+def method_settings(method: Settings | str | None) -> Settings:
     """Return the settings by which a method changes the recipe.
 
     Args:
-        given: settings; or the path of a recipe; or an import path module:NAME of settings, of an operator
+        method: settings; or the path of a recipe; or an import path module:NAME of settings, of an operator
             (--ibpo-operator), or, on GSPO, of a function: one of rewards is an estimator (--advantages), one
             of groups, advantages and context a token credit (--token-credit).
 
     Raises:
         ConfigError: there is no such recipe, or the import path leads to none of these.
     """
-    if given is None or isinstance(given, Mapping):
-        return dict(given or {})
-    given = str(given)
-    if given.endswith((".yaml", ".yml")):
-        return _read(path_in_recipe(given))
-    if ":" not in given:
+    if method is None or isinstance(method, Mapping):
+        return dict(method or {})
+    method = str(method)
+    if method.endswith((".yaml", ".yml")):
+        return _read(path_in_recipe(method))
+    if ":" not in method:
         raise ConfigError(
-            f"method {given!r}: must be a recipe (FILE.yaml), an import path (module:NAME) or settings"
+            f"method {method!r}: must be a recipe (FILE.yaml), an import path (module:NAME) or settings"
         )
-    found = load_hook("method", given)
-    if isinstance(found, Mapping):
-        return dict(found)
-    if hasattr(found, "judge"):
-        return {"ibpo-operator": given}
-    if hasattr(found, "of_batch"):
-        return {"advantage-estimator": "gspo", "advantages": given}
-    is_class = isinstance(found, type)
-    call = vars(found).get("__call__") if is_class else found
+    hook = load_hook("method", method)
+    if isinstance(hook, Mapping):
+        return dict(hook)
+    if hasattr(hook, "judge"):
+        return {"ibpo-operator": method}
+    if hasattr(hook, "of_batch"):
+        return {"advantage-estimator": "gspo", "advantages": method}
+    is_class = isinstance(hook, type)
+    call = vars(hook).get("__call__") if is_class else hook
     arguments = len(signature(call).parameters) - is_class if callable(call) else 0
     if flag := {1: "advantages", 3: "token-credit"}.get(arguments):
-        return {"advantage-estimator": "gspo", flag: given}
+        return {"advantage-estimator": "gspo", flag: method}
     raise ConfigError(
-        f"method {given}: neither settings, an operator, an estimator nor a token credit: "
+        f"method {method}: neither settings, an operator, an estimator nor a token credit: "
         "docs/comparing-methods.md"
     )
 
@@ -223,9 +225,9 @@ def _bad_names(study: Study) -> list[str]:
     named += [("task", task.name) for task in study.tasks if task.name]
     named += [("tuning run", point_name(point)) for point in points]
     return [
-        f"{what} {name[:40]!r}: a directory gets this name, so it must have 1 to {LONGEST_NAME} bytes, no "
+        f"{kind} {name[:40]!r}: a directory gets this name, so it must have 1 to {LONGEST_NAME} bytes, no "
         "slash, no control character and no dot at its start"
-        for what, name in named
+        for kind, name in named
         if not _names_a_directory(name)
     ]
 
@@ -235,15 +237,15 @@ def _names_a_directory(name: str) -> bool:
     return plain and 0 < len(name.encode("utf-8", "surrogatepass")) <= LONGEST_NAME
 
 
-def _of_kinds(raw: Mapping[str, Any], kinds: Mapping[str, Kind], where: str) -> dict[str, Any]:
+def _of_kinds(raw: Mapping[str, Any], kinds: Mapping[str, Kind], place: str) -> dict[str, Any]:
     """Return the given values, without empty keys."""
-    given = {key: value for key, value in raw.items() if value is not None}
+    values = {key: value for key, value in raw.items() if value is not None}
     for key, (words, fits) in kinds.items():
-        if kinds[key] is _NUMBER and key in given:
-            given[key] = _number(given[key])
-        if key in given and not fits(given[key]):
-            raise ConfigError(f"{where}: {key.replace('_', '-')} must be {words}, is {shown(given[key])}")
-    return given
+        if kinds[key] is _NUMBER and key in values:
+            values[key] = _number(values[key])
+        if key in values and not fits(values[key]):
+            raise ConfigError(f"{place}: {key.replace('_', '-')} must be {words}, is {shown(values[key])}")
+    return values
 
 
 def _tuning(raw: Mapping[str, Any], path: Path) -> Tuning:
@@ -277,42 +279,44 @@ def _number(value: Any) -> Any:
 
 
 def _task(name: str, raw: Any, path: Path) -> Task:
-    known = {item.name for item in fields(Task)} - {"name"}
+    task_keys = {item.name for item in fields(Task)} - {"name"}
     raw = raw if isinstance(raw, dict) else {}
-    given = {str(key).replace("-", "_"): value for key, value in raw.items()}
-    if "settings" not in given or not given.keys() <= known:
-        names = ", ".join(sorted(item.replace("_", "-") for item in known))
+    values = {str(key).replace("-", "_"): value for key, value in raw.items()}
+    if "settings" not in values or not values.keys() <= task_keys:
+        names = ", ".join(sorted(item.replace("_", "-") for item in task_keys))
         raise ConfigError(f"{path}: task {name}: must have settings, and may have of {names} only")
     if not name:
         raise ConfigError(f"{path}: a task has no name")
-    if isinstance(given["settings"], str):
-        given["settings"] = _read(path_in_recipe(given["settings"]))
-    given = _of_kinds(given, {"settings": _MAPPING, "warm_start": _MAPPING}, f"{path}: task {name}")
+    if isinstance(values["settings"], str):
+        values["settings"] = _read(path_in_recipe(values["settings"]))
+    values = _of_kinds(values, {"settings": _MAPPING, "warm_start": _MAPPING}, f"{path}: task {name}")
     return Task(
         name,
-        settings=given.get("settings", {}),
-        kind=str(given.get("kind", "")),
-        warm_start=given.get("warm_start", {}),
-        skill=_skill(given.get("skill"), f"{path}: task {name}"),
+        settings=values.get("settings", {}),
+        kind=str(values.get("kind", "")),
+        warm_start=values.get("warm_start", {}),
+        skill=_skill(values.get("skill"), f"{path}: task {name}"),
     )
 
 
-def _skill(given: Any, where: str) -> float | None:
+def _skill(skill: Any, place: str) -> float | None:
     """Return a number, or the skill from a file that `ibpo skill --save` wrote."""
-    if given is None or isinstance(given, int | float):
-        return given
+    if skill is None or isinstance(skill, int | float):
+        return skill
     try:
-        return comparison_skill(path_in_recipe(given))
+        return comparison_skill(path_in_recipe(skill))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{where}: skill must be a number, or a file of `ibpo skill`: {error!r:.200}"
+            f"{place}: skill must be a number, or a file of `ibpo skill`: {error!r:.200}"
         ) from error
 
 
-def _known(what: str, asked: Sequence[str], known: Collection[str]) -> None:
-    for name in asked:
-        if name not in known:
-            raise ConfigError(f"no {what} {name!r}; there are {', '.join(known)}{nearest(name, list(known))}")
+def _check_names(kind: str, names: Sequence[str], existing: Collection[str]) -> None:
+    for name in names:
+        if name not in existing:
+            raise ConfigError(
+                f"no {kind} {name!r}; there are {', '.join(existing)}{nearest(name, list(existing))}"
+            )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def conduct(
             "give --budget-unit flops or tokens"
         )
     directory.mkdir(parents=True, exist_ok=True)
-    with _alone(directory):
+    with _locked(directory):
         return _Conductor(study, directory, program, console, parallel, runs_at_most).conduct()
 
 
@@ -87,7 +87,7 @@ class _Conductor:
     program: Program
     console: Console
     parallel: int
-    left: int | None
+    runs_left: int | None
     """Runs that may still be run; None: any number."""
     said_doubts: set[str] = field(default_factory=set)
     """Warnings that the user has seen."""
@@ -96,7 +96,7 @@ class _Conductor:
         study, tuning = self.study, plan_tuning(self.study, self.directory)
         planned = [*tuning, *self._pilot({}), *plan_main(study, self.directory)]
         self._say(_announcement(study, planned))
-        if self.left != 0:
+        if self.runs_left != 0:
             _check_policies(planned)
         choices = self._tune(tuning)
         if choices is None:
@@ -109,24 +109,26 @@ class _Conductor:
         if not self._run(pilot):
             self._say_rest([*pilot, *plan_main(study, self.directory, chosen)], "the pilot")
             return False
-        found = Findings(study, [], choices, self._power(pilot))
-        self._say(in_words(found.power) if found.power else _NO_PILOT)
+        findings = Findings(study, [], choices, self._power(pilot))
+        self._say(in_words(findings.power) if findings.power else _NO_PILOT)
         main = plan_main(study, self.directory, chosen)
         complete = self._run(main)
-        found = replace(found, runs=self._results(main), runs_left=sum(not is_finished(run) for run in main))
-        self._say(f"{len(found.runs)} of {len(main)} runs are finished")
+        findings = replace(
+            findings, runs=self._results(main), runs_left=sum(not is_finished(run) for run in main)
+        )
+        self._say(f"{len(findings.runs)} of {len(main)} runs are finished")
         if complete and study.confirm_seeds:
-            again = self._confirmation(found, chosen)
-            complete = self._run(again)
+            confirmation_runs = self._confirmation(findings, chosen)
+            complete = self._run(confirmation_runs)
             if complete:  # a part of it confirms nothing, and may lack runs of the baseline
-                found = replace(found, confirmation=self._results(again))
-            main += again
+                findings = replace(findings, confirmation=self._results(confirmation_runs))
+            main += confirmation_runs
         if not complete:
             self._say_rest(main, "the study")
-        if not any(run.method == study.baseline for run in found.runs):
+        if not any(run.method == study.baseline for run in findings.runs):
             self._say(f"no run of the baseline {study.baseline} is finished: no table yet")
             return complete
-        self._write(found)
+        self._write(findings)
         return complete
 
     def _tune(self, planned: Sequence[PlannedRun]) -> list[Choice] | None:
@@ -138,13 +140,13 @@ class _Conductor:
             of_method.setdefault((run.task, run.method), []).append(run)
         for _ in range(MOST_EXTENSIONS):
             choices = [self._choice(*which, runs) for which, runs in of_method.items()]
-            known = {run.directory for runs in of_method.values() for run in runs}
-            further = [r for choice in choices for r in self._beyond(choice) if r.directory not in known]
-            if not further:
+            tried = {run.directory for runs in of_method.values() for run in runs}
+            extensions = [r for choice in choices for r in self._beyond(choice) if r.directory not in tried]
+            if not extensions:
                 break
-            if not self._run(further):
+            if not self._run(extensions):
                 return None
-            for run in further:
+            for run in extensions:
                 of_method[run.task, run.method].append(run)
         return [self._choice(*which, runs) for which, runs in of_method.items()]
 
@@ -180,19 +182,18 @@ class _Conductor:
         by_seed: dict[int, list[float]] = {}
         for result in self._results(pilot):
             by_seed.setdefault(result.seed, []).append(result.accuracy[-1][1])
-        whole = [statistics.fmean(of) for of in by_seed.values() if len(of) == len(self.study.tasks)]
+        accuracies = [statistics.fmean(of) for of in by_seed.values() if len(of) == len(self.study.tasks)]
         return analyse(
-            [whole],
-            paired=False,
+            accuracies,
             seeds=len(self.study.seeds),
             tests=len(self.study.methods) - 1,
-            source=f"{counted(len(whole), 'run')} of {self.study.baseline} per task",
+            source=f"{counted(len(accuracies), 'run')} of {self.study.baseline} per task",
         )
 
-    def _confirmation(self, found: Findings, chosen: dict[tuple[str, str], Settings]) -> list[PlannedRun]:
+    def _confirmation(self, findings: Findings, chosen: dict[tuple[str, str], Settings]) -> list[PlannedRun]:
         """Return runs with fresh seeds of the baseline and the methods that beat it; none if no method
         did."""
-        better = winners(found)
+        better = winners(findings)
         if not better:
             return []
         self._say(f"with fresh seeds: {', '.join(better)}")
@@ -207,9 +208,11 @@ class _Conductor:
         """Run them, and return whether later phases can build on them. A tuning run that failed for good, as
         its summary says, is not a candidate, and nothing waits for it."""
         self._say_doubts(runs)
-        ran = run_all(self.study, runs, self.program, self.console, parallel=self.parallel, at_most=self.left)
-        if self.left is not None:
-            self.left -= ran
+        ran = run_all(
+            self.study, runs, self.program, self.console, parallel=self.parallel, at_most=self.runs_left
+        )
+        if self.runs_left is not None:
+            self.runs_left -= ran
         return all(is_finished(run) or _is_lost(run) for run in runs)
 
     def _say_doubts(self, runs: Sequence[PlannedRun]) -> None:
@@ -223,29 +226,32 @@ class _Conductor:
                 self._say(f"warning: {', '.join(dict.fromkeys(of_doubt))}: {doubt}")
         self.said_doubts |= methods.keys()
 
-    def _write(self, found: Findings) -> None:
+    def _write(self, findings: Findings) -> None:
         versions = installed_versions() | {"command": " ".join(sys.argv[1:])}
-        found = replace(found, versions=versions)
-        tables = compare_all(found)
-        write_findings(self.directory / "results.json", found, asdict(tables))
-        for path in write_page(found, tables, self.directory, self.console):
+        findings = replace(findings, versions=versions)
+        tables = compare_all(findings)
+        write_findings(self.directory / "results.json", findings, asdict(tables))
+        for path in write_page(findings, tables, self.directory, self.console):
             self.console.print(str(path), highlight=False)
         for claim in tables.claims:
-            self._say(f"{claim.method}: {claim.verdict}" + "".join(f"; but {why}" for why in claim.blocks))
+            self._say(
+                f"{claim.method}: {claim.verdict}"
+                + "".join(f"; but {objection}" for objection in claim.blocks)
+            )
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _say_rest(self, runs: Sequence[PlannedRun], what: str) -> None:
-        self._say(f"{what} is not finished: start it again to continue, {_rest(self.study, runs)}")
+    def _say_rest(self, runs: Sequence[PlannedRun], phase: str) -> None:
+        self._say(f"{phase} is not finished: start it again to continue, {_remaining_cost(self.study, runs)}")
 
 
 _NO_PILOT = "power: unknown; with pilot-seeds the study runs the baseline first and estimates it"
 
 
 def _is_lost(run: PlannedRun) -> bool:
-    left = summary(run)
-    return run.phase == "tuning" and left is not None and left["status"].startswith("failed")
+    run_summary = summary(run)
+    return run.phase == "tuning" and run_summary is not None and run_summary["status"].startswith("failed")
 
 
 def _tuned(choice: Choice) -> str:
@@ -257,8 +263,8 @@ def _tuned(choice: Choice) -> str:
 def _check_policies(planned: Sequence[PlannedRun]) -> None:
     """Raise ConfigError if a run that is still to be run starts from a directory without weights. A stopped
     run has a summary and starts anew; that of a finished run may have settings that tuning chose."""
-    ended = [run for run in planned if (summary(run) or {}).get("status") == "finished" or _is_lost(run)]
-    policies = {run.policy for run in planned if run not in ended}
+    finished = [run for run in planned if (summary(run) or {}).get("status") == "finished" or _is_lost(run)]
+    policies = {run.policy for run in planned if run not in finished}
     missing = [path for path in policies if path is not None and path.is_dir() and not has_weights(path)]
     if missing:
         raise ConfigError("; ".join(sorted(map(without_weights, missing))))
@@ -269,23 +275,25 @@ def _announcement(study: Study, runs: Sequence[PlannedRun]) -> str:
     kinds = [(len(study.tasks), "task"), (len(study.methods), "method"), (len(study.seeds), "seed")]
     parts = [f"{study.name}: {' x '.join(counted(number, noun) for number, noun in kinds)}"]
     main = len(study.tasks) * len(study.methods) * len(study.seeds)
-    if before := len(runs) - main:
-        parts.append(f"{counted(before, 'run')} of tuning and pilot")
-    there = sum(summary(run) is not None for run in runs)
+    if num_earlier := len(runs) - main:
+        parts.append(f"{counted(num_earlier, 'run')} of tuning and pilot")
+    num_present = sum(summary(run) is not None for run in runs)
     parts += [
         f"budget {study.budget:g} {study.budget_unit}, {sum(run.budget for run in runs):g} in all",
-        f"{there} of {len(runs)} runs are there already",
-        _rest(study, runs),
+        f"{num_present} of {len(runs)} runs are there already",
+        _remaining_cost(study, runs),
     ]
     return ", ".join(parts)
 
 
-def _rest(study: Study, runs: Sequence[PlannedRun]) -> str:
+def _remaining_cost(study: Study, runs: Sequence[PlannedRun]) -> str:
     """Return the cost of the remaining runs."""
     # tuning must end before it is known whether a main run has the tuned settings
-    known = [(run, left["seconds_total"]) for run in runs if (left := summary(run)) is not None]
+    measured = [
+        (run, run_summary["seconds_total"]) for run in runs if (run_summary := summary(run)) is not None
+    ]
     open_runs = [run for run in runs if summary(run) is None]
-    seconds = _predicted(study, known, open_runs)
+    seconds = _predicted(study, measured, open_runs)
     budget = f"{sum(run.budget for run in open_runs):g} {study.budget_unit}"
     cost = f"{counted(len(open_runs), 'run')} to go, {budget}"
     if seconds is None:
@@ -294,22 +302,22 @@ def _rest(study: Study, runs: Sequence[PlannedRun]) -> str:
 
 
 def _predicted(
-    study: Study, seen: Sequence[tuple[PlannedRun, float]], open_runs: Sequence[PlannedRun]
+    study: Study, measured: Sequence[tuple[PlannedRun, float]], open_runs: Sequence[PlannedRun]
 ) -> float | None:
     """Return the seconds for the open runs, estimated from the finished ones; None if nothing tells how long
     this many tokens or operations take."""
     if study.budget_unit == "accelerator-seconds":
-        extra = [seconds - run.budget / study.processes for run, seconds in seen]
+        extra = [seconds - run.budget / study.processes for run, seconds in measured]
         overhead = statistics.fmean(extra) if extra else OVERHEAD_S
         return sum(run.budget / study.processes + overhead for run in open_runs)
-    if not seen:
+    if not measured:
         return None
-    per_budget = statistics.fmean(seconds / run.budget for run, seconds in seen)
+    per_budget = statistics.fmean(seconds / run.budget for run, seconds in measured)
     return sum(run.budget * per_budget for run in open_runs)
 
 
 @contextmanager
-def _alone(directory: Path) -> Iterator[None]:
+def _locked(directory: Path) -> Iterator[None]:
     """Lock the directory, since two processes would run the same runs."""
     with (directory / "lock").open("w") as lock:
         try:
@@ -341,10 +349,10 @@ def run_all(
     open_runs = [run for run in runs if not is_finished(run)][:at_most]
     stop = threading.Event()
     with (
-        Progress(TextColumn("{task.description}", markup=False), console=console, transient=True) as shown,
+        Progress(TextColumn("{task.description}", markup=False), console=console, transient=True) as progress,
         ThreadPoolExecutor(parallel) as pool,
     ):
-        started = {pool.submit(_run, run, study, program, shown, stop): run for run in open_runs}
+        started = {pool.submit(_run, run, study, program, progress, stop): run for run in open_runs}
         try:
             for number, done in enumerate(as_completed(started), start=1):
                 outcome, seconds = done.result()
@@ -363,23 +371,25 @@ def run_all(
 
 
 def _run(
-    run: PlannedRun, study: Study, program: Program, shown: Progress, stop: threading.Event
+    run: PlannedRun, study: Study, program: Program, progress: Progress, stop: threading.Event
 ) -> tuple[Outcome, float]:
-    line, started = shown.add_task(run.label), time.monotonic()
+    line, started = progress.add_task(run.label), time.monotonic()
 
     def show(row: dict[str, Any]) -> None:
         spent = row[f"spent_{study.budget_unit.replace('-', '_')}"] / run.budget
-        shown.update(line, description=f"{run.label}: step {row['step']}, {spent:.0%} of the budget")
+        progress.update(line, description=f"{run.label}: step {row['step']}, {spent:.0%} of the budget")
 
     try:
         return execute(run, study, program, show, stop), time.monotonic() - started
     finally:
-        shown.remove_task(line)
+        progress.remove_task(line)
 
 
 def _accuracy(run: PlannedRun) -> str:
-    left = summary(run)
-    if left is None:
+    ending = summary(run)
+    if ending is None:
         return f"see {run.directory.with_suffix('.log')}"
-    found = left["accuracy_end"]
-    return f"{counted(left['steps'], 'step')}, accuracy {found if found is None else round(found, 4)}"
+    accuracy = ending["accuracy_end"]
+    return (
+        f"{counted(ending['steps'], 'step')}, accuracy {accuracy if accuracy is None else round(accuracy, 4)}"
+    )

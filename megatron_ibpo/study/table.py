@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_ibpo.study.claims import Comparison
+from megatron_ibpo.study.claims import SEEDS_TO_REPEAT, ClaimOutcome, Comparison
 from megatron_ibpo.study.findings import Findings
 from megatron_ibpo.study.plan import Study
 from megatron_ibpo.study.power import in_words
-from megatron_ibpo.study.published_claims import FEWEST_SEEDS, ClaimOutcome
-from megatron_ibpo.study.statistics import WINDOW_RESPONSES, over_seeds, shown_p
+from megatron_ibpo.study.statistics import WINDOW_RESPONSES, estimate, shown_p
 
 
 @dataclass(frozen=True)
@@ -23,24 +22,28 @@ class Table:
     legend: str = ""
 
 
-def tables(found: Findings, compared: Comparison) -> list[Table]:
+def tables(findings: Findings, compared: Comparison) -> list[Table]:
     """Return all tables that have rows, in the order of the page."""
-    made = [_verdicts(found.study, compared), _published(compared.published), _overall(compared.overall)]
-    for task in found.study.tasks:
+    all_tables = [
+        _verdicts(findings.study, compared),
+        _published(compared.published),
+        _overall(compared.overall),
+    ]
+    for task in findings.study.tasks:
         of_task = [line for line in compared.table if line["task"] == task.name]
-        made += [_methods(found.study, task.name, of_task), _gradient(task.name, of_task)]
-    made += [_equal_amounts(compared.equal_amounts), _equal_steps(compared.equal_steps)]
-    made += [_doses(compared.dose_response), _tuning(found)]
-    return [table for table in made if table.rows]
+        all_tables += [_methods(findings.study, task.name, of_task), _gradient(task.name, of_task)]
+    all_tables += [_equal_amounts(compared.equal_amounts), _equal_steps(compared.equal_steps)]
+    all_tables += [_doses(compared.dose_response), _tuning(findings)]
+    return [table for table in all_tables if table.rows]
 
 
-def markdown(found: Findings, made: Sequence[Table]) -> str:
+def markdown(findings: Findings, all_tables: Sequence[Table]) -> str:
     """Return the tables in Markdown, after the pilot's power analysis."""
-    parts = [in_words(found.power)] if found.power is not None else []
-    for table in made:
+    parts = [in_words(findings.power)] if findings.power is not None else []
+    for table in all_tables:
         parts += [f"## {table.title}", lines_of(table)]
         parts += [table.legend] if table.legend else []
-    parts += _origin(found)
+    parts += _origin(findings)
     return "\n\n".join(parts) + "\n"
 
 
@@ -50,16 +53,16 @@ def lines_of(table: Table) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def brief(found: Findings, compared: Comparison) -> list[Table]:
+def brief(findings: Findings, compared: Comparison) -> list[Table]:
     """Return the results in few columns, for a page of documentation: the methods, the published claims, and
     accuracies at equal amounts, of a study of one task."""
     rows = [
         [
             line["method"],
-            f"{_known(line['prompts_per_step'])}, {line['samples_per_prompt']}, {_known(line['lr'])}",
+            f"{_display(line['prompts_per_step'])}, {line['samples_per_prompt']}, {_display(line['lr'])}",
             str(line["seeds"]),
             f"{line['steps']:.0f}",
-            interval(asdict(over_seeds(list(line["accuracy_by_seed"].values())))),
+            interval(asdict(estimate(list(line["accuracy_by_seed"].values())))),
             f"{line['greedy']:.3f}",
             _operations(line["cost_to_threshold"]["median"]),
             _operations(line["cost_to_threshold"]["dear_decoding"]),
@@ -69,7 +72,7 @@ def brief(found: Findings, compared: Comparison) -> list[Table]:
     ]
     header = [
         "method", "P, G, lr", "seeds", "steps", "sampled [95 %, t]", "greedy",
-        f"operations to {found.study.threshold:g}", "the same, decoding x 10",
+        f"operations to {findings.study.threshold:g}", "the same, decoding x 10",
         "corrections right, first → last",
     ]  # fmt: skip
     amounts = _equal_amounts(compared.equal_amounts)
@@ -77,10 +80,10 @@ def brief(found: Findings, compared: Comparison) -> list[Table]:
     return [table for table in shown if table.rows]
 
 
-def _origin(found: Findings) -> list[str]:
+def _origin(findings: Findings) -> list[str]:
     """Return a line about the code that made the runs; nothing if it was not recorded."""
-    codes = sorted({run.code for run in found.runs if run.code})
-    seconds = sum(run.seconds or 0 for run in found.runs)
+    codes = sorted({run.code for run in findings.runs if run.code})
+    seconds = sum(run.seconds or 0 for run in findings.runs)
     return [f"Code of the runs: {', '.join(codes)}. Seconds of all runs: {seconds:.0f}."] if codes else []
 
 
@@ -117,8 +120,8 @@ def _published(outcomes: Sequence[ClaimOutcome]) -> Table:
     legend = (
         "A difference above 0 leans towards the claim. Of the cost to the threshold it is log₂ of the "
         "other's over the method's; a run that never reached it counts as if it had at its end. Repeated or "
-        f"not repeated: shown, or its opposite shown, by {FEWEST_SEEDS} seeds or more at level .05, adjusted "
-        "over all claims tested. Undecided is no proof of equality."
+        f"not repeated: shown, or its opposite shown, by {SEEDS_TO_REPEAT} seeds or more at level .05, "
+        "adjusted over all claims tested. Undecided is no proof of equality."
     )
     return Table("Published claims", header, rows, legend)
 
@@ -137,7 +140,6 @@ def _overall(lines: Sequence[dict[str, Any]]) -> Table:
         "against baseline [95 %]",
         "p t test",
         "p Holm",
-        "p sign flip (floor)",
         "by task",
         "p interaction",
     ]
@@ -146,7 +148,7 @@ def _overall(lines: Sequence[dict[str, Any]]) -> Table:
             line["method"],
             str(line["seeds"]),
             interval(line["accuracy"]),
-            *_tests(line.get("difference"), "p"),
+            *_tests(line.get("difference")),
             *_by_task(line.get("difference")),
         ]
         for line in lines
@@ -166,11 +168,10 @@ def _by_task(difference: dict[str, Any] | None) -> list[str]:
     return [", ".join(f"{mean:+.3f}" for mean in difference["by_task"]), shown_p(difference["interaction_p"])]
 
 
-def _tests(difference: dict[str, Any] | None, p: str) -> list[str]:
+def _tests(difference: dict[str, Any] | None) -> list[str]:
     if difference is None:
-        return ["–"] * 4
-    flip = f"{shown_p(difference['sign_flip_p'])} ({shown_p(difference['sign_flip_floor'])})"
-    return [interval(difference, "+"), shown_p(difference[p]), shown_p(difference["holm_p"]), flip]
+        return ["–"] * 3
+    return [interval(difference, "+"), shown_p(difference["p"]), shown_p(difference["holm_p"])]
 
 
 def _methods(study: Study, task: str, lines: Sequence[dict[str, Any]]) -> Table:
@@ -178,7 +179,7 @@ def _methods(study: Study, task: str, lines: Sequence[dict[str, Any]]) -> Table:
     header = [
         "method", "P", "G", "lr", "sequences per prompt", "tuned", "seeds", "steps", "spent", "FLOPs",
         "accuracy [95 %]", *(f"T = {at} [95 %]" for at in others), "greedy [95 %]",
-        "against baseline [95 %, t]", "p t test", "p Holm", "p sign flip (floor)", "bootstrap [95 %], p",
+        "against baseline [95 %]", "p t test", "p Holm",
         "cost to threshold, of baseline", "FLOPs to threshold, decoding x 10",
         "corrections right, first → last",
     ]  # fmt: skip
@@ -192,19 +193,13 @@ def _cells(study: Study, line: dict[str, Any], others: Sequence[str]) -> list[st
     cost = line["cost_to_threshold"]
     ratio = cost["of_baseline"]
     reached = f"{cost['reached']}/{line['seeds']} reached"
-    difference = line.get("difference")
-    tests = ["–"] * 5
-    if difference is not None:
-        over_seeds = difference | difference["over_seeds"]
-        bootstrap_p = shown_p(difference["bootstrap_p"], difference["bootstrap_floor"])
-        tests = [*_tests(over_seeds, "p"), f"{interval(difference, '+')}, {bootstrap_p}"]
     return [
         line["method"],
-        _known(line["prompts_per_step"]),
+        _display(line["prompts_per_step"]),
         str(line["samples_per_prompt"]),
-        _known(line["lr"]),
+        _display(line["lr"]),
         f"{line['sequences_per_prompt']:.1f}",
-        ", ".join(f"{key} {_known(value)}" for key, value in line["setting"].items()) or "–",
+        ", ".join(f"{key} {_display(value)}" for key, value in line["setting"].items()) or "–",
         str(line["seeds"]),
         f"{line['steps']:.0f}",
         f"{line['spent'][unit]:.4g}",
@@ -212,7 +207,7 @@ def _cells(study: Study, line: dict[str, Any], others: Sequence[str]) -> list[st
         interval(line["accuracy"]),
         *(interval(line["other_accuracies"].get(at)) for at in others),
         interval(line["greedy_over_seeds"]),
-        *tests,
+        *_tests(line.get("difference")),
         f"{ratio:.2f}x, {reached}" if ratio is not None else reached,
         _operations(cost["dear_decoding"]),
         " → ".join(f"{share:.2f}" for share in line["correction_success"]) or "–",
@@ -225,7 +220,7 @@ def _operations(value: float | None) -> str:
     return f"{value:.2e}" if math.isfinite(value) else "not reached"
 
 
-def _known(value: Any) -> str:
+def _display(value: Any) -> str:
     if value is None:
         return "–"
     return f"{value:g}" if isinstance(value, int | float) else str(value)
@@ -246,11 +241,9 @@ def _legend(study: Study, lines: Sequence[dict[str, Any]]) -> str:
         f"Budget {study.budget:g} {study.budget_unit.replace('-', ' ')} per run; sampling, corrections, "
         "scoring, updates and weight transfer are paid, evaluation is not. A run stops after the step that "
         f"spends the budget: at most {max(0.0, overshoot):.1%} over, on average over a method's seeds. "
-        f"Baseline: {study.baseline}. P prompts per step, G responses to each. Interval of the accuracy: "
-        "percentile bootstrap over seeds and problems together (problems alone where there is one seed); of "
-        "the others Student's t over seeds. p: two-sided, paired over seeds; Holm adjusts the t test over "
-        "the methods; the sign-flip test's floor is the smallest p that the seeds can give. The bootstrap p "
-        "is no evidence with few seeds; ≤ marks its floor. Cost to threshold: spent until the mean training "
+        f"Baseline: {study.baseline}. P prompts per step, G responses to each. Intervals: Student's t over "
+        "seeds. p: two-sided, paired over seeds; Holm adjusts it over the methods. Cost to threshold: spent "
+        "until the mean training "
         f"reward of the last {WINDOW_RESPONSES} responses, dropped groups included, reached "
         f"{study.threshold:g}; median over seeds, over the baseline's. Decoding x 10: if writing a token "
         "cost ten times as much as reading it. Corrections right: share in the first and last five steps."
@@ -317,19 +310,19 @@ def _doses(points: Sequence[dict[str, Any]]) -> Table:
     return Table("Dose and response", header, rows, legend)
 
 
-def _tuning(found: Findings) -> Table:
+def _tuning(findings: Findings) -> Table:
     rows = [
         [
             choice.task or "–",
             choice.method,
-            ", ".join(f"{key} {_known(value)}" for key, value in choice.setting.items()),
+            ", ".join(f"{key} {_display(value)}" for key, value in choice.setting.items()),
             " and ".join(choice.at_edge) or "–",
             "; ".join(
-                f"{', '.join(_known(value) for value in run.setting.values())}: {run.accuracy:.3f}"
+                f"{', '.join(_display(value) for value in run.setting.values())}: {run.accuracy:.3f}"
                 for run in choice.tried
             ),
         ]
-        for choice in found.choices
+        for choice in findings.choices
     ]
     header = ["task", "method", "chosen", "at the edge", "tried: accuracy on the problems of tuning"]
     return Table("Tuning", header, rows)

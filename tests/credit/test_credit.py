@@ -190,8 +190,8 @@ def test_what_is_asked_depends_on_seed_step_and_the_group_alone():
     assert len(set(seeds)) == len(seeds) > 30
     for draws in ({"seed": 1}, {"step": 1}):
         others, other_seeds = asked(some_groups(), **draws)
-        assert others != prompts
-        assert not set(other_seeds) & set(seeds)
+        assert others != prompts, draws
+        assert not set(other_seeds) & set(seeds), draws
 
 
 def test_corrections_stand_in_the_order_in_which_they_were_asked():
@@ -248,8 +248,8 @@ def test_a_lone_response_is_corrected_without_a_reference_and_a_filter_that_cann
     for threshold in (1.0, "adaptive"):
         config = algorithm(ibpo_rewrite_threshold=threshold)
         metrics = Loop(lambda x: [13, 13]).credit([group([14])], config).metrics
-        assert metrics["rewrite_threshold"] == pytest.approx(1.0)
-        assert (metrics["rewrite_rate"], metrics["rewrite_filter_off"]) == (0, 1)
+        assert metrics["rewrite_threshold"] == pytest.approx(1.0), threshold
+        assert (metrics["rewrite_rate"], metrics["rewrite_filter_off"]) == (0, 1), threshold
     loop, only = Loop(lambda x: candidates(x)[0]), group([14])
     metrics = loop.credit([only], algorithm()).metrics
     assert (metrics["noop_rate"], metrics["rewrite_filter_off"]) == (1, 0)

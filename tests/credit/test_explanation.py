@@ -128,7 +128,11 @@ def test_a_reader_recomputes_every_advantage_from_the_numbers_that_are_shown(nam
     for lines, compared, sequence in comparisons(credit, groups, method.operator):
         reward, _ = lines["verified reward r"]
         if (shaped := lines.get("shaped reward r′")) is not None:
-            assert shaped[0] == near(shaped[1] if shaped[1] is not None else reward)
+            assert shaped[0] == near(shaped[1] if shaped[1] is not None else reward), (
+                lines,
+                compared,
+                sequence,
+            )
             if "φ = Δ" in lines and shaped[1] is not None and name not in ("overlong", "withheld"):
                 assert shaped[0] == near(reward + method.operator.ibpo_lambda * lines["φ = Δ"][0])
         assert sequence.reward == near((shaped or lines["verified reward r"])[0])
@@ -144,10 +148,10 @@ def test_a_reader_recomputes_every_advantage_from_the_numbers_that_are_shown(nam
         assert lines["group mean"][0] == near(np.mean(rewards))
         assert lines["group σ"][0] == near(np.std(rewards))
         if total is not None:
-            assert value == near(total)
+            assert value == near(total), (lines, compared, sequence)
             sums += 1
         else:
-            assert name == "turn-groups" or value == 0
+            assert name == "turn-groups" or value == 0, (lines, compared, sequence)
     assert sums > 3 or name in ("turn-groups", "ppo", "ibpo-on-ppo")
 
 

@@ -90,8 +90,8 @@ def test_edits_are_those_of_the_edit_script(y, y_hat):
         (flags,), edits = find_edits(pairs, mark_insertions=option)
         mark_rewrites(pairs, edits, 0.6, None)
         assert set(np.flatnonzero(flags).tolist()) == expected
-        assert made.corrections[0].unmodified_share == pytest.approx(share)
-        assert made.corrections[0].distance == distance(y, y_hat)
+        assert made.corrections[0].unmodified_share == pytest.approx(share), (option, expected)
+        assert made.corrections[0].distance == distance(y, y_hat), (option, expected)
     assert len(gradient_mask([flags])) == len(y) + 1
 
 
@@ -204,8 +204,11 @@ def test_agreement_is_the_share_of_steps_that_correct_responses_have_too():
         config = algorithm("ibpo-shaping-only", ibpo_operator=AGREEMENT, ibpo_variant=variant)
         made, texts = group(right, near, *[far] * 6), {"token_texts": texts_of}
         credit = Loop(fix_last).credit([made], config, vocabulary=texts)
-        assert [s.advantage for s in credit.sequences] == group_z_score([1.0, 0.6 / 3, *[0.0] * 6])
-        assert credit.metrics["agreement"] == pytest.approx(1 / 21)
+        assert [s.advantage for s in credit.sequences] == group_z_score([1.0, 0.6 / 3, *[0.0] * 6]), (
+            variant,
+            mask,
+        )
+        assert credit.metrics["agreement"] == pytest.approx(1 / 21), (variant, mask)
         assert token_weights(credit.sequences[:2]) == [None, mask]
 
 

@@ -90,7 +90,7 @@ def test_lines_are_numbered_with_the_blank_ones_and_a_line_that_is_too_long_is_o
             pack(b"\n\r\n" + ROW + b'{"x": "' + b"a" * 5500 + b'"}\n \n' + ROW.strip())
         )
         source = open_source(str(tmp_path / name), TINY, DataConfig(skip_bad_rows=True), split="train")
-        assert (len(source), source.tallies[0].counts) == (2, {"bad rows": 1})
+        assert (len(source), source.tallies[0].counts) == (2, {"bad rows": 1}), (name, pack)
         assert source.tallies[0].named["bad rows"] == [
             f"{tmp_path / name}, line 4: the line is longer than 0 MiB"
         ]
@@ -190,7 +190,7 @@ def test_columns_of_any_type_that_writers_use_are_measured(case, tmp_path):
         arrow_tables.Parquet(tmp_path / "rows.parquet"),
     ):
         assert repr(rows.row(0, 7)["tools"]) == repr(table["tools"][7].as_py()), rows.path
-        assert 0 < largest_row(table.slice(7, 1)) < 500
+        assert 0 < largest_row(table.slice(7, 1)) < 500, rows
 
 
 def test_views_that_show_one_value_many_times_are_refused(tmp_path):

@@ -264,8 +264,8 @@ def test_a_chat_template_runs_in_a_sandbox(tmp_path):
         messages = [{"role": "user", "content": str(tmp_path / "ran")}]
         with pytest.raises(DataError, match=r"its chat template refuses the messages: .*(unsafe|undefined)"):
             byte_level(template).render_chat(messages)
-        assert not (tmp_path / "ran").exists()
-        assert len(messages) == 1
+        assert not (tmp_path / "ran").exists(), template
+        assert len(messages) == 1, template
 
 
 def jsonl(path, *rows):
@@ -279,9 +279,9 @@ def test_chat_prompts_are_the_templates_own_and_split_after_the_users_words_whic
         path = jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": messages})
         (prompt,) = opened(path, CHATTY, apply_chat_template=True).batch(0, 1)
         own, how = CHATTY._tokenizer, {"add_generation_prompt": True, "return_dict": False}
-        assert list(prompt.token_ids) == own.apply_chat_template(messages, tokenize=True, **how)
+        assert list(prompt.token_ids) == own.apply_chat_template(messages, tokenize=True, **how), content
         assert own.decode(prompt.head_ids).endswith("user\n" + content.strip())
-        assert own.decode(prompt.tail_ids) == "<|im_end|>\n<|im_start|>assistant\n"
+        assert own.decode(prompt.tail_ids) == "<|im_end|>\n<|im_start|>assistant\n", content
     with pytest.raises(DataError, match="no chat template"):
         opened(path, TINY, apply_chat_template=True)
     jsonl(path, {"label": "2", "prompt": [{"role": "assistant", "content": "1"}]})
@@ -302,7 +302,7 @@ def test_the_correction_prompt_shows_the_candidates_after_the_question(tmp_path)
     assert ids.dtype == np.int32
     for k in (1, 2):  # without a reference
         ids = CorrectionTemplate(TINY, k)(prompt, wrong, [])
-        assert TINY.decode(ids) == f"{prompt.text}\nCandidate solution 1: 1+2=4#4\n{INSTRUCTION_K1}\n"
+        assert TINY.decode(ids) == f"{prompt.text}\nCandidate solution 1: 1+2=4#4\n{INSTRUCTION_K1}\n", k
     with pytest.raises(DataError, match="--ibpo-k"):
         CorrectionTemplate(TINY, 3)  # it has no token for "three"
     path = jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": "1+1?"})
@@ -392,7 +392,7 @@ def test_a_row_that_cannot_be_learned_from_is_refused_with_its_place_or_left_out
         path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT}, row)
         with pytest.raises(DataError) as refused:
             demonstrations(path, byte_level(CHATML))
-        assert str(refused.value).startswith(f"{path}, line 2: ")
+        assert str(refused.value).startswith(f"{path}, line 2: "), (row, fault)
         assert fault in str(refused.value)
     rows = [{"prompt": "1", "response": "2"}, {"prompt": "1"}, {"prompt": "1", "response": "2" * 300}]
     path = jsonl(tmp_path / "a.jsonl", *rows)

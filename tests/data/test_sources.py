@@ -116,7 +116,7 @@ def test_every_epoch_has_all_rows_in_an_order_of_its_own_and_resuming_needs_no_s
         assert labels(opened(path, split="eval"), size) == numbers(size)
         assert source.num_prompts() == size
         said = "rows are checked now and the others when drawn"
-        assert any(said in note for note in source.notes) == (any_size == "large")
+        assert any(said in note for note in source.notes) == (any_size == "large"), size
 
 
 def test_opening_a_large_file_reads_a_small_part_of_it(tmp_path, monkeypatch):
@@ -209,7 +209,7 @@ def test_layouts_of_known_data_sets_are_recognised_and_said(tmp_path, any_size):
         prompt = source.at(1)
         assert (prompt.text, prompt.label, prompt.task) == (question, label, row.get("data_source", "train"))
         assert prompt.metadata == ({"index": 2, "score": None} if row.get("extra_info") else {})
-        assert any("layout" in note and "label" in note for note in source.notes)
+        assert any("layout" in note and "label" in note for note in source.notes), (row, label)
 
 
 def test_a_label_may_be_a_list_or_an_object_in_every_layout(tmp_path, any_size):
@@ -340,7 +340,7 @@ def test_a_chat_is_shown_by_the_template_with_its_settings_and_one_system_messag
     for kwargs, thought in ((None, ""), ('{"enable_thinking": false}', "<think>\n\n</think>\n\n")):
         prompt = first(("user", "1+1?\n"), kwargs=kwargs, suffix="?suffix=Say.")
         text = CHATTY.decode_all(prompt.head_ids)
-        assert text == "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\n1+1?\nSay."
+        assert text == "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\n1+1?\nSay.", (kwargs, thought)
         assert CHATTY.decode_all(prompt.tail_ids) == f"<|im_end|>\n<|im_start|>assistant\n{thought}"
     old = "<think>\nhm\n</think>\n\n1"
     prompt = first(("system", "Own."), ("user", "1?"), ("assistant", old), ("user", "2?"))
@@ -478,12 +478,12 @@ def test_a_small_share_of_a_file_is_never_trained_on_or_the_part_that_a_data_set
         write(path, rows(100) * copies)
         train, *evals = (opened(path, split=split, holds_out=True) for split in ("train", "eval", "eval"))
         assert (len(train), len(evals[0])) == (95 * copies, 5)
-        assert "5 prompts of it, which are not trained on" in evals[0].notes[-1]
+        assert "5 prompts of it, which are not trained on" in evals[0].notes[-1], copies
         trained, evaluated, again = labels(train, len(train)), labels(evals[0], 5), labels(evals[1], 5)
-        assert not {*trained} & {*evaluated}
-        assert again == evaluated
+        assert not {*trained} & {*evaluated}, copies
+        assert again == evaluated, copies
         other = opened(path, split="eval", data=DataConfig(data_seed=1), holds_out=True)
-        assert labels(other, 5) != evaluated
+        assert labels(other, 5) != evaluated, copies
     with pytest.raises(DataError, match="--eval-prompt-data, or turn evaluation off by --eval-num-prompts 0"):
         opened(write(tmp_path / "one.jsonl", rows(1)), holds_out=True)
     monkeypatch.setattr("megatron_ibpo.data.files.SMALL_ROWS", 10)  # of a large file as well

@@ -179,7 +179,7 @@ def test_the_alignment_is_the_canonical_one_and_the_same_on_every_path():
 def test_a_script_turns_one_sequence_into_the_other_and_costs_the_distance():
     for a, b in pairs_of_all_kinds(seed=5, count=80, lengths=EDGES):
         mask, other, count = unmodified_mask([a], None, [b], None, return_other=True)
-        assert mask.dtype == np.uint8
+        assert mask.dtype == np.uint8, (a, b)
         assert a[mask == 1].tolist() == b[other == 1].tolist()
         made, reached, spent = [], (0, 0), 0
         for tag, a_start, a_end, b_start, b_end in opcodes(a, b):

@@ -113,8 +113,8 @@ def test_one_game_written_for_five_frameworks_goes_the_same_in_each(directory, m
     with serving(load_hook("--environment", "guess_openenv:app")) as server:
         for seed in range(3):
             games = [guess_number(load_environment(target)(), seed) for target in [*targets, server]]
-            assert {str(guesses) for guesses, _ in games} == {str(games[0][0])}
-            assert {read_reward(score)[0] for _, score in games} == {1.0}
+            assert {str(guesses) for guesses, _ in games} == {str(games[0][0])}, seed
+            assert {read_reward(score)[0] for _, score in games} == {1.0}, seed
 
 
 def test_what_cannot_be_an_environment_is_refused_with_what_was_looked_for(directory):
@@ -150,7 +150,7 @@ def test_what_cannot_be_an_environment_is_refused_with_what_was_looked_for(direc
         said = str(refused.value)
         assert said.startswith(f"--environment {target}: ")
         assert problem in said
-        assert "\n" not in said
+        assert "\n" not in said, (target, problem)
 
 
 def test_trl_methods_are_tools_and_errors_are_their_answers(made):
@@ -475,8 +475,8 @@ def test_what_fails_on_the_wire_is_a_fault_and_never_a_reward():
             environment = load_environment(server)()
             with pytest.raises(EpisodeFaultError, match=problem) as fault:
                 play(environment, how)
-            assert fault.value.kind == "wire"
-            assert server in str(fault.value)
+            assert fault.value.kind == "wire", (how, problem)
+            assert server in str(fault.value), (how, problem)
             environment.close()
     with pytest.raises(EpisodeFaultError, match="cannot be reached") as fault:
         opening(load_environment(server)())
@@ -503,8 +503,8 @@ def test_a_server_that_opens_no_session_is_found_before_work_starts():
         with server as target, EnvironmentPool(EnvironmentConfig()) as pool:
             with pytest.raises(ConfigError, match=problem) as refusal:
                 pool.check(target)
-            assert str(refusal.value).startswith(f"--environment {target}: ")
-            assert "\n" not in str(refusal.value)
+            assert str(refusal.value).startswith(f"--environment {target}: "), (server, problem)
+            assert "\n" not in str(refusal.value), (server, problem)
 
 
 @pytest.mark.slow

@@ -84,9 +84,9 @@ def test_an_episode_is_its_opening_and_what_was_appended_whatever_the_policy_wri
         conversation = [*before, *chat.extend(before, messages)]
         added = tokenizer.decode_all(conversation[len(before) :])
         content = messages[0]["content"]
-        assert content in added or json.dumps(content, ensure_ascii=False) in added
+        assert content in added or json.dumps(content, ensure_ascii=False) in added, (policy, end, messages)
         prompt = tokenizer.render_chat(QUESTION).rpartition("q")[2]
-        assert added.endswith(prompt)
+        assert added.endswith(prompt), (policy, end, messages)
         assert chat.extend([5, before[-1]], messages) == conversation[len(before) :]
 
 
@@ -104,7 +104,10 @@ def test_where_the_template_rewrites_nothing_the_ids_are_those_it_renders(chat_o
             ids += turn_ids(tokenizer, ends, written)
             ids += chat.extend(ids, answered)
             messages += [written, *answered]
-            assert tokenizer.decode_all(ids) == tokenizer.render_chat(messages, tools=[CALC])
+            assert tokenizer.decode_all(ids) == tokenizer.render_chat(messages, tools=[CALC]), (
+                written,
+                answered,
+            )
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "glm4_5", "llama3_2"])
@@ -144,7 +147,7 @@ def test_reasoning_is_read_apart_from_the_answer_and_a_call_may_be_text(chat_of)
     ):  # fmt: skip
         tokenizer, chat, _ = chat_of(name)
         read = chat.read(tokenizer.encode(thought + "four"))
-        assert read == assistant("four", reasoning_content="add")
+        assert read == assistant("four", reasoning_content="add"), (name, thought)
         if name != "qwen3_5":  # whose turns begin with reasoning
             assert chat.read(tokenizer.encode("four")) == assistant("four"), name
     made = '<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>'
@@ -152,14 +155,14 @@ def test_reasoning_is_read_apart_from_the_answer_and_a_call_may_be_text(chat_of)
     for name in ("qwen2_5", "qwen3"):
         tokenizer, chat, _ = chat_of(name)
         read = chat.read(tokenizer.encode("<think>I ask.</think>" + made))
-        assert (read["reasoning_content"], read["tool_calls"]) == ("I ask.", [call({})])
-        assert chat.read(tokenizer.encode(text), []) == assistant(text)
-        assert chat.read(tokenizer.encode(text), [CALC])["tool_calls"] == [call({})]
+        assert (read["reasoning_content"], read["tool_calls"]) == ("I ask.", [call({})]), name
+        assert chat.read(tokenizer.encode(text), []) == assistant(text), name
+        assert chat.read(tokenizer.encode(text), [CALC])["tool_calls"] == [call({})], name
         read = chat.read(tokenizer.encode("So: " + broken), [CALC])
-        assert read["malformed_tool_calls"] == [broken]
-        assert read["content"].startswith("So:")
-        assert broken in read["content"]
-        assert "tool_calls" not in read
+        assert read["malformed_tool_calls"] == [broken], name
+        assert read["content"].startswith("So:"), name
+        assert broken in read["content"], name
+        assert "tool_calls" not in read, name
 
 
 tags = st.sampled_from([
@@ -201,7 +204,7 @@ def test_a_turn_that_repeats_itself_is_read_as_text_at_once(chat_of):
         tokenizer, chat, _ = chat_of(name)
         read = chat.read(tokenizer.encode(text))
         check_message(read)
-        assert "tool_calls" not in read
+        assert "tool_calls" not in read, (name, text)
 
 
 FRAGMENTS = (
@@ -259,8 +262,8 @@ def test_arguments_are_an_object_with_the_types_of_the_schema(chat_of):
     for name in ("qwen3_5", "glm4_5"):  # which write a number and its text alike
         tokenizer, chat, ends = chat_of(name)
         ids = turn_ids(tokenizer, ends, assistant(tool_calls=[call({"text": "12"})]))
-        assert chat.read(ids, [CALC])["tool_calls"] == [call({"text": "12"})]
-        assert chat.read(ids)["tool_calls"] == [call({"text": 12})]
+        assert chat.read(ids, [CALC])["tool_calls"] == [call({"text": "12"})], name
+        assert chat.read(ids)["tool_calls"] == [call({"text": 12})], name
     tokenizer, chat, _ = chat_of("llama3_2")
     answered = '{"name": "Ada", "parameters": {}}'
     assert chat.read(tokenizer.encode(answered), []) == assistant(answered), "no call where no tools are"

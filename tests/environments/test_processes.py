@@ -272,7 +272,7 @@ def test_an_environment_is_reset_stepped_and_scored_once_before_a_run_starts():
             ConfigError, match=f"--environment trl_tools:{name}: {says}.* on prompt 7"
         ) as refused:
             tried(name)
-        assert "\n" not in str(refused.value)
+        assert "\n" not in str(refused.value), (name, says)
 
 
 @pytest.mark.parametrize("last", [COUNT, KILL_SELF, HANG], ids=["closed", "killed", "cancelled"])
@@ -302,7 +302,7 @@ def test_an_environment_that_cannot_be_imported_or_isolated_is_refused_in_one_li
         ):
             with pytest.raises(ConfigError, match=says) as raised:
                 own.check(target)
-            assert "\n" not in str(raised.value)
+            assert "\n" not in str(raised.value), (own, target, says)
 
 
 @pytest.mark.slow

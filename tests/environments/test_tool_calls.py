@@ -82,7 +82,7 @@ def test_a_tag_in_a_string_of_json_is_text(read, family):
         arguments = {"path": "p", "text": text}
         message = read(family, written(family, arguments) + "\n" + written(family, {"path": text}))
         assert arguments_of(message) == [arguments, {"path": text}], text
-        assert "malformed_tool_calls" not in message
+        assert "malformed_tool_calls" not in message, text
 
 
 @pytest.mark.parametrize("family", IN_TAGS)
@@ -126,7 +126,7 @@ def test_a_broken_call_is_malformed_and_makes_no_other_one(read):
         )
         message = read(family, turn)
         assert message["malformed_tool_calls"] == [f"<tool_call>{broken}</tool_call>"], broken
-        assert arguments_of(message) == [{"path": "q"}]
+        assert arguments_of(message) == [{"path": "q"}], (family, broken)
 
 
 @pytest.mark.parametrize("family", IN_TAGS)
@@ -168,7 +168,7 @@ def test_a_draft_in_reasoning_is_no_call_whether_or_not_the_reasoning_ends(read)
         ):  # fmt: skip
             message = read(family, text)
             assert arguments_of(message) == [{"path": "p"}] * num_calls, (family, text)
-            assert "malformed_tool_calls" not in message
+            assert "malformed_tool_calls" not in message, (text, num_calls)
     call = "<|start|>assistant<|channel|>commentary to=functions.write <|constrain|>json<|message|>{}<|call|>"
     for text, num_calls in (
         ("<|channel|>analysis<|message|>a {}", 0),

@@ -179,7 +179,7 @@ def test_another_layout_is_refused_with_line_and_expectation(tmp_path):
         expected = f"A row of {benchmark.title} has {benchmark.layout} (found: 'instruction', 'output'); see"
         with pytest.raises(DataError, match=re.escape(expected)) as refused:
             read(name, path)
-        assert str(refused.value).startswith(f"{path}, line 1: ")
+        assert str(refused.value).startswith(f"{path}, line 1: "), (name, benchmark)
     row = {"question": "1+1=", "answer": "#### 2"}
     with pytest.raises(DataError, match=r"line 3: repeats the problem at .*line 1"):
         read("gsm8k", lines(tmp_path / "x.jsonl", row, row | {"question": "2+2="}, row))

@@ -132,7 +132,7 @@ def test_an_interval_covers_the_truth_nineteen_times_in_twenty():
         chances_RP = rng.beta(a, b, size=(200, 60))
         runs = (rng.random((200, 60, samples)) < chances_RP[..., None]).astype(float)
         covered = [low <= truth <= high for low, high in map(measure, runs)]
-        assert 0.92 <= np.mean(covered) <= 0.98
+        assert 0.92 <= np.mean(covered) <= 0.98, (a, b, samples, measure, truth)
     few = measures.interval_over_prompts(np.ones(5))
     assert few == pytest.approx((0.5655, 1.0), abs=1e-4), "Wilson's of 5 in 5: no failure is no certainty"
 

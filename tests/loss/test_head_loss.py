@@ -63,7 +63,7 @@ def test_products_are_of_the_rows_that_need_them(loss_of, kl_coefs):
         with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
             fused(penalised, loss_of, kl_coef=kl_coef)
         in_backward = rows if kl_coef else with_gradient
-        assert counter.get_total_flops() == OF_PRODUCT * (rows + 2 * in_backward)
+        assert counter.get_total_flops() == OF_PRODUCT * (rows + 2 * in_backward), kl_coef
 
 
 @pytest.mark.parametrize("loss_of", [loss_of_head, loss_of_hidden])

@@ -67,7 +67,7 @@ def test_bf16_sums_its_weight_gradient_in_fp32():
     _, *exact, _ = plain(batch | {name: value.double() for name, value in low.items()}, **WIDE)
     for chunk in (2, 1000):
         _, *found, stats = fused(batch | low, chunk=chunk, **WIDE)
-        assert stats.logprobs_N.dtype == torch.float32
+        assert stats.logprobs_N.dtype == torch.float32, chunk
         for ours, theirs in zip(found, exact, strict=True):
             assert (ours - theirs).norm() <= 2**-7 * theirs.norm()
 

@@ -268,7 +268,7 @@ def test_the_penalty_by_hand(kl, each, slope):
         loss, gradient, stats = two_sequences((1.0,) * 3, (0.0,) * 2, token_weights_N=weights, **penalty)
         assert loss == pytest.approx(coefficient * each)
         assert gradient == pytest.approx([coefficient * slope / 4] * 2 + [coefficient * slope / 2])
-        assert stats.kl_N.tolist() == pytest.approx([each] * 3)
+        assert stats.kl_N.tolist() == pytest.approx([each] * 3), coefficient
 
 
 def k3_and_slope(gaps):
@@ -403,7 +403,7 @@ def test_masked_tokens_inside_a_response_are_as_if_they_were_not_there(variant, 
     for name, value in vars(stats).items():
         found = getattr(holed_stats, name)
         if len(found) == len(is_hole):
-            assert not found[is_hole].any()
+            assert not found[is_hole].any(), (name, value)
             found = found[~is_hole]
         torch.testing.assert_close(found, value)
 
@@ -418,8 +418,8 @@ def test_extreme_ratios_give_no_nan(variant):
         assert loss.isfinite(), (advantage, offset)
         assert gradient.isfinite().all(), (advantage, offset)
         if advantage == 0:
-            assert loss == 0
-            assert not gradient.any()
+            assert loss == 0, (advantage, offset)
+            assert not gradient.any(), (advantage, offset)
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
@@ -441,13 +441,18 @@ def test_a_token_of_probability_0_gives_no_nan(variant):
         objective, now = make_objective(**options), now.clone().requires_grad_()
         loss, ratios, *_ = segment_loss(now, checked_rows(LossRows(**rows), 6, objective), objective)
         loss.backward()
-        assert not loss.isnan()
-        assert now.grad.isfinite().all()
+        assert not loss.isnan(), (advantage, weights, old, options)
+        assert now.grad.isfinite().all(), (advantage, weights, old, options)
         assert ratios.tolist() == [0, math.inf if old else -math.inf, 0]
         if variant in ("gspo", "gspo-token") and options is own and weights is None and not old and advantage:
             assert loss.item() == pytest.approx(-2 / 3 if advantage > 0 else (2 + 0.9) / 3)
             slope = -advantage / 6
-            assert now.grad.tolist() == pytest.approx([slope, slope, 0, 0, 0, 2 * slope])
+            assert now.grad.tolist() == pytest.approx([slope, slope, 0, 0, 0, 2 * slope]), (
+                advantage,
+                weights,
+                old,
+                options,
+            )
 
 
 def two_tokens(advantage=2.0, **given):

@@ -54,7 +54,7 @@ def test_what_a_gpu_run_lacks_is_refused_with_what_to_do_unless_plain_torch_is_a
         assert accepted == Backends(TE not in missing, FLA not in missing, fused)
         if fused:  # flash attention has no float32
             in_float32 = find_backends(shapes[model], on_gpu=True, allow_local=True, bf16=False)
-            assert in_float32.fused == FUSIONS - {ATTENTION}
+            assert in_float32.fused == FUSIONS - {ATTENTION}, (model, packages, missing)
         served = {part: by for part, (by, _) in served_by(shapes[model], accepted, bf16=True).items()}
         assert served["attention"] == ("torch" if TE in missing else TE)
         assert model == "dense" or served["delta net"] == ("torch" if FLA in missing else FLA)
@@ -63,7 +63,7 @@ def test_what_a_gpu_run_lacks_is_refused_with_what_to_do_unless_plain_torch_is_a
                 find_backends(shapes[model], on_gpu=True, allow_local=False)
             said = str(refused.value)
             assert [name for name in (TE, FLA) if f"{name} (" in said] == missing
-            assert "tools/bootstrap.sh" in said
+            assert "tools/bootstrap.sh" in said, (model, packages, missing)
         else:
             assert find_backends(shapes[model], on_gpu=True, allow_local=False) == accepted
     machine()
@@ -98,7 +98,13 @@ def test_a_gpu_for_which_attention_would_be_quadratic_is_refused(shapes, machine
             with pytest.raises(BackendError, match=f"{why}.* Install flash-attn"):
                 find_backends(shape, on_gpu=True, allow_local=False)
         assert find_backends(shape, on_gpu=True, allow_local=why is not None).transformer_engine
-        assert find_backends(shape, on_gpu=True, allow_local=False, bf16=False).transformer_engine
+        assert find_backends(shape, on_gpu=True, allow_local=False, bf16=False).transformer_engine, (
+            capability,
+            head_dim,
+            cudnn,
+            packages,
+            why,
+        )
 
 
 def test_a_trainer_refuses_before_it_meets_the_others(models):

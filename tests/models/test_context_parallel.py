@@ -188,7 +188,7 @@ def test_loss_and_gradients_are_those_of_one_rank(world, alone, ranks, layouts):
         losses, own = loss_and_gradients(world, path, case[1])
         assert losses in ([], pytest.approx(expected, abs=1e-12)), case
         if world.is_rank_0:
-            assert own.keys() == gradients.keys()
+            assert own.keys() == gradients.keys(), case
             for tensor, gradient in gradients.items():
                 scale = gradient.abs().max()
                 assert scale > 1e-6, (case, tensor, "would not be tested")
@@ -204,7 +204,7 @@ def test_passed_states_and_megatrons_exchange_of_heads_are_the_same_around_other
     for way in ("state", "heads"):
         with kernels_stood_in(HostReads()):
             losses, own = loss_and_gradients(world, path, layout(cp=2, delta_net_cp=way), flash)
-        assert losses == pytest.approx(expected, abs=1e-6)
+        assert losses == pytest.approx(expected, abs=1e-6), way
         for tensor, gradient in gradients.items() if world.is_rank_0 else ():
             assert (own[tensor] - gradient).abs().max() < 1e-4 * gradient.abs().max(), tensor
 

@@ -131,6 +131,6 @@ def test_megatrons_layer_asks_once_a_micro_batch_whether_the_boundaries_fit(worl
             with reads:
                 output = layer(hidden, None, packed_seq_params=packs)[0]
             assert (output - own).abs().max() < 3e-6 * own.abs().max(), "float32 in another order"
-            assert reads.count == 2
+            assert reads.count == 2, (layer, own)
         with pytest.raises(ValueError, match="does not match total_sequence_length=90"):
             layers[1](hidden, None, packed_seq_params=sequences(40, 49))

@@ -116,10 +116,10 @@ def test_loss_and_gradients_are_those_of_the_plain_formula(world, checkpoints, e
         assert {*world.all_gather(metrics["mtp_loss"])} == {metrics["mtp_loss"]}, case
         assert metrics["mtp_loss"] == pytest.approx(loss, rel=1e-5), case
         assert metrics["mtp_acceptance"] == pytest.approx(acceptance), case
-        assert metrics["mtp_updates_skipped"] == 0
+        assert metrics["mtp_updates_skipped"] == 0, case
         assert metrics["mtp_grad_norm"] / factor == pytest.approx(norm, rel=1e-4), case
         if world.is_rank_0:
-            assert {name for name in after if name.startswith("mtp.")} == gradients.keys()
+            assert {name for name in after if name.startswith("mtp.")} == gradients.keys(), case
             for name, gradient in gradients.items():
                 assert gradient.abs().max() > 0, (case, name, "would not be tested")
                 given = (before[name] - after[name]) * (EPSILON / LR / factor)

@@ -63,9 +63,9 @@ def test_published_configs_are_read_in_every_spelling(tmp_path):
         shape = read_hf_config(write(tmp_path, config))
         assert {name: getattr(shape, name) for name in expected} == expected
         if shape.family == "gpt_oss":
-            assert [shape.window(layer) for layer in range(24)] == [128, None] * 12
+            assert [shape.window(layer) for layer in range(24)] == [128, None] * 12, (config, expected)
         if config is GLM_AIR:
-            assert [layer for layer in range(46) if not shape.has_experts(layer)] == [0]
+            assert [layer for layer in range(46) if not shape.has_experts(layer)] == [0], (config, expected)
     for config, end in ((WRAPPED, 248044), (WRAPPED | {"eos_token_id": 8}, 8)):
         assert read_eos_token_ids(write(tmp_path, config)) == (end,)
 
@@ -118,7 +118,7 @@ def test_a_config_that_cannot_be_built_is_refused(tmp_path):
     ):  # fmt: skip
         with pytest.raises(ModelConfigError, match=re.escape(words)) as caught:
             read_hf_config(write(tmp_path, config))
-        assert "config.json" in str(caught.value)
+        assert "config.json" in str(caught.value), (config, words)
     for place, words in ((tmp_path / "nowhere", "no checkpoint directory"), (ROOT, "holds no config.json")):
         with pytest.raises(ModelConfigError, match=words):
             read_hf_config(place)

@@ -57,7 +57,9 @@ def test_transformer_engines_classes_serve_where_the_spec_says(built):
     for library in ("te", "local"):
         centred = built["hybrid"][library]["centred"]
         not_centred = {name for name in centred if not centred[name]}
-        assert not_centred == {f"decoder.layers.{layer}.self_attention.out_norm" for layer in range(3)}
+        assert not_centred == {f"decoder.layers.{layer}.self_attention.out_norm" for layer in range(3)}, (
+            library
+        )
     assert not any(built["dense"]["te"]["centred"].values())
 
 

@@ -120,7 +120,7 @@ def test_training_is_the_same_with_padding_and_padding_stays_zero(world, models,
         case, before = (name, parallel), tensors_of(models[name])
         logprobs, metrics, weights, left = trained(world, models[name], parallel)
         expected, expected_metrics, expected_weights, nothing = alone[name]
-        assert nothing == (0, 0.0, 0.0)
+        assert nothing == (0, 0.0, 0.0), (name, parallel)
         assert left[1:] == (0.0, 0.0), case
         rows_added = 13 if parallel.make_vocab_size_divisible_by == 8 else 2 if name == "dense" else 1
         assert sum(padded for padded, *_ in world.all_gather(left)) == rows_added, case
@@ -129,7 +129,7 @@ def test_training_is_the_same_with_padding_and_padding_stays_zero(world, models,
         for metric in ("loss", "grad_norm", "entropy", "ratio_mean"):
             wanted = pytest.approx(expected_metrics[metric], rel=1e-4, abs=1e-6)
             assert metrics[metric] == wanted, (case, metric)
-        assert weights.keys() == (expected_weights.keys() if world.is_rank_0 else set())
+        assert weights.keys() == (expected_weights.keys() if world.is_rank_0 else set()), (name, parallel)
         for tensor, found in weights.items():
             moved = (expected_weights[tensor] - before[tensor]).abs().max()
             assert moved > 0, (case, tensor, "would not be tested")
@@ -174,7 +174,10 @@ def test_a_run_goes_on_under_layouts_that_pad_otherwise(models, tmp_path, name, 
         place, hf = tmp_path / f"TP{parallel.tensor_model_parallel_size}", tmp_path / "hf" / str(size)
         weights, _ = run_ranks(went_on, size, hf_dir, parallel, start, place, timeout=300)[0]
         padded = padded_vocab_size(read_hf_config(hf_dir), parallel)
-        assert StoredCheckpoint(find_stored(place)).tensors[ROWS_MAY_BE_PADDED[0]].size[0] == padded
+        assert StoredCheckpoint(find_stored(place)).tensors[ROWS_MAY_BE_PADDED[0]].size[0] == padded, (
+            size,
+            parallel,
+        )
         megatron_to_hf(find_stored(place), hf, ALONE, origin=hf_dir)
         assert_same_bytes(tensors_of(hf), weights)
         start = place

@@ -71,7 +71,10 @@ def test_values_and_updates_are_the_same_under_every_layout(checkpoints, tmp_pat
         for case, result in zip(cases, per_rank[0], strict=True):
             before, metrics, after = result
             expected_before, expected_metrics, expected_after = found.setdefault(case[0], result)
-            assert [len(own) for own in before] == [len(row.response_token_ids) for row in rows]
+            assert [len(own) for own in before] == [len(row.response_token_ids) for row in rows], (
+                case,
+                result,
+            )
             at_first, wanted = flat(before), flat(expected_before)
             largest = wanted.abs().max().item()
             torch.testing.assert_close(at_first, wanted, rtol=0, atol=1e-5 * largest, msg=str(case))
@@ -93,12 +96,12 @@ def test_the_loss_is_the_mean_over_all_trained_tokens(world, checkpoints):
         close_trainer()
         masks = np.concatenate([row.loss_mask for row in rows])
         old, wanted = (flat(getattr(row, name) for row in rows)[masks] for name in ("values", "returns"))
-        assert not flat(values)[~masks].any()
+        assert not flat(values)[~masks].any(), rows
         found = flat(values)[masks]
         loss, clipped = value_loss(found, old, wanted, 0.2)
-        assert metrics["critic_loss"] == pytest.approx(loss.mean().item(), rel=1e-5)
-        assert metrics["critic_error"] == pytest.approx((found - wanted).abs().mean().item(), rel=1e-5)
-        assert metrics["critic_clip_fraction"] == pytest.approx(clipped.double().mean().item())
+        assert metrics["critic_loss"] == pytest.approx(loss.mean().item(), rel=1e-5), rows
+        assert metrics["critic_error"] == pytest.approx((found - wanted).abs().mean().item(), rel=1e-5), rows
+        assert metrics["critic_clip_fraction"] == pytest.approx(clipped.double().mean().item()), rows
 
 
 @pytest.mark.world(2)

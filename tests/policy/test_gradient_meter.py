@@ -101,7 +101,7 @@ def test_every_layout_measures_the_same(checkpoints):
         cases = [(name, own) for name, several in by_model.items() for own in several]
         asked = [(checkpoints[name], config_for(own)) for name, own in cases]
         per_rank = run_ranks(measured, size, asked, rows, timeout=240)
-        assert all(found == per_rank[0] for found in per_rank)
+        assert all(found == per_rank[0] for found in per_rank), (size, by_model)
         for (name, chosen), found in zip(cases, per_rank[0], strict=True):
             for noise, wanted in zip(found, expected.setdefault(name, found), strict=True):
                 assert noise.variance == pytest.approx(wanted.variance, rel=2e-4), chosen

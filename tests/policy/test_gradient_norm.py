@@ -59,13 +59,13 @@ def check_layouts(world, checkpoints, cases):
         expected, reads_of_megatron = count_reads(optimizer.get_grad_norm)
         norm, reads = count_reads(gradient_norm, optimizer)
         assert (norm, reads) == (float(expected), 1), (name, parallel)
-        assert len(set(world.all_gather(norm))) == 1
+        assert len(set(world.all_gather(norm))) == 1, (name, parallel)
         gradients = [own for part in optimizer.chained_optimizers for own in part.get_grads_for_grad_norm()]
-        assert reads_of_megatron > len(gradients) > reads
+        assert reads_of_megatron > len(gradients) > reads, (name, parallel)
         for part in optimizer.chained_optimizers:  # Adam on a CPU reads its own count of steps
             part.step_with_ready_grads = lambda: True
         optimizer.has_grad_norm_group("mtp")  # read in the first step alone
-        assert count_reads(take_step, optimizer, norm)[1] == 0
+        assert count_reads(take_step, optimizer, norm)[1] == 0, (name, parallel)
         assert float(optimizer.get_grad_norm()) == pytest.approx(CLIP, rel=1e-5), (name, parallel)
         close_trainer()
 

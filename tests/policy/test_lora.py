@@ -164,7 +164,11 @@ def trained(world, cases, rows):
         rank = opened(world, adapted_config(chosen, hf_dir=hf_dir, **settings))
         metrics = [planned.update(rank.trainer, rows) for _ in range(2)]
         parameters = rank.trainer.chunks[0].parameters()
-        assert not any(hasattr(p, "main_grad") for p in parameters if not p.requires_grad)
+        assert not any(hasattr(p, "main_grad") for p in parameters if not p.requires_grad), (
+            hf_dir,
+            chosen,
+            settings,
+        )
         found.append((adapters_and_merged(rank), metrics))
         close_trainer()
     return found

@@ -91,10 +91,12 @@ def test_ratios_to_the_engine_are_1_with_the_mask_and_the_kept_mass_without(worl
             for own in (rows, without)
         )
         assert metrics["importance_weight_mean"] == pytest.approx(1, abs=1e-5), settings
-        assert metrics["importance_token_cut_fraction"] == 0 == metrics["importance_sequence_cut_fraction"]
-        assert metrics["logprob_diff_abs_max"] < 2e-5
+        assert metrics["importance_token_cut_fraction"] == 0 == metrics["importance_sequence_cut_fraction"], (
+            settings
+        )
+        assert metrics["logprob_diff_abs_max"] < 2e-5, settings
         assert off["importance_weight_mean"] < 0.96, settings
-        assert off["logprob_diff_abs_mean"] > 0.03
+        assert off["logprob_diff_abs_mean"] > 0.03, settings
     engine = config_for(layout(), old_logprobs="engine", loss_variant="grpo")
     metrics, off = (
         trainers.one_update(world, checkpoints["dense"], engine, own)[2] for own in (rows, without)
@@ -207,7 +209,7 @@ def test_sets_lie_at_the_rows_that_predict_their_tokens():
             for row in range(num_rows):
                 own = slice(sets.starts_N[row], sets.stops_N[row])
                 found[rank * num_rows + row] = sets.ids_K[own].tolist()
-            assert len(sets.ids_K) == (sets.stops_N - sets.starts_N).sum()
+            assert len(sets.ids_K) == (sets.stops_N - sets.starts_N).sum(), rank
         assert [found.pop(place) for place in batch.places_R.tolist()] == wanted, size
         assert not any(found.values()), size
 

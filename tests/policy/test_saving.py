@@ -119,7 +119,7 @@ def test_a_save_gets_its_name_when_it_is_whole_and_a_full_disk_leaves_nothing(wo
             with afterwards, pytest.raises(OSError) as refused:  # noqa: PT011
                 finish(saver)
         assert refused.value.errno == errno.ENOSPC, "known to all ranks"
-        assert there() == ["step_000001"]
+        assert there() == ["step_000001"], (while_writing, afterwards)
     assert save_checkpoint(trainer, directory, 3, {}).name == "step_000003"
     saver.begin(trainer, order(4))
     finish(saver)

@@ -74,7 +74,10 @@ def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, layo
             for name in {*COMPARED} & expected_metrics.keys():
                 wanted = pytest.approx(expected_metrics[name], rel=2e-4, abs=1e-6)
                 assert metrics[name] == wanted, (case, name)
-            assert metrics["sequences_without_advantage"] == sum(row.advantage == 0 for row in rows)
+            assert metrics["sequences_without_advantage"] == sum(row.advantage == 0 for row in rows), (
+                number,
+                case,
+            )
     for name in ("importance_token_cut_fraction", "importance_sequence_cut_fraction"):
         assert 0 < found["corrected"][1][name] < 1
 
@@ -161,8 +164,8 @@ def test_the_second_minibatch_is_off_policy(world, checkpoints):
         after = planned.logprobs(trainer, rows)
         moved = max(np.abs(np.subtract(*own)).max() for own in zip(after, before, strict=True))
         close_trainer()
-        assert metrics["updates_skipped"] == 0
-        assert metrics["tokens_trained"] == sum(row.num_tokens for row in rows if row.advantage)
+        assert metrics["updates_skipped"] == 0, lr
+        assert metrics["tokens_trained"] == sum(row.num_tokens for row in rows if row.advantage), lr
         ratios = metrics["ratio_mean"], metrics["ratio_max"]
         assert (ratios == pytest.approx((1, 1), abs=1e-5)) == (moved < 1e-5) == (lr == 1e-12)
 
@@ -201,11 +204,11 @@ def test_corrections_weight_gradients_and_the_loss_that_is_reported(world, check
         before, weights, metrics = trainers.one_update(world, hf_dir, corrected, rows)
         plain = config_for(layout(), loss_variant=variant)
         _, wanted, plain = trainers.one_update(world, hf_dir, plain, by_hand)
-        assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5), variant
         scale = max((wanted[name] - before[name]).abs().max() for name in wanted)
-        assert max((weights[name] - wanted[name]).abs().max() for name in wanted) <= 2e-4 * scale
-        assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-        assert plain["loss"] != pytest.approx(loss, rel=1e-2)
+        assert max((weights[name] - wanted[name]).abs().max() for name in wanted) <= 2e-4 * scale, variant
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-5), variant
+        assert plain["loss"] != pytest.approx(loss, rel=1e-2), variant
         weighing = [own * stays for own, stays in zip(tokens, kept, strict=True)]
         shares = {
             "weight_mean": np.concatenate(weighing).mean(),

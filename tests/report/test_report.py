@@ -246,9 +246,11 @@ def test_engines_alive_what_is_sampled_ahead_and_a_death_are_shown(config):
             report.step(1, {"reward": 0.1} | ahead, {"sample": 1.0})
         logging.getLogger("megatron_ibpo.cluster.engines").warning("engine 4 died")
         shown = screen.getvalue()
-        assert re.search(r"^.*\d\d:\d\d:\d\d  engine 3 died$", shown, re.MULTILINE)
-        assert not re.search("deprecated|engine 4", shown)
-        assert "engines 3/4  staleness 0.25, at most 1  in flight 34 samples of 5 groups  buffer 1" in shown
+        assert re.search(r"^.*\d\d:\d\d:\d\d  engine 3 died$", shown, re.MULTILINE), terminal
+        assert not re.search("deprecated|engine 4", shown), terminal
+        assert (
+            "engines 3/4  staleness 0.25, at most 1  in flight 34 samples of 5 groups  buffer 1" in shown
+        ), terminal
         assert ("step 1 of 4" in shown) == terminal
 
 
@@ -480,11 +482,11 @@ def test_a_run_that_differs_from_its_engine_beyond_rounding_is_told_at_once():
         said = [step_alarms(row, responses=64) for row in measured]
         found = alarms(logprob_diff_abs_mean=differences, logprob_diff_bound=[bound] * 3)
         if advice is None:
-            assert (said, found) == ([[]] * 3, [])
+            assert (said, found) == ([[]] * 3, []), (config, differences, advice)
             continue
         (alarm,) = found
-        assert spell(alarm) == ("differs beyond rounding", 1, None)
-        assert said[-1] == [f"ALARM: {alarm.reason}"]
+        assert spell(alarm) == ("differs beyond rounding", 1, None), (config, differences, advice)
+        assert said[-1] == [f"ALARM: {alarm.reason}"], (config, differences, advice)
         assert advice in alarm.reason
     assert rounding_bound(resolved("--bf16")) == rounding_bound(resolved(on_gpu=True)) == 0.03
     # what differs for other reasons has no bound
@@ -493,7 +495,7 @@ def test_a_run_that_differs_from_its_engine_beyond_rounding_is_told_at_once():
         "--vllm-arg quantization=fp8_per_channel", "--old-logprobs engine --num-steps-per-rollout 2",
     ):  # fmt: skip
         config = resolved(*flags.split())
-        assert rounding_bound(config) is None
+        assert rounding_bound(config) is None, flags
         truncated = "top" in flags  # the trainer then truncates alike, if the engine says how
         assert rounding_bound(config, replays_mask=True) == (0.001 if truncated else None), flags
 

@@ -443,7 +443,7 @@ def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples_or_what_is
         (evaluation / file).write_text(text)
         address = "/api/runs" if file == "results.json" else "/api/runs/0/sections/0"
         reply = client(evaluation).get(address)
-        assert reply.status_code == 500
+        assert reply.status_code == 500, (file, text, words)
         assert words in reply.json()["problem"]
 
 
@@ -457,11 +457,11 @@ def test_this_machine_is_answered_and_no_other_name_or_origin_and_no_script_gets
     asked = client(run_dir)
     for path in ("/", "/api/runs", "/api/runs/7/series"):
         headers = asked.get(path, headers={"Origin": "http://evil.example"}).headers
-        assert not [name for name in headers if name.startswith("access-control")]
-        assert headers["cross-origin-resource-policy"] == "same-origin"
-        assert headers["x-content-type-options"] == "nosniff"
-        assert headers["x-frame-options"] == "DENY"
-        assert headers["cache-control"] == "no-store"
+        assert not [name for name in headers if name.startswith("access-control")], path
+        assert headers["cross-origin-resource-policy"] == "same-origin", path
+        assert headers["x-content-type-options"] == "nosniff", path
+        assert headers["x-frame-options"] == "DENY", path
+        assert headers["cache-control"] == "no-store", path
     page = asked.get("/")
     policy = page.headers["content-security-policy"]
     assert policy in page.text.replace("&#x27;", "'")

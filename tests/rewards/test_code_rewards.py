@@ -274,7 +274,7 @@ def test_neither_stderr_nor_what_it_answers_to_calls_stops_a_program_or_passes_f
     assert not passes("import os\ndef f(): os._exit(0)", test)
     for line in ("[true]", "null", "[[[", "[true, 1, 2]", '[false, "passed"]', "x" * 100, "[" * 100_000):
         program = f"import os\nos.write(3, {line.encode()!r} + b'\\n' * 3)\nos._exit(0)"
-        assert not passes(program, APPEND)
+        assert not passes(program, APPEND), line
 
 
 def test_labels_that_cannot_be_graded_are_named():

@@ -286,7 +286,7 @@ def test_what_code_does_in_a_judge_ends_with_it_and_touches_no_other(sandbox, tm
     for code, kind in cases.items():
         verdicts = sandbox.judge(EVALUATES, [evaluated(code), LABEL, evaluated("3")])
         assert [verdict.kind for verdict in verdicts] == [kind, "right", "wrong"], (code, verdicts)
-        assert len(verdicts[0].why) <= judges.LONGEST_TEXT
+        assert len(verdicts[0].why) <= judges.LONGEST_TEXT, (code, kind)
     for task in EVALUATING:
         prompt, name = item(task), Task(task, pickle.dumps({}))
         entry = {"question": prompt.text, "answer": prompt.label, "metadata": prompt.metadata}

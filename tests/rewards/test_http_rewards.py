@@ -267,8 +267,8 @@ def test_settings_that_cannot_work_are_refused_before_work_starts(template):
             reward_functions(DataConfig(**settings))
         said = str(refused.value)
         assert says in said
-        assert "\n" not in said
-        assert "secret" not in said
+        assert "\n" not in said, (settings, says)
+        assert "secret" not in said, (settings, says)
 
 
 def test_a_server_is_tried_before_the_run(template, monkeypatch):
@@ -290,8 +290,8 @@ def test_a_server_is_tried_before_the_run(template, monkeypatch):
             check_servers(DataConfig(rm_url=url, **settings))
         said = str(refused.value)
         assert says in said
-        assert said.startswith(f"--rm-url: {url}")
-        assert "\n" not in said
+        assert said.startswith(f"--rm-url: {url}"), (settings, answer, says)
+        assert "\n" not in said, (settings, answer, says)
 
 
 UNUSABLE = {

@@ -185,4 +185,6 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch):
         monkeypatch.setenv("IBPO_RM_API_KEY", key)
         with pytest.raises(ConfigError, match=r"^IBPO_RM_API_KEY: has characters") as refused:
             check_servers(DataConfig(rm_type="http_score", rm_url="http://127.0.0.1:9/score"))
-        assert "sk-" not in "".join(traceback.format_exception(refused.value)).partition("ConfigError")[2]
+        assert "sk-" not in "".join(traceback.format_exception(refused.value)).partition("ConfigError")[2], (
+            key
+        )

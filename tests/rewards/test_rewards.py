@@ -144,8 +144,8 @@ def test_a_fault_is_an_error_and_no_reward_and_one_of_the_response_a_wrong_answe
     for rm_type in (GRADED, TOGETHER):
         pairs = asked("1", "fail(ResponseError('a tower of powers'))", "1")
         before, fault, after = verifier(pool, rm_type).score(pairs)
-        assert fault == Score(0.0, False, details={"response_error": 1.0})
-        assert before.reward == after.reward == 1.0
+        assert fault == Score(0.0, False, details={"response_error": 1.0}), rm_type
+        assert before.reward == after.reward == 1.0, rm_type
 
 
 def test_a_response_that_kills_is_asked_twice_and_one_that_hangs_once(impatient, tmp_path):
@@ -241,7 +241,10 @@ def test_one_bad_response_spoils_no_other_of_its_batch(impatient):
         ("'few'", "expected 1 numbers, got 0"),
     ):
         scores = verifier(impatient, TOGETHER).score(asked("0", "0", response, "0", "0"))
-        assert [score.reward is None for score in scores] == [False, False, True, False, False]
+        assert [score.reward is None for score in scores] == [False, False, True, False, False], (
+            response,
+            error,
+        )
         assert error in scores[2].error
 
 

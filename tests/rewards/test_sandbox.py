@@ -273,8 +273,8 @@ def test_threads_ignored_signals_and_closed_outputs_do_not_stretch_the_time_limi
             while True: pass
         """
         started, execution = time.monotonic(), run(source, seconds=1)
-        assert (execution.reached, execution.stdout) == ("time", b"ignoring\n")
-        assert time.monotonic() - started < 15
+        assert (execution.reached, execution.stdout) == ("time", b"ignoring\n"), closes
+        assert time.monotonic() - started < 15, closes
 
 
 def test_one_cannot_trace_nor_call_what_reaches_around_the_namespaces_nor_make_new_ones():
@@ -302,9 +302,9 @@ def test_a_flood_of_output_is_cut_and_fills_no_memory():
         flood = f"while True: os.write({stream}, b'x' * 65536)"
         execution = run(flood, seconds=seconds, output_bytes=1 << 20)
         assert execution.reached == reached
-        assert len(execution.stdout) <= (1 << 20) + (1 << 16)
-        assert len(execution.stderr) <= 4096
-        assert psutil.Process().memory_info().rss - before < 64 << 20
+        assert len(execution.stdout) <= (1 << 20) + (1 << 16), (stream, seconds, reached)
+        assert len(execution.stderr) <= 4096, (stream, seconds, reached)
+        assert psutil.Process().memory_info().rss - before < 64 << 20, (stream, seconds, reached)
 
 
 @pytest.mark.parametrize("planted", [False, True])
@@ -380,7 +380,7 @@ def test_a_sandbox_that_cannot_be_built_or_does_not_isolate_is_an_error_and_no_v
         started = time.monotonic()
         with pytest.raises(SandboxError, match=says):
             run("")
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 30, (does, says)
         with pytest.raises(SandboxError, match="user namespaces"):
             check_isolation()
 

@@ -260,8 +260,8 @@ def test_a_row_that_names_an_environment_that_no_flag_allows_has_no_reward_and_n
     without = Sampler([SimulatedEngine(STEP, written)], scored, stall_timeout=1e6)
     for sampler in (table.sampler(), without):
         (sample,) = in_virtual_time(sampler.answer(hostile, request))[0]
-        assert (sample.reward, len(sample.token_ids)) == (None, 0)
-        assert re.search("environment 'os:system': .*--allowed-environments$", sample.reward_error)
+        assert (sample.reward, len(sample.token_ids)) == (None, 0), sampler
+        assert re.search("environment 'os:system': .*--allowed-environments$", sample.reward_error), sampler
     assert table.sessions.seeds == [], "no session was opened"
 
 
@@ -423,8 +423,8 @@ def test_corrections_are_episodes_that_begin_with_the_opened_prompt():
     assert group.corrections
     for correction in group.corrections:
         asked = correction.response.prompt_token_ids.tolist()
-        assert asked[: len(opened) - 1] == opened[:-1]
-        assert len(asked) > len(opened)
+        assert asked[: len(opened) - 1] == opened[:-1], correction
+        assert len(asked) > len(opened), correction
         assert len(turns_of(correction.response)) == 3
     credit = assign_credit([group], CONTEXT)
     assert any(sequence.kind == "correction" for sequence in credit.sequences)

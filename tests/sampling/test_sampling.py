@@ -457,9 +457,9 @@ def test_a_response_goes_on_with_new_weights_and_its_advantage_is_that_of_its_sa
     assert len(partial) == sum(batch.metrics["partial_rollouts"] for batch in batches) > 5
     for sample in partial:
         starts, versions = zip(*sample.versions, strict=True)
-        assert starts[0] == 0
-        assert list(starts) == sorted(set(starts))
-        assert list(versions) == sorted(set(versions))
+        assert starts[0] == 0, sample
+        assert list(starts) == sorted(set(starts)), sample
+        assert list(versions) == sorted(set(versions)), sample
         assert starts[-1] < len(sample.token_ids)
     assert any(
         correction.response.policy_version > group.responses[correction.target].policy_version

@@ -76,14 +76,13 @@ def test_credit_that_follows_the_error_and_the_nearness_is_told_from_one_drawn_b
     assert above["low"] < 0 < above["high"]
     for found in (good, blind):
         random = found["mask"]["random masks of the same size"]
-        assert random["auc"]["estimate"] == pytest.approx(0.5, abs=0.03)
+        assert random["auc"]["estimate"] == pytest.approx(0.5, abs=0.03), found
         uniform = found["mask"]["uniform credit"]
-        assert uniform["auc"] == {"estimate": 0.5, "low": 0.5, "high": 0.5}
-        assert uniform["rank_correlation"]["estimate"] == 0.0
+        assert uniform["auc"] == {"estimate": 0.5, "low": 0.5, "high": 0.5}, found
+        assert uniform["rank_correlation"]["estimate"] == 0.0, found
     follows, tossed = good["phi"], blind["phi"]
     assert follows["rank_correlation"]["low"] > 0.5
     assert follows["rank_correlation_within_prompts"]["low"] > 0.4
-    assert follows["auc_of_phi_for_nearness_above_median"]["low"] > 0.7
     assert tossed["rank_correlation"]["low"] < 0 < tossed["rank_correlation"]["high"]
     counts = {"responses_sampled": 512, "wrong": 90, "corrections": 90, "corrections_correct": 40}
     screen = io.StringIO()
@@ -94,17 +93,13 @@ def test_credit_that_follows_the_error_and_the_nearness_is_told_from_one_drawn_b
     assert (tmp_path / "audit.png").stat().st_size > 10_000
 
 
-def test_phi_that_follows_the_prompt_alone_tells_nothing_and_near_is_what_lies_above_the_median():
+def test_phi_that_follows_the_prompt_alone_tells_nothing_within_prompts():
     # where both follow the prompt and nothing else, that is no merit within prompts
     prompts = [(0, 0.9, 0.5), (1, 0.9, 0.5), (2, 0.3, 0.0), (3, 0.3, 0.0)]
     once = [wrong([near, near, 0.0], [1, 0, 0, 0], prompt=n, phi=phi) for n, near, phi in prompts]
     found = audit(once + once)["phi"]
     assert found["rank_correlation"]["estimate"] == pytest.approx(1.0)
     assert found["rank_correlation_within_prompts"]["estimate"] == 0.0
-    # nearness .2, .4 and .6: the last has a larger φ than the first and as large a one as the second
-    numbers = enumerate([(0.2, 0.0), (0.4, 0.5), (0.6, 0.5)])
-    three = [wrong([0.9, near, 0.0], [1, 0, 0, 0], prompt=i, phi=phi) for i, (near, phi) in numbers]
-    assert audit(three)["phi"]["auc_of_phi_for_nearness_above_median"]["estimate"] == 0.75
 
 
 def test_responses_without_a_clear_error_or_a_mask_are_counted():

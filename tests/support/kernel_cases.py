@@ -133,7 +133,7 @@ def check_layout(world, backend, tp, cp, variants, **more):
         batch["sampling_sets"] = whole["sampling_sets"].of_rows(rows)
     for variant in variants:
         found, expected = one_loss(batch, variant, backend), one_loss(whole, variant, "torch")
-        assert not found["gradient"][:, last - first :].any()
+        assert not found["gradient"][:, last - first :].any(), variant
         found["gradient"] = found["gradient"][:, : last - first]
         expected["gradient"] = expected["gradient"][:, first:last]
         for name, value in expected.items():
@@ -268,8 +268,8 @@ def test_logits_of_minus_infinity_take_no_part(device):
     expected_loss, expected, expected_stats = reference(floor)
     for backend in ("torch", "triton"):
         loss, gradient, stats = run(forbidden, backend=backend)
-        assert (loss - expected_loss).abs() <= LOSS_BOUND
-        assert (gradient - expected).norm() <= GRADIENT_BOUND * expected.norm()
+        assert (loss - expected_loss).abs() <= LOSS_BOUND, backend
+        assert (gradient - expected).norm() <= GRADIENT_BOUND * expected.norm(), backend
         torch.testing.assert_close(stats.entropy_N, expected_stats.entropy_N.float(), atol=1e-5, rtol=1e-5)
 
 
@@ -322,9 +322,9 @@ def test_padded_vocabulary_takes_no_part(device):
     padded = {**batch, "logits_NV": torch.cat([batch["logits_NV"], padding], 1)}
     for inplace in (False, True):
         found = run(padded, backend="triton", vocab_range=(0, 517), inplace=inplace)
-        assert found[0] == loss
-        assert torch.equal(found[1][:, :517], gradient)
-        assert not found[1][:, 517:].any()
+        assert found[0] == loss, inplace
+        assert torch.equal(found[1][:, :517], gradient), inplace
+        assert not found[1][:, 517:].any(), inplace
 
 
 def restricted(device, **shape):

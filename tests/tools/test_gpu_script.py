@@ -172,7 +172,7 @@ def test_a_part_that_gets_too_little_time_is_skipped_with_the_command_that_runs_
     for name, own in found.items():
         command = f"`bash tests/gpu.sh --quick --device cpu --only {name} --save {name}.json` runs it alone"
         assert own["reason"].endswith(command)
-        assert command in said
+        assert command in said, (name, own)
 
 
 def test_an_engine_that_fails_is_started_in_the_next_way_and_later_parts_begin_with_the_one_that_held(

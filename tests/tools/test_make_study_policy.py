@@ -22,8 +22,12 @@ def test_each_recipe_is_understood_by_the_program_that_trains():
         recipe = recipe_of(policy)
         arguments = tyro.cli(make_tiny_checkpoint.Arguments, args=[*flags(policy), "--save", "out"])
         make_tiny_checkpoint.check(arguments)
-        assert (arguments.steps, arguments.family, arguments.tensor_parallel) == (recipe["steps"], "qwen3", 1)
-        assert str(arguments.from_checkpoint) == str(recipe.get("from_checkpoint"))
+        assert (arguments.steps, arguments.family, arguments.tensor_parallel) == (
+            recipe["steps"],
+            "qwen3",
+            1,
+        ), policy
+        assert str(arguments.from_checkpoint) == str(recipe.get("from_checkpoint")), policy
         assert recipe["make"].endswith(f"tools/make_study_policy.py {policy}")
         assert (ROOT / policy / "tokenizer.json").is_file()
 

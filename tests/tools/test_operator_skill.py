@@ -115,7 +115,7 @@ def test_two_wrong_responses_of_a_group_are_replaced_at_most_and_what_does_not_f
     rollout = RolloutConfig(n_samples_per_prompt=4)
     for step in range(3):
         of_training = group_requests(PROMPTS, rollout, seed=3, step=step)
-        assert seeds.isdisjoint(request.seed for request in of_training)
+        assert seeds.isdisjoint(request.seed for request in of_training), step
     tried, _ = measured(another_try, max_context=12)  # x̃ with a reference has 6 tokens, a response 8
     assert all_fit.too_long == 0
     assert tried.too_long == len(all_fit.trials) - len(tried.trials) > 0

@@ -33,7 +33,7 @@ def test_the_page_has_the_tables_of_the_data():
         asked = f"| {row['engines']:,} | {row['in_flight']:,} | {row['tokens']:,} | {journal} | "
         rate, events, peak = (row[name] for name in ("samples_per_second", "events_per_second", "peak_mb"))
         took = f"{row['samples']:,} | {1e3 / rate:.2f} | {rate:,.0f} | {events:,.0f} | {peak:,.0f} |"
-        assert asked + took in page
+        assert asked + took in page, (row, load)
 
 
 @pytest.mark.lint

@@ -322,7 +322,7 @@ def test_nothing_that_would_run_code_or_was_not_checked_is_read(stored, target):
         for read in (lambda: load_weights([], stored, 64), lambda: StoredCheckpoint(stored)):
             with pytest.raises(CheckpointError) as caught:
                 read()
-            assert all(word in str(caught.value) for word in words)
+            assert all(word in str(caught.value) for word in words), read
         refuse(stored, target, CheckpointError, *words)
         assert not (stored.parent / "ran").exists()
         (stored / ".metadata").write_bytes(whole)

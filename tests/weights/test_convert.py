@@ -129,7 +129,7 @@ def test_the_result_is_whole(models, tmp_path, monkeypatch):
     for directory in (stored, back):
         listed = json.loads((directory / "integrity.json").read_text())["files"]
         files = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
-        assert set(listed) == files - {"integrity.json"}
+        assert set(listed) == files - {"integrity.json"}, directory
         assert changed_files(directory) == []
 
 
@@ -177,13 +177,17 @@ def test_the_trainers_export_holds_the_policy_and_all_that_lies_beside_it(world,
         save_hf(export, world, saved, origin)
         parallel.destroy()
         if world.is_rank_0:
-            assert set(trained) == set(trained_elements(origin, read_hf_config(origin)))
+            assert set(trained) == set(trained_elements(origin, read_hf_config(origin))), (
+                name,
+                divided,
+                bf16,
+            )
             assert {t.dtype for t in trained.values()} == {torch.bfloat16 if bf16 else torch.float32}
             untouched = {name: tensor for name, tensor in kept.items() if name not in trained}
             assert any("visual" in name for name in untouched)
             assert any("mtp." in name for name in untouched)
             assert_same_bytes(tensors_of(saved), trained | untouched)
-            assert read_hf_config(saved) == read_hf_config(origin)
+            assert read_hf_config(saved) == read_hf_config(origin), (name, divided, bf16)
 
 
 @pytest.mark.world(2)
@@ -322,12 +326,12 @@ def test_loading_and_saving_changes_no_bit_nor_does_a_conversion(world, models, 
         load_weights(chunks, stored, shape.vocab_size)
         found = weights_of(export)
         if world.is_rank_0:
-            assert [*from_hf] == [meta.name for meta in export.metadata()]
+            assert [*from_hf] == [meta.name for meta in export.metadata()], (number, name, divided, pieces)
             assert_same_bytes(from_hf, trained)
             assert_same_bytes(found, trained)
             assert_same_bytes(tensors_of(saved), tensors_of(origin))
         else:
-            assert from_hf == found == {}
+            assert from_hf == found == {}, (number, name, divided, pieces)
         parallel.destroy()
 
 
@@ -387,7 +391,7 @@ def test_a_file_is_unmapped_when_much_of_it_has_been_read(models, tmp_path, monk
     for limit, stays in ((64 * 96 * 2 - 1, False), (64 * 96 * 2, True)):
         monkeypatch.setattr(mapped_tensors, "MAPPED_BYTES", limit)
         checkpoint = Checkpoint(path)
-        assert checkpoint.read(piece).nbytes == 64 * 96 * 2
+        assert checkpoint.read(piece).nbytes == 64 * 96 * 2, (limit, stays)
         assert (f"{path}/model.safetensors" in Path("/proc/self/maps").read_text()) == stays
 
 
@@ -398,7 +402,7 @@ def test_the_shard_of_a_rank_comes_apart_as_it_was_put_together(models, name):
         for rank in range(4 if entry.cut else 1):
             parts = checkpoint.read_shard(entry, rank, 4)
             apart = entry.take_apart(entry.assemble(parts, rank, 4), rank, 4)
-            assert all(torch.equal(*both) for both in zip(apart, parts, strict=True))
+            assert all(torch.equal(*both) for both in zip(apart, parts, strict=True)), rank
 
 
 @pytest.mark.world(1)

@@ -299,7 +299,7 @@ def test_both_workers_of_an_engine_get_whole_tensors_as_on_gpus(packed_tensor, m
             tensor.fill_(100 * version + number)
         order = UpdateOrder(version=version, sleeping=False, check=True, timeout=20.0)
         sent = update_engines(transport, WORLD, source, order, links, [0])
-        assert not sent.failures
+        assert not sent.failures, version
         for worker in workers:
             assert worker.tensors.keys() == tensors.keys()
             assert all(torch.equal(worker.tensors[name], tensor) for name, tensor in tensors.items())

@@ -136,8 +136,8 @@ def test_whatever_looks_at_values_needs_them_in_full_precision():
         need, covered = needs_of(loader), torch.zeros(8, 6)
         for box in need.boxes:
             cut(covered, box).fill_(1)
-        assert covered.all()
-        assert need.dtype == torch.float32
+        assert covered.all(), loader
+        assert need.dtype == torch.float32, loader
 
 
 @given(st.lists(st.integers(-(2**15), 2**15 - 1), min_size=2), st.integers(0, 39), st.integers(1, 255))
@@ -250,11 +250,11 @@ def test_engines_of_any_size_get_their_shards_exactly_and_each_byte_once(world):
     per_engine = whole_model + tensors["norm"].nbytes  # which both workers need
     for version in (1, 2):
         sent = update(transport, world, version, engines, [0, 1])
-        assert sent.failures == {}
+        assert sent.failures == {}, version
         assert engines[world.rank].holds(version, version)
-        assert sent.needed_bytes == 2 * per_engine
+        assert sent.needed_bytes == 2 * per_engine, version
         by_rank = world.all_gather(sent.num_bytes)
-        assert sum(by_rank) == 2 * per_engine
+        assert sum(by_rank) == 2 * per_engine, version
         assert min(by_rank) > 0.4 * per_engine * 2, "the ranks share the sending"
 
 
@@ -357,7 +357,7 @@ def test_tensors_are_gathered_whole_where_they_are_asked_for(world):
         gathered = list(gather.Gather(source_of(world, 4), to=to, bucket_bytes=BUCKET, device="cpu"))
         for name, tensor in gathered:
             assert torch.equal(tensor, weights(4)[name]) if to in (world.rank, None) else tensor is None
-        assert [name for name, _ in gathered] == list(SHAPES)
+        assert [name for name, _ in gathered] == list(SHAPES), to
 
 
 def test_memory_is_used_again_when_the_last_view_of_it_has_gone_and_not_before():
