@@ -99,6 +99,7 @@ def test_calls_are_spread_over_all_nodes_by_load(verifiers):
     assert [scored(verifiers, 1) for _ in range(4)] == [[os.getpid()]] * 4, "a single one stays here"
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_on_another_node_is_counted_and_its_response_asked_again(verifiers, caplog):
     owner = psutil.Process(int(max(set(scored(verifiers, 60)) - {os.getpid()})))
     below = owner.children(recursive=True)

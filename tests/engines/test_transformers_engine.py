@@ -186,7 +186,7 @@ def test_requests_that_come_during_an_update_wait_for_its_weights(checkpoint, tm
     ("make", "tolerance"),
     [
         (make_llama_of_16, 1e-4),
-        (make_qwen2_of_16, 1e-4),
+        pytest.param(make_qwen2_of_16, 1e-4, marks=pytest.mark.slow),
         pytest.param(make_qwen3_moe, 1e-4, marks=pytest.mark.slow),
         pytest.param(make_glm4_moe, 1e-4, marks=pytest.mark.slow),
         pytest.param(make_gpt_oss, 1e-4, marks=pytest.mark.slow),

@@ -216,9 +216,13 @@ FRAGMENTS = (
     '{"name": "x", "parameters": {',
 )  # fmt: skip
 """What readers of calls look for, and where they could start again and again."""
+READ_AS_QWEN3 = ("qwen2_5", "qwen3_instruct_2507")
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "plain"])
+@pytest.mark.parametrize("name", [
+    *(pytest.param(name, marks=pytest.mark.slow if name in READ_AS_QWEN3 else ()) for name in FAMILIES),
+    "plain",
+])  # fmt: skip
 def test_whatever_a_model_repeats_is_read_in_time_that_grows_with_its_length(chat_of, name):
     """What is linear takes 0.1 s; 8 ns for each pair of characters would be too much."""
     tokenizer, chat, _ = chat_of(name)

@@ -102,8 +102,9 @@ def expected(checkpoints, tmp_path_factory):
     [
         (1, [("next", layout(), {}), ("3.5", layout(), {}),
              ("next", layout(), {"factor": 0.25, "max_tokens": 60, "fuse_lm_head": True})]),
-        (2, [("next", layout(tp=2, ep=2), {}), ("next", layout(ep=2, distributed_optimizer=True), {}),
-             ("3.5", layout(tp=2), {})]),
+        pytest.param(2, [
+            ("next", layout(tp=2, ep=2), {}), ("next", layout(ep=2, distributed_optimizer=True), {}),
+            ("3.5", layout(tp=2), {})], marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_loss_and_gradients_are_those_of_the_plain_formula(world, checkpoints, expected, ranks, cases):

@@ -19,6 +19,8 @@ from support.model_passes import ALONE
 from support.tiny_models import make_gpt_oss, make_olmo2, make_qwen3, make_qwen3_next
 from support.trainers import config_for
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def built(new_process, tmp_path_factory):

@@ -255,7 +255,7 @@ def test_a_step_beside_sleeping_engines_is_the_step_without_them(world, checkpoi
 @pytest.mark.world(2)
 @pytest.mark.parametrize(("family", "sizes", "bf16"), [
     ("next", {"tp": 2, "ep": 2}, False),
-    ("dense", {"distributed_optimizer": True}, False),
+    pytest.param("dense", {"distributed_optimizer": True}, False, marks=SLOW),
     pytest.param("tied", {"pp": 2}, False, marks=SLOW),
     pytest.param("dense", {"tp": 2}, True, marks=SLOW),
 ])  # fmt: skip

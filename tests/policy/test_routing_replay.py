@@ -124,7 +124,7 @@ MORE = {2: [(layout(pp=2), FULL), (layout(), {})], 4: [(layout(tp=2, pp=2, ep=2)
     ("next", {1: [(layout(), SELECTIVE)], 2: [(layout(tp=2, ep=2), {}), (layout(pp=2), FULL | INTERLEAVED)]}),
     pytest.param("next", MORE, marks=pytest.mark.slow),
     ("glm", {2: [(layout(pp=2, first=1), {}), (layout(pp=2, first=1), OWN)]}),
-    ("oss", {2: [(layout(tp=2, ep=2), {})]}),
+    pytest.param("oss", {2: [(layout(tp=2, ep=2), {})]}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_choices_are_replayed_alike_under_every_layout_and_recomputed(checkpoints, tmp_path, family, cases):
     """The dense first of GLM's three layers, all that a pipeline stage has, has no place among the choices.

@@ -128,6 +128,7 @@ def test_gradients_reduced_during_the_backward_pass_are_the_same(world, checkpoi
     torch.testing.assert_close(others, weights, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.world(2)
 def test_an_optimizer_in_host_memory_takes_the_same_steps_and_is_resumed(world, checkpoints, tmp_path):
     """It also makes room on the way. An optimizer on the device goes on from its checkpoint, too."""

@@ -302,6 +302,7 @@ def test_in_a_browser_graded_rewards_are_shades_and_a_bar_of_their_histogram_fil
         assert page.problems() == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_in_a_browser_text_that_hides_or_never_ends_stays_legible(tmp_path):
     prompt = Prompt(0, token_ids([1, 5]), 2, "1", "sum", BIDI)
@@ -549,6 +550,7 @@ def test_the_command_listens_on_loopback_alone_takes_a_free_port_and_ends_at_onc
     assert "holds neither" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @needs_browser
 def test_in_a_browser_the_page_follows_a_run_while_it_trains(run_dir, tmp_path):
     other = write_run(tmp_path / "other", [], steps=())

@@ -76,14 +76,19 @@ def assert_hidden(text, case):
     assert not [part for part in PARTS if part in text], f"{case}: {text}"
 
 
+@pytest.fixture(scope="module")
+def pool():
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("IBPO_RM_API_KEY", KEY)
+        with WorkerPool(["megatron_ibpo.rewards.http_score:score"], size=1, timeout=20) as opened:
+            yield opened
+
+
 @pytest.mark.parametrize("case", ANSWERS)
-def test_a_server_that_repeats_the_key_has_it_shown_nowhere(case, caplog):
+def test_a_server_that_repeats_the_key_has_it_shown_nowhere(pool, case, caplog):
     data = DataConfig(rm_type="http_score", rm_timeout=0.2)
     caplog.set_level(logging.DEBUG)
-    with (
-        echoing(ANSWERS[case]) as url,
-        WorkerPool(["megatron_ibpo.rewards.http_score:score"], size=1, timeout=20) as pool,
-    ):
+    with echoing(ANSWERS[case]) as url:
         data.rm_url = url
         with pytest.raises(ConfigError) as refused:
             check_servers(data)

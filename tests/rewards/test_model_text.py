@@ -102,7 +102,9 @@ def fragments():
     return sorted(made - {""})
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    "door", [pytest.param(door, marks=pytest.mark.slow if door == "math, in a box" else ()) for door in DOORS]
+)
 def test_much_of_one_character_and_of_what_patterns_look_for_is_read(door, fragments):
     """What is linear takes less than 0.1 s; 8 ns for each pair of characters would be too much."""
     DOORS[door]("\\(xx" * 100)  # which imports what is needed at the first use

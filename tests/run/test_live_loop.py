@@ -164,7 +164,7 @@ def test_samples_of_a_journal_without_masks_are_not_trained_on(tmp_path):
         steps.take(1)
 
 
-@pytest.mark.parametrize("journal", ["kept", "lost"])
+@pytest.mark.parametrize("journal", [pytest.param("kept", marks=pytest.mark.slow), "lost"])
 def test_a_run_that_goes_on_leaves_no_prompt_out_and_takes_none_twice(journal, tmp_path):
     """Sampling ahead, each batch takes what is ready: most prompts of a time are under way at the kill."""
     killed, _, steps = goes_on(tmp_path, (*AHEAD, "--num-rollout", "6"), journal)

@@ -61,6 +61,7 @@ def policy(rng, count, *, mask_of, phi_of):
     return made
 
 
+@pytest.mark.slow
 def test_credit_that_follows_the_error_and_the_nearness_is_told_from_one_drawn_by_lot(tmp_path):
     rng = np.random.default_rng(2)
     exactly = {"mask_of": lambda error, rng: [int(token // 3 == error) for token in range(24)]}
@@ -93,6 +94,7 @@ def test_credit_that_follows_the_error_and_the_nearness_is_told_from_one_drawn_b
     assert (tmp_path / "audit.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_phi_that_follows_the_prompt_alone_tells_nothing_within_prompts():
     # where both follow the prompt and nothing else, that is no merit within prompts
     prompts = [(0, 0.9, 0.5), (1, 0.9, 0.5), (2, 0.3, 0.0), (3, 0.3, 0.0)]
@@ -226,6 +228,7 @@ def test_wrong_responses_are_corrected_and_continued_from_every_step_and_scored_
     assert counts == number | {"skipped_pairs": 0, "rollouts": len(asked) - 9 - 14}
 
 
+@pytest.mark.slow
 def test_of_a_run_that_corrects_nothing_all_is_corrected_and_some_are_audited(audited_run, monkeypatch):
     at = live_loop.FLAGS.index("--ibpo-corrections")
     monkeypatch.setattr(live_loop, "FLAGS", live_loop.FLAGS[:at] + live_loop.FLAGS[at + 2 :])

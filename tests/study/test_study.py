@@ -612,7 +612,10 @@ def test_tuning_takes_the_best_mean_and_the_grid_of_each_setting_goes_on_where_t
         assert beyond(found) == ({} if further is None else {"x": {"x": further}})
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples/studies").glob("*.yaml")))
+@pytest.mark.parametrize("name", [
+    pytest.param(path.name, marks=pytest.mark.slow if path.stem in ("suite", "paper") else ())
+    for path in sorted((ROOT / "examples/studies").glob("*.yaml"))
+])  # fmt: skip
 def test_every_study_of_the_repository_can_be_run(name, tmp_path, monkeypatch):
     """It is run with one of its seeds, and tuned at both ends of its grid on one of its tasks: in between, on
     other tasks and with other seeds nothing else is checked."""

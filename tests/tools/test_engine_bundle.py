@@ -153,6 +153,7 @@ def bundle(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_a_bundle_is_slim_travels_in_bounded_parts_and_is_the_same_each_time(bundle, tmp_path, capsys):
     extra = make_wheel(tmp_path, "transformer_engine")
     pip_list = tmp_path / "installed.txt"
@@ -185,6 +186,7 @@ def test_a_bundle_is_slim_travels_in_bounded_parts_and_is_the_same_each_time(bun
     assert "first is not empty" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_file_larger_than_a_part_is_named(bundle, tmp_path, capsys):
     large = make_wheel(tmp_path, "huge", {"huge/noise": os.urandom(1_200_000)})
     assert bundle("bundle", "--part-mib", 1, "--add", large)[0] == 2
@@ -198,6 +200,7 @@ def modules_of(packages):
     return {file.name for path in paths if Path(path).is_dir() for file in Path(path).iterdir()}
 
 
+@pytest.mark.slow
 def test_parts_that_came_before_are_used_again_until_they_change(bundle, tmp_path, monkeypatch):
     _, folder, _ = bundle()
     site = tmp_path / "site"
@@ -329,6 +332,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_absent_packages_have_stand_ins_in_every_process_and_installed_ones_have_none(tmp_path):
     (tmp_path / "program.py").write_text(SEES_STAND_INS)
     (tmp_path / "xgrammar.py").write_text("INSTALLED = True")

@@ -4,6 +4,7 @@ import struct
 
 import gguf
 import numpy as np
+import pytest
 from convert_gguf_to_hf import Arguments, main
 
 from megatron_ibpo.basics.entry_point import BAD_INPUT, DONE, command
@@ -44,6 +45,7 @@ def tiny_gguf(path):
     return path
 
 
+@pytest.mark.slow
 def test_a_sound_file_is_converted_and_a_damaged_one_refused_before_memory_is_taken(tmp_path, capfd):
     path, out, draw = tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out", random.Random(0)
     sound = path.read_bytes()

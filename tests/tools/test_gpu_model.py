@@ -68,6 +68,7 @@ def test_a_missing_a_damaged_and_a_foreign_part_are_named(parts, tmp_path):
     assert not (tmp_path / "model.gguf").exists()
 
 
+@pytest.mark.slow
 def test_the_picture_shows_the_real_model_only(tmp_path):
     held_out = [
         {"step": n, "accuracy": n / 40, "accuracy_low": n / 50, "accuracy_high": n / 30} for n in (0, 10)

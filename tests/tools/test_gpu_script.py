@@ -33,6 +33,7 @@ def parts(tmp_path, monkeypatch):
     return put
 
 
+@pytest.mark.slow
 def test_every_ending_of_a_part_is_reported_with_what_it_had_found_and_what_computed(parts, capsys):
     layers = {"attention": ("torch", "padded"), "delta net": ("flash-linear-attention", "Triton kernels")}
     saved = parts(
@@ -63,6 +64,7 @@ def test_every_ending_of_a_part_is_reported_with_what_it_had_found_and_what_comp
     assert report["computed_by"]["breaks"] == local
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_leaves_what_it_had_and_no_process(parts, tmp_path):
     pid = tmp_path / "pid"
     waits = f"open({str(pid)!r}, 'w').write(str(os.getpid()))\n    time.sleep(60)"
@@ -158,6 +160,7 @@ def test_flags_that_do_not_go_together_are_refused_in_one_line(flags, problem, c
     assert problem in error
 
 
+@pytest.mark.slow
 def test_a_part_that_gets_too_little_time_is_skipped_with_the_command_that_runs_it_alone(
     parts, monkeypatch, capsys
 ):
@@ -175,6 +178,7 @@ def test_a_part_that_gets_too_little_time_is_skipped_with_the_command_that_runs_
         assert command in said, (name, own)
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_is_started_in_the_next_way_and_later_parts_begin_with_the_one_that_held(
     tmp_path, monkeypatch
 ):

@@ -276,6 +276,7 @@ class WholeTensors:
         pass
 
 
+@pytest.mark.slow
 def test_both_workers_of_an_engine_get_whole_tensors_as_on_gpus(packed_tensor, monkeypatch):
     """The transport, vLLM's packed sender and its receiver are those of GPUs; the wire is gloo."""
     from vllm.distributed.device_communicators import pynccl
