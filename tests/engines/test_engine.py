@@ -564,7 +564,7 @@ def test_corrections_alone_are_drafted_from_their_prompts_and_sampled_as_without
     """Of a random policy. Greedy tokens are the likeliest, and log-probs those of the policy."""
     hf_dir, rollout = checkpoints["dense 0"], engine_runs.make_config(tmp_path, "float32").rollout
     rollout.parameters["ibpo_draft_from_prompt"] = "on"
-    drafting = engine_settings(rollout, hf_dir, "gloo", gpus=(), num_threads=1)
+    drafting = engine_settings(rollout, hf_dir, read_hf_config(hf_dir), "gloo", gpus=(), num_threads=1)
     with closing(Engine(drafting, tmp_path / "engine.log")) as engine:
 
         def sampled(temperature, repeats_prompt):

@@ -145,9 +145,13 @@ def _expand_settings_to_drafts() -> None:
     copy of another type and drops it (`_expand_kernel_impl`), and samples with what memory holds instead."""
 
     def expand(
-        x: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+        x: torch.Tensor,
+        cu_num_tokens: torch.Tensor,
+        num_tokens: int,
+        replace_from: int = 0,
+        replace_to: int = 0,
     ) -> torch.Tensor:
-        counts = ends.diff(prepend=ends.new_zeros(1))
+        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
         return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts)
 
     rejection_sampler.expand_batch_to_tokens = expand
