@@ -44,7 +44,7 @@ def pins_of(runs: Iterable[Path]) -> Pins:
 
     def pinned(folder: str) -> str | None:
         pattern = re.compile(rf"/{re.escape(folder)}/snapshots/([0-9a-f]{{40}})")
-        return next((found[1] for text in settings if (found := pattern.search(text))), None)
+        return next((match[1] for text in settings if (match := pattern.search(text))), None)
 
     return pinned
 
@@ -59,14 +59,14 @@ def local_model(path: Path, pins: Pins = no_pins, *, weights: bool = True) -> Pa
     Raises:
         HubError: the Hub or its cache does not have it; says what to do.
     """
-    asked = hub_id(path)
-    if asked is None:
+    repo_id = hub_id(path)
+    if repo_id is None:
         return path
-    if asked.path:
+    if repo_id.path:
         raise HubError(f"--hf-checkpoint {path}: a model is owner/name or owner/name@revision on the Hub")
-    asked = _pinned(asked, "model", pins)
-    wanted = [*_OF_MODELS, "*.safetensors"] if weights else [*_OF_MODELS]
-    return _snapshot(asked, "model", wanted, ["*/*"])
+    repo_id = _pinned(repo_id, "model", pins)
+    patterns = [*_OF_MODELS, "*.safetensors"] if weights else [*_OF_MODELS]
+    return _snapshot(repo_id, "model", patterns, ["*/*"])
 
 
 def local_source(spec: str, pins: Pins = no_pins) -> str:
@@ -77,37 +77,37 @@ def local_source(spec: str, pins: Pins = no_pins) -> str:
         HubError: the Hub or its cache does not have it, or it has several data sets; says what to do.
     """
     location, _, settings = spec.partition("?")
-    asked = None if "://" in location else hub_id(location)
-    if asked is None:
+    repo_id = None if "://" in location else hub_id(location)
+    if repo_id is None:
         return spec
-    asked = _pinned(asked, "dataset", pins)
-    commit, files = _listing(asked)
-    folder, chosen = _chosen_data(asked, files)
-    wanted = [glob.escape(file) for file in chosen]
-    path = _snapshot(replace(asked, revision=commit), "dataset", wanted, named=asked) / folder
+    repo_id = _pinned(repo_id, "dataset", pins)
+    commit, files = _listing(repo_id)
+    folder, chosen = _chosen_data(repo_id, files)
+    patterns = [glob.escape(file) for file in chosen]
+    path = _snapshot(replace(repo_id, revision=commit), "dataset", patterns, named=repo_id) / folder
     if not re.search(r"(^|&)task=", settings):
-        settings += f"{'&' if settings else ''}task={asked.name}"
+        settings += f"{'&' if settings else ''}task={repo_id.name}"
     return f"{path}?{settings}"
 
 
-def _pinned(asked: HubId, kind: str, pins: Pins) -> HubId:
+def _pinned(repo_id: HubId, kind: str, pins: Pins) -> HubId:
     from huggingface_hub.file_download import repo_folder_name
 
-    if asked.revision is not None:
-        return asked
-    commit = pins(repo_folder_name(repo_id=asked.repo, repo_type=kind))
-    return asked if commit is None else replace(asked, revision=commit)
+    if repo_id.revision is not None:
+        return repo_id
+    commit = pins(repo_folder_name(repo_id=repo_id.repo, repo_type=kind))
+    return repo_id if commit is None else replace(repo_id, revision=commit)
 
 
 def _snapshot(
-    asked: HubId,
+    repo_id: HubId,
     kind: str,
-    wanted: list[str],
+    patterns: list[str],
     ignored: list[str] | None = None,
     *,
     named: HubId | None = None,
 ) -> Path:
-    """Download the files that match `wanted` and not `ignored`; return the directory of the snapshot.
+    """Download the files that match `patterns` and not `ignored`; return the directory of the snapshot.
 
     Args:
         named: the id as the user wrote it, for messages, if it is another.
@@ -116,55 +116,55 @@ def _snapshot(
 
     def download() -> str:
         return snapshot_download(
-            asked.repo,
+            repo_id.repo,
             repo_type=kind,
-            revision=asked.revision,
-            allow_patterns=wanted,
+            revision=repo_id.revision,
+            allow_patterns=patterns,
             ignore_patterns=ignored,
         )
 
-    path = Path(_answer(named or asked, kind, download))
-    print(f"{named or asked} of the Hub: commit {path.name}, in {path}", file=sys.stderr, flush=True)
+    path = Path(_answer(named or repo_id, kind, download))
+    print(f"{named or repo_id} of the Hub: commit {path.name}, in {path}", file=sys.stderr, flush=True)
     return path
 
 
-def _listing(asked: HubId) -> tuple[str, list[str]]:
+def _listing(repo_id: HubId) -> tuple[str, list[str]]:
     """Return (commit, names of all files) of a data set; without the Hub, as the cache has them."""
     from huggingface_hub import HfApi, get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     api = HfApi()
-    about = partial[dict[str, Any]](dict, repo_id=asked.repo, repo_type="dataset")
-    revision = _answer(asked, "dataset", lambda: api.resolve_revision(**about(revision=asked.revision)))
+    about = partial[dict[str, Any]](dict, repo_id=repo_id.repo, repo_type="dataset")
+    revision = _answer(repo_id, "dataset", lambda: api.resolve_revision(**about(revision=repo_id.revision)))
     commit = str(revision.resolved)
     try:
         return commit, [file.path for file in get_cached_repo_tree(**about(revision=commit))]
     except CachedRepoTreeNotFoundError:
-        return commit, _answer(asked, "dataset", lambda: api.list_repo_files(**about(revision=commit)))
+        return commit, _answer(repo_id, "dataset", lambda: api.list_repo_files(**about(revision=commit)))
 
 
-def _chosen_data(asked: HubId, files: Iterable[str]) -> tuple[str, list[str]]:
+def _chosen_data(repo_id: HubId, files: Iterable[str]) -> tuple[str, list[str]]:
     """Return (the folder or file to read, the files in it); "" is the top folder."""
     data = [file for file in files if file.endswith(SUFFIXES)]
-    if asked.path in data:
-        return asked.path, [asked.path]
+    if repo_id.path in data:
+        return repo_id.path, [repo_id.path]
     folders: dict[str, list[str]] = {}
     for file in sorted(data):
-        if not asked.path or file.startswith(f"{asked.path}/"):
+        if not repo_id.path or file.startswith(f"{repo_id.path}/"):
             folders.setdefault(_data_set_of(file), []).append(file)
     if not folders:
         raise HubError(
-            f"{asked}: the data set has no file there that ends in {', '.join(SUFFIXES)}; try "
-            f"{asked.repo}@refs/convert/parquet, where the Hub keeps others as parquet"
+            f"{repo_id}: the data set has no file there that ends in {', '.join(SUFFIXES)}; try "
+            f"{repo_id.repo}@refs/convert/parquet, where the Hub keeps others as parquet"
         )
     names = [name or "the top folder" for name in folders]
     usual = list(folders) if len(folders) == 1 else [name for name in _USUAL if name in folders]
     if not usual:
-        one = replace(asked, path=names[0])
-        raise HubError(f"{asked}: several data sets, {listed(names, most=20)}; name one, such as {one}")
+        chosen = replace(repo_id, path=names[0])
+        raise HubError(f"{repo_id}: several data sets, {listed(names, most=20)}; name one, such as {chosen}")
     if len(folders) > 1:
-        said = f"{asked} has several data sets, {listed(names, most=20)}; taking {usual[0] or names[0]}"
-        print(said, file=sys.stderr, flush=True)
+        notice = f"{repo_id} has several data sets, {listed(names, most=20)}; taking {usual[0] or names[0]}"
+        print(notice, file=sys.stderr, flush=True)
     return usual[0], folders[usual[0]]
 
 
@@ -176,43 +176,39 @@ def _data_set_of(file: str) -> str:
     return "" if folder == Path() else str(folder)
 
 
-def _answer(asked: HubId, kind: str, ask: Callable[[], Any]) -> Any:
-    """Return what the Hub answers.
-
-    Raises:
-        HubError: it has no such repository or revision, does not open it, or cannot be reached.
-    """
+def _answer(repo_id: HubId, kind: str, ask: Callable[[], Any]) -> Any:
+    """Return what the Hub answers."""
     from httpx2 import HTTPError
     from huggingface_hub import constants, errors
 
-    what = f"{asked}: there is no such path, and"
+    subject = f"{repo_id}: there is no such path, and"
     try:
         return ask()
     except errors.GatedRepoError as error:
-        why = "is gated: accept its terms on its page, then `hf auth login` or set HF_TOKEN"
-        raise HubError(f"{what} on {constants.ENDPOINT} the {kind} {asked.repo} {why}") from error
+        reason = "is gated: accept its terms on its page, then `hf auth login` or set HF_TOKEN"
+        raise HubError(f"{subject} on {constants.ENDPOINT} the {kind} {repo_id.repo} {reason}") from error
     except errors.RevisionNotFoundError as error:
-        raise HubError(f"{what} the {kind} {asked.repo} has no revision {asked.revision}") from error
+        raise HubError(f"{subject} the {kind} {repo_id.repo} has no revision {repo_id.revision}") from error
     except errors.RepositoryNotFoundError as error:
         raise HubError(
-            f"{what} no {kind} {asked.repo} on {constants.ENDPOINT}; a private one needs `hf auth login` or "
-            "HF_TOKEN"
+            f"{subject} no {kind} {repo_id.repo} on {constants.ENDPOINT}; a private one needs "
+            "`hf auth login` or HF_TOKEN"
         ) from error
     except (
         errors.LocalEntryNotFoundError,
         errors.RevisionResolutionError,
         errors.OfflineModeIsEnabled,
     ) as error:
-        said = (
+        notice = (
             "HF_HUB_OFFLINE is set"
             if constants.HF_HUB_OFFLINE
             else f"{constants.ENDPOINT} does not answer ({_first_line(error.__cause__ or error)})"
         )
         raise HubError(
-            f"{what} {said}, and the cache in {constants.HF_HUB_CACHE} lacks the {kind}, or a part of it"
+            f"{subject} {notice}, and the cache in {constants.HF_HUB_CACHE} lacks the {kind}, or a part of it"
         ) from error
     except (HTTPError, ConnectionError) as error:
-        raise HubError(f"{what} {constants.ENDPOINT} does not give it: {_first_line(error)}") from error
+        raise HubError(f"{subject} {constants.ENDPOINT} does not give it: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

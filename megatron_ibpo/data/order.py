@@ -32,14 +32,14 @@ def mixed(sources: Sequence[PromptSource], weights: Sequence[Fraction]) -> Promp
     rank = np.zeros(length, np.int64)
     """Number of earlier positions in the cycle with the same source, by position."""
     for number in range(len(sources)):
-        own = cycle == number
-        rank[own] = np.arange(own.sum())
+        from_source = cycle == number
+        rank[from_source] = np.arange(from_source.sum())
 
     def at(position: int) -> Prompt:
         turn, place = divmod(position, length)
         number = int(cycle[place])
-        own = turn * counts[number] + int(rank[place])
-        return replace(sources[number].at(own), index=position)
+        source_position = turn * counts[number] + int(rank[place])
+        return replace(sources[number].at(source_position), index=position)
 
     def count() -> int:
         """Return the positions until every source has given all its prompts; 0 if one never does."""
@@ -92,10 +92,10 @@ def interleaved(counts: Sequence[int]) -> list[int]:
     return order
 
 
-def _position_of(own: int, cycle: np.ndarray, source: int) -> int:
-    """Return the position at which prompt `own` of a source comes."""
+def _position_of(place_in_source: int, cycle: np.ndarray, source: int) -> int:
+    """Return the position at which prompt `place_in_source` of a source comes."""
     places = np.flatnonzero(cycle == source)
-    turn, rank = divmod(own, len(places))
+    turn, rank = divmod(place_in_source, len(places))
     return turn * len(cycle) + int(places[rank])
 
 
@@ -134,12 +134,12 @@ class TableOrder:
         Raises:
             DataError: the table is damaged, or has no rows.
         """
-        epoch, rest = 0, position
-        while (window := self._window(epoch, rest)) is None:
+        epoch, place = 0, position
+        while (window := self._window(epoch, place)) is None:
             total = self.counted.total
-            epoch, rest = divmod(position, total)
-        before = self._epoch(epoch).ends[window - 1] if window else 0
-        return self._rows(epoch, window)[rest - before]
+            epoch, place = divmod(position, total)
+        window_start = self._epoch(epoch).ends[window - 1] if window else 0
+        return self._rows(epoch, window)[place - window_start]
 
     def substitute(self, position: int, attempt: int) -> Place | None:
         """Return a row to try when neither the one at `position` nor `attempt` substitutes can be used; None:
@@ -152,16 +152,16 @@ class TableOrder:
     def _start_epoch(self, epoch: int) -> _Epoch:
         return _Epoch(shuffled(self._table.num_blocks, "blocks", self._seed, epoch))
 
-    def _window(self, epoch: int, rest: int) -> int | None:
-        """Return the number of the window with row `rest` of the epoch; None if the epoch has fewer rows."""
-        found = self._epoch(epoch)
-        while not found.ends or found.ends[-1] <= rest:
-            blocks = self._blocks(epoch, len(found.ends))
+    def _window(self, epoch: int, place: int) -> int | None:
+        """Return the number of the window with row `place` of the epoch; None if the epoch has fewer rows."""
+        epoch_order = self._epoch(epoch)
+        while not epoch_order.ends or epoch_order.ends[-1] <= place:
+            blocks = self._blocks(epoch, len(epoch_order.ends))
             if not blocks:
                 return None
-            before = found.ends[-1] if found.ends else 0
-            found.ends.append(before + sum(self.counted[block] for block in blocks))
-        return bisect.bisect_right(found.ends, rest)
+            total = epoch_order.ends[-1] if epoch_order.ends else 0
+            epoch_order.ends.append(total + sum(self.counted[block] for block in blocks))
+        return bisect.bisect_right(epoch_order.ends, place)
 
     def _blocks(self, epoch: int, window: int) -> list[int]:
         size = self._table.window

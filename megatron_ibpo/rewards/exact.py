@@ -139,9 +139,9 @@ def _compare_numbers(ours: str, theirs: str) -> bool | None:
 
 def _compare_percent(ours: str, theirs: str) -> bool | None:
     """Compare a percentage: 50% equals 50, as in a question that asks for percent, and .5."""
-    same = _compare_numbers(ours.rstrip("%"), theirs.rstrip("%"))
-    if same is not False or ours[-1] == theirs[-1]:
-        return same
+    verdict = _compare_numbers(ours.rstrip("%"), theirs.rstrip("%"))
+    if verdict is not False or ours[-1] == theirs[-1]:
+        return verdict
     percent, number = (ours, theirs) if ours[-1] == "%" else (theirs, ours)
     return _compare_numbers(f"{percent[:-1]}e-2", number) if "/" not in percent + number else None
 
@@ -156,18 +156,18 @@ def _compare_members(ours: str, theirs: str) -> bool | None:
     pairs = list(zip_longest(first[2].split(","), second[2].split(",")))
     if None in pairs[-1]:
         return None
-    found = [_compare_numbers(one, other) for one, other in pairs]
-    return False if False in found else all(found) or None
+    verdicts = [_compare_numbers(ours, theirs) for ours, theirs in pairs]
+    return False if False in verdicts else all(verdicts) or None
 
 
 def decimal_comma(text: str) -> str | None:
     """Return `1,22` as 1.22 if the comma is unlikely to separate thousands; None if there is no such comma or
     it may separate the members of a list."""
-    found = _DECIMAL_COMMA.fullmatch(normal(text))
-    if found is None:
+    match = _DECIMAL_COMMA.fullmatch(normal(text))
+    if match is None:
         return None
-    sign, whole, places = found.groups()[:3] if found[2] else found.groups()[3:]
-    return f"{sign}{whole}.{places}"
+    sign, integer_digits, places = match.groups()[:3] if match[2] else match.groups()[3:]
+    return f"{sign}{integer_digits}.{places}"
 
 
 def _folded(words: str) -> str:
@@ -185,36 +185,37 @@ def _is_prose(word: str) -> bool:
 def _value(number: _Number) -> object:
     if isinstance(number.value, Fraction):
         return number.value
-    sign, whole, places = number.value
-    if len(whole) + len(places) > _LONGEST_INTEGER:
+    sign, integer_digits, places = number.value
+    if len(integer_digits) + len(places) > _LONGEST_INTEGER:
         return number.value
-    return Fraction(int(sign + (whole + places or "0")), 10 ** len(places))
+    return Fraction(int(sign + (integer_digits + places or "0")), 10 ** len(places))
 
 
 def _number(text: str) -> _Number | None:
-    if (found := _FRACTION.fullmatch(text)) is not None:
-        return _fraction(found)
-    if (found := _POWER_OF_TEN.fullmatch(text)) is not None:
-        power = found[2] or found[3]
-        return _number(f"{found[1] or 1}e{power}")
-    if (found := _NUMBER.fullmatch(text)) is None:
+    if (match := _FRACTION.fullmatch(text)) is not None:
+        return _fraction(match)
+    if (match := _POWER_OF_TEN.fullmatch(text)) is not None:
+        power = match[2] or match[3]
+        return _number(f"{match[1] or 1}e{power}")
+    if (match := _NUMBER.fullmatch(text)) is None:
         return None
-    sign, whole, places, power = found[1], found[2].replace(",", ""), found[3] or "", int(found[4] or 0)
+    sign, integer_digits, places = match[1], match[2].replace(",", ""), match[3] or ""
+    power = int(match[4] or 0)
     if power >= 0:
         places = places.ljust(power, "0")
-        whole, places = whole + places[:power], places[power:]
+        integer_digits, places = integer_digits + places[:power], places[power:]
     else:
-        whole = whole.rjust(-power, "0")
-        whole, places = whole[:power], whole[power:] + places
-    whole, places = whole.lstrip("0"), places.rstrip("0")
-    sign = "-" if sign == "-" and (whole or places) else ""
-    is_tiny = not whole and places.startswith(_TINY) and len(places.lstrip("0")) <= _PLACES
-    return _Number((sign, whole, places), len(places) <= _PLACES or is_tiny, bool(places))
+        integer_digits = integer_digits.rjust(-power, "0")
+        integer_digits, places = integer_digits[:power], integer_digits[power:] + places
+    integer_digits, places = integer_digits.lstrip("0"), places.rstrip("0")
+    sign = "-" if sign == "-" and (integer_digits or places) else ""
+    is_tiny = not integer_digits and places.startswith(_TINY) and len(places.lstrip("0")) <= _PLACES
+    return _Number((sign, integer_digits, places), len(places) <= _PLACES or is_tiny, bool(places))
 
 
-def _fraction(found: re.Match[str]) -> _Number | None:
-    sign, numerator = found[1] or "", found[2] or found[4] or found[6]
-    denominator = found[3] or found[5] or found[7]
+def _fraction(match: re.Match[str]) -> _Number | None:
+    sign, numerator = match[1] or "", match[2] or match[4] or match[6]
+    denominator = match[3] or match[5] or match[7]
     if len(numerator) + len(denominator) > _LONGEST_INTEGER or int(denominator) == 0:
         return None
     value = Fraction(int(numerator), int(denominator))

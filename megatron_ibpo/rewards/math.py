@@ -78,11 +78,7 @@ _DIGIT = re.compile(r"\d")
 
 
 def _judged(prompt: str, response: str, label: str, _: dict[str, Any]) -> Any:
-    """Return 1 for a response whose answer equals its label, else 0, also if it has no answer.
-
-    Raises:
-        LabelError: the label cannot be graded.
-    """
+    """Return 1 for a response whose answer equals its label, else 0, also if it has no answer."""
     try:
         return float(is_right(response, label, prompt))
     except ResponseError:
@@ -141,11 +137,7 @@ def label_problem(label: str, metadata: dict[str, Any] | None = None) -> str | N
 
 
 def _accepted(label: str) -> tuple[str, ...]:
-    """Return the answers that a label accepts.
-
-    Raises:
-        LabelError: the label is too long, a structure that is not understood, or one of them is no answer.
-    """
+    """Return the answers that a label accepts."""
     if len(label) > _LONGEST:
         raise LabelError(f"it has more than {_LONGEST:,} characters")
     accepted = accepted_answers(label)
@@ -255,17 +247,13 @@ def _assignments(text: str) -> dict[str, str] | None:
     """Return the values by name of a text such as `x=1, y=2`; None for anything else, also one assignment."""
     parts = ["".join(part.split()).strip("$") for part in _BREAK.split(unwrapped(text))]
     matches = [_ASSIGNMENT.fullmatch(part) for part in parts if part]
-    values = {each[1]: each[2] for each in matches if each is not None}
+    values = {match[1]: match[2] for match in matches if match is not None}
     return values if 1 < len(values) == len(matches) else None
 
 
 def _equals_one(answer: _Answer, accepted: Sequence[str]) -> bool:
     """Return whether the answer equals one of several. All together have the time of one comparison, and
-    that of the last.
-
-    Raises:
-        ResponseError: it equals none, and one comparison failed.
-    """
+    that of the last."""
     if len(accepted) == 1:
         return _equal(answer, accepted[0])
     deadline, failure = time.process_time() + CHECK_S, None
@@ -285,10 +273,6 @@ def _equals_one(answer: _Answer, accepted: Sequence[str]) -> bool:
 
 @functools.lru_cache(maxsize=4096)  # responses of a group make the same mistakes
 def _same_mathematics(label: str, context: str, is_box: bool) -> bool:
-    """
-    Raises:
-        ResponseError: math-verify fails on the answer, or takes too long.
-    """
     gold = _gold(label)
     if len(context) > _END:
         raise ResponseError(f"a formula of more than {_END:,} characters")
@@ -298,10 +282,10 @@ def _same_mathematics(label: str, context: str, is_box: bool) -> bool:
         raise ResponseError("a formula with a number of more than 100 digits")
     with cpu_limit(CHECK_S):
         try:
-            answers = _read(context, is_box)
-            if not answers or _plainly_differ(gold, answers):
+            parsed_answers = _read(context, is_box)
+            if not parsed_answers or _plainly_differ(gold, parsed_answers):
                 return False
-            return bool(verify(gold, answers, timeout_seconds=0, raise_on_error=True))
+            return bool(verify(gold, parsed_answers, timeout_seconds=0, raise_on_error=True))
         except Exception as error:
             raise ResponseError(f"{type(error).__name__}: {error}") from error
 

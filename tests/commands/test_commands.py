@@ -64,8 +64,8 @@ def test_a_bug_asks_for_a_report_and_a_value_error_is_one_where_others_raise_it(
         status, line = ends(capsys, bug, logs=tmp_path / "gone/logs")
         said = rf"error: internal error: {says}.*; the traceback is in (\S+?\.log).*; please report it"
         kept = Path(re.fullmatch(said, line)[1])  # in the temporary directory where there is no run's
-        assert status == FAILED
-        assert "Traceback (most recent call last)" in kept.read_text()
+        assert status == FAILED, (says, bug)
+        assert "Traceback (most recent call last)" in kept.read_text(), (says, bug)
         kept.unlink()
     assert ends(capsys, lambda: read_json("[NaN]")) == (BAD_INPUT, "error: NaN is no number in JSON")
 
@@ -112,8 +112,8 @@ def test_an_error_in_a_rays_process_comes_with_its_traceback_there(capsys, tmp_p
         error = original_error(RayTaskError("_Process.call", text, raised.value), "trainer 1")
         found, line = ends(capsys, error, logs=tmp_path / "logs")
         assert found == status
-        assert f"; the traceback is in {tmp_path}/logs/driver.log" in line
-        assert "in trainer 1:\n" in (tmp_path / "logs/driver.log").read_text()
+        assert f"; the traceback is in {tmp_path}/logs/driver.log" in line, (work, status)
+        assert "in trainer 1:\n" in (tmp_path / "logs/driver.log").read_text(), (work, status)
 
 
 def test_ctrl_c_has_its_own_status_and_a_traceback_that_no_disk_takes_is_left_out(capsys, monkeypatch):
@@ -141,14 +141,14 @@ def test_versions_and_commands_are_told_and_main_can_be_pickled(capsys):
     assert capsys.readouterr().out.startswith(f"megatron_ibpo {__version__}")
     for words in (["--help"], ["convert"], ["convert", "--help"]):
         assert main.main(words) == 0
-        assert "convert to-megatron" in capsys.readouterr().out
+        assert "convert to-megatron" in capsys.readouterr().out, words
     assert pickle.loads(pickle.dumps(train.main)) is train.main, "studies start runs in other processes"
 
 
 TINY, MODELS = ROOT / "examples/tiny_qwen3", ROOT / "examples/models"
 
 
-def test_a_wrong_input_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
+def test_a_wrong_input_is_one_line_and_status_2(tmp_path, capsys, monkeypatch, subtests):
     recipe, compare = str(ROOT / "examples/recipes/tiny_qwen3_study.yaml"), "tools/compare_methods.py"
     study = {"methods": {"a": {}, "b": {}}, "baseline": "a", "budget": 3}
     for name, content in {
@@ -207,15 +207,16 @@ def test_a_wrong_input_is_one_line_and_status_2(tmp_path, capsys, monkeypatch):
         ("tools/convert_megatron_to_hf.py", ["--load", "nowhere", *save], "nowhere"),
         ("tools/convert_gguf_to_hf.py", ["--gguf", "nowhere.gguf", *save], "no file nowhere.gguf"),
     ]:  # fmt: skip
-        if program.endswith(".py"):
-            status = status_of_tool(program, *words)
-        else:
-            status = importlib.import_module(f"megatron_ibpo.commands.{program}").main(words)
-        said = capsys.readouterr().err
-        assert status == BAD_INPUT, (program, words, said)
-        assert "traceback" not in said.lower(), "what was given is at fault, and the line says it all"
-        (line,) = (line for line in said.splitlines() if line.startswith("error: "))
-        assert says in said.partition(line)[1] + said.partition(line)[2]
+        with subtests.test(program, words=words):
+            if program.endswith(".py"):
+                status = status_of_tool(program, *words)
+            else:
+                status = importlib.import_module(f"megatron_ibpo.commands.{program}").main(words)
+            stderr = capsys.readouterr().err
+            assert status == BAD_INPUT, stderr
+            assert "traceback" not in stderr.lower(), "what was given is at fault, and the line says it all"
+            (line,) = (line for line in stderr.splitlines() if line.startswith("error: "))
+            assert says in stderr[stderr.index(line) :]
     # what a study would cost is an answer and no failure
     assert status_of_tool(compare, "whole.yaml", "--runs-at-most", "0", *save) == 0
     assert "runs are there already" in capsys.readouterr().out

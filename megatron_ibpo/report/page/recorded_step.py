@@ -47,9 +47,9 @@ def index_of_step(groups: Sequence[Group]) -> list[dict[str, Any]]:
 def group_of_step(number: int, step: RecordedStep, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a group with its tokens, and the lines that explain its advantages."""
     vocabulary, group = _Vocabulary(tokenizer), step.groups[number]
-    trained, asked = step.trained, group.prompt.token_ids
+    trained, prompt_ids = step.trained, group.prompt.token_ids
     content = {
-        "prompt": vocabulary.turns(asked) or [("prompt", group.prompt.text)],
+        "prompt": vocabulary.turns(prompt_ids) or [("prompt", group.prompt.text)],
         "question": group.prompt.text,
         "label": group.prompt.label,
         "task": group.prompt.task,
@@ -59,7 +59,7 @@ def group_of_step(number: int, step: RecordedStep, tokenizer: Tokenizer) -> dict
             _response(response, vocabulary, trained.get((number, "response", index)))
             | {
                 "asked": None
-                if np.array_equal(response.prompt_token_ids, asked)
+                if np.array_equal(response.prompt_token_ids, prompt_ids)
                 else vocabulary.prompt(response)
             }
             | {"lines": _lines(step, number, "responses", index)}
@@ -86,23 +86,23 @@ def _lines(step: RecordedStep, number: int, kind: str, index: int) -> list[list[
 def matches(groups: Sequence[Group], text: str, tokenizer: Tokenizer) -> list[tuple[int, int]]:
     """Return (group, response) of each response that contains the text, ignoring case, in itself, in its
     prompt or in its correction."""
-    wanted = text.casefold()
+    folded = text.casefold()
 
     def holds(ids: TokenIds) -> bool:
-        return wanted in tokenizer.decode(ids).casefold()
+        return folded in tokenizer.decode(ids).casefold()
 
-    found = []
+    places = []
     for number, group in enumerate(groups):
-        if wanted in group.prompt.text.casefold():
-            found += [(number, index) for index in range(len(group.responses))]
+        if folded in group.prompt.text.casefold():
+            places += [(number, index) for index in range(len(group.responses))]
             continue
         targets = {c.target for c in group.corrections if holds(c.response.token_ids)}
-        found += [
+        places += [
             (number, index)
             for index, response in enumerate(group.responses)
             if index in targets or holds(response.token_ids)
         ]
-    return found
+    return places
 
 
 def _outcome(response: Sample) -> dict[str, Any]:
@@ -117,26 +117,26 @@ def _outcome(response: Sample) -> dict[str, Any]:
 
 def _kind(group: Group, correction: Correction) -> str:
     if not correction.response.correct:
-        before = group.responses[correction.target].content_ids
-        return "no-op" if np.array_equal(before, correction.response.content_ids) else "failed"
+        target_ids = group.responses[correction.target].content_ids
+        return "no-op" if np.array_equal(target_ids, correction.response.content_ids) else "failed"
     return "rewritten" if correction.rewritten else "corrected"
 
 
 def _correction(
     group: Group, correction: Correction, vocabulary: "_Vocabulary", trained: Trained | None
 ) -> dict[str, Any]:
-    before = group.responses[correction.target].content_ids
+    target_ids = group.responses[correction.target].content_ids
     return {name: getattr(correction, name) for name in _OF_CORRECTION} | {
         "kind": _kind(group, correction),
         "leaks": correction.reference_leakage,
         "prompt": vocabulary.prompt(correction.response),
-        "ops": opcodes(before, correction.response.content_ids),
+        "ops": opcodes(target_ids, correction.response.content_ids),
         "response": _response(correction.response, vocabulary, trained),
     }
 
 
 def _response(response: Sample, vocabulary: "_Vocabulary", trained: Trained | None) -> dict[str, Any]:
-    told = {
+    fields = {
         "tokens": vocabulary.numbers(response.token_ids),
         **_outcome(response),
         "error": response.reward_error,
@@ -147,8 +147,8 @@ def _response(response: Sample, vocabulary: "_Vocabulary", trained: Trained | No
         "sampled": _rounded(response.logprobs),
     }
     if trained is None:
-        return told
-    return told | {
+        return fields
+    return fields | {
         "advantage": trained.advantage,
         "weight": trained.weight,
         "weights": _rounded(trained.token_weights),
@@ -188,14 +188,14 @@ class _Vocabulary:
             for end in range(start + 2, min(len(texts), start + _LONGEST_CHARACTER) + 1):
                 if "\ufffd" not in texts[start]:
                     break
-                if "\ufffd" not in (whole := self._tokenizer.decode(tokens[start:end])):
-                    texts[start:end] = [whole] + [""] * (end - start - 1)
+                if "\ufffd" not in (text := self._tokenizer.decode(tokens[start:end])):
+                    texts[start:end] = [text] + [""] * (end - start - 1)
         return [self._number(text, token) for text, token in zip(texts, tokens, strict=True)]
 
     def prompt(self, sample: Sample) -> list[tuple[str, str]]:
         """Return the prompt that a sample was drawn from, as turns or as one text."""
-        asked = sample.prompt_token_ids
-        return self.turns(asked) or [("prompt", self.text(asked))]
+        prompt_ids = sample.prompt_token_ids
+        return self.turns(prompt_ids) or [("prompt", self.text(prompt_ids))]
 
     def turns(self, ids: TokenIds) -> list[tuple[str, str]]:
         """Return (role, text) of a chat in ChatML; empty for any other prompt."""
