@@ -145,6 +145,11 @@ def test_a_method_of_ones_own_has_parameters_with_the_same_rights(parsed, capsys
     assert "--ibpo-lambda" not in shown
 
 
+@pytest.fixture(scope="module")
+def default():
+    return parse_config([])
+
+
 @settings(max_examples=15)
 @given(
     lr=st.floats(1e-12, 1.0),
@@ -152,8 +157,8 @@ def test_a_method_of_ones_own_has_parameters_with_the_same_rights(parsed, capsys
     threshold=st.sampled_from(["adaptive", 0.25, 1.0]),
     high=st.none() | st.floats(1e-6, 0.5),
 )
-def test_a_written_configuration_reads_back_equal(tmp_path_factory, lr, path, threshold, high):
-    config = parse_config([])
+def test_a_written_configuration_reads_back_equal(tmp_path_factory, default, lr, path, threshold, high):
+    config = copy.deepcopy(default)
     config.optimizer.lr = lr
     file = path.replace("?", "_")  # it would begin the settings of a source
     config.data.prompt_data = (str(Path("/data") / file), "reasoning_gym://chain_sum?weight=2")

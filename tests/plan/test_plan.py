@@ -94,9 +94,13 @@ DEMANDS = [
     ),
     *((recipe, model, 1, memory) for recipe, (model, memory) in published_recipes.ONE_GPU.items()),
 ]
+CASES = [
+    pytest.param(*demand, id=demand[0], marks=pytest.mark.slow if "235b" in demand[0] else ())
+    for demand in DEMANDS
+]
 
 
-@pytest.mark.parametrize(("name", "model", "gpus", "memory"), DEMANDS, ids=[demand[0] for demand in DEMANDS])
+@pytest.mark.parametrize(("name", "model", "gpus", "memory"), CASES)
 def test_a_recipe_says_what_it_needs_and_fits(planner, name, model, gpus, memory):
     recipe = ROOT / f"examples/recipes/{name}.yaml"
     plan, short = planner(in_short_of, ROOT / "examples/models" / model, recipe, gpus, memory)

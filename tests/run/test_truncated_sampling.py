@@ -24,11 +24,12 @@ def trained(run_dir, *flags):
     return rows_of(run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.forked
 @pytest.mark.parametrize("flags", [
     ("--use-tis", "--rollout-top-p-cycle", "1", "0.8", "0.5", "--rollout-top-k-cycle", "-1", "-1", "4", "4"),
-    pytest.param(("--use-tis",), marks=pytest.mark.slow),
-    pytest.param(("--old-logprobs", "engine", "--num-steps-per-rollout", "1"), marks=pytest.mark.slow),
+    ("--use-tis",),
+    ("--old-logprobs", "engine", "--num-steps-per-rollout", "1"),
 ])  # fmt: skip
 def test_ratios_of_trainer_to_engine_are_1_before_the_first_update(flags, tmp_path):
     """Without the replay of masks the first mean was .898 (tools/results/sampling_mask.json)."""
