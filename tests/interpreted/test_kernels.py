@@ -8,7 +8,6 @@ import pytest
 from support.kernel_cases import *  # noqa: F403
 from support.kernel_cases import (
     BY_PLACE_NAME,
-    KINDS,
     check_layout,
     check_set_layout,
     check_variant,
@@ -45,7 +44,10 @@ def test_the_documented_variants_are_the_same_in_torch_and_by_the_kernel(name, t
 
 
 @pytest.mark.world(4)
-def test_the_kernels_of_every_rank_together_equal_one_process(world):
+@pytest.mark.parametrize("variants", [
+    ("gspo", "gmpo", BY_PLACE_NAME), pytest.param(("gspo-token", "cispo"), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_the_kernels_of_every_rank_together_equal_one_process(world, variants):
     """tests/loss/test_linear_loss.py takes every variant in torch."""
-    check_layout(world, "triton", 2, 2, (*KINDS, BY_PLACE_NAME))
-    check_set_layout(world, "triton", 2, 2, ("gspo",))
+    check_layout(world, "triton", 2, 2, variants)
+    check_set_layout(world, "triton", 2, 2, variants[:1])

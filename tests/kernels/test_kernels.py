@@ -35,8 +35,10 @@ def run_python(*program, interpreted=False):
     return done.stdout
 
 
-def test_the_suite_passes_under_the_interpreter():
-    printed = run_python("pytest", "-q", "--timeout=280", str(TESTS / "interpreted"), interpreted=True)
+@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_suite_passes_under_the_interpreter(chosen):
+    program = ("pytest", "-q", "--timeout=280", "-m", chosen, str(TESTS / "interpreted"))
+    printed = run_python(*program, interpreted=True)
     assert set(re.findall(r"\d+ (passed|failed|skipped)", printed)) == {"passed"}, printed  # none is skipped
 
 

@@ -23,7 +23,7 @@ from megatron_ibpo.loss.term_checks import kernel_agreement, variant_terms
 from megatron_ibpo.loss.term_inputs import MORE
 from megatron_ibpo.run.checks import check_loss_of_run
 from support import loss_terms
-from support.loss_terms import EXACT, PARAMETERS, REFUSED, from_expression
+from support.loss_terms import EXACT, OFTEN_IN_TRITON, PARAMETERS, REFUSED, from_expression
 
 
 def compare(name):
@@ -36,7 +36,9 @@ def run_command(capsys, *arguments):
     return status, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in OFTEN_IN_TRITON else ()) for name in EXACT]
+)
 def test_the_code_of_a_term_is_exact(name, capsys):
     """tests/interpreted/ runs the same code in Triton."""
     status, said, _ = run_command(capsys, f"support.loss_terms:exact_{name}")

@@ -19,7 +19,7 @@ LOSS_BOUND = 1e-6  # relative to the largest term in it (a log-prob for cispo an
 GRADIENT_BOUND = 2e-6  # of the gradient in fp32, relative, in the Euclidean norm
 BF16_STEP = 2.0**-7  # GPUs round to nearest, half a step; the interpreter rounds towards zero
 KINDS = ("gspo", "gspo-token", "gmpo", "cispo")  # they sum differently; test_traced_terms.py has all terms
-LENGTHS = (4, 1, 6, 0, 2, 7)
+LENGTHS = (3, 1, 5, 0, 2, 4)
 ROWS = sum(LENGTHS)
 
 
@@ -245,7 +245,9 @@ def test_rows_whose_peak_comes_late(device):
     assert (gradient - expected).norm() <= GRADIENT_BOUND * expected.norm()
 
 
-@pytest.mark.parametrize("offset", [-40.0, -1e4, -900.0, 900.0])
+@pytest.mark.parametrize(
+    "offset", [-1e4, 900.0, *(pytest.param(offset, marks=pytest.mark.slow) for offset in (-40.0, -900.0))]
+)
 def test_rows_of_large_logits(device, offset):
     """All logits far from 0: the error is the rounding of the logits' own size, and nothing overflows."""
     batch = make_batch(device)
@@ -393,8 +395,10 @@ def test_a_target_outside_its_set_is_named(device):
         packed_logprobs(torch.zeros(1, 5), torch.tensor([3]), sampling_sets=sets, backend="triton")
 
 
-@pytest.mark.parametrize("with_sets", [False, True])
-@pytest.mark.parametrize("variant", ["dual-clip", "gmpo"])
+@pytest.mark.parametrize(("variant", "with_sets"), [
+    ("dual-clip", False), ("gmpo", True), pytest.param("dual-clip", True, marks=pytest.mark.slow),
+    pytest.param("gmpo", False, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_fused_head_equals_the_loss_of_the_logits(device, variant, with_sets):
     """Compare fp32 by the kernels, in chunks that cut sequences, with the loss of the logits in fp64."""
     lengths, own = (1, 5, 17, 2, 30, 3), linear_cases.options_for(variant) | {"kl_coef": 0.05}

@@ -204,6 +204,13 @@ EXACT: dict[str, Any] = {
     )
 }  # fmt: skip
 """Terms by name; those with parameters have theirs in PARAMETERS."""
+OFTEN_IN_TRITON = {
+    "focal", "saturating", "scalar_results", "many_operators", "colliding_names", "by_python_value",
+}  # fmt: skip
+OFTEN_BY_AUTOGRAD = {
+    "focal_fraction", "partial", "nested", "extrema", "ppo", "parameter_to_a_parameter", "powers",
+}  # fmt: skip
+"""Terms whose code every run holds to Triton alone, or to autograd alone; that of others to both."""
 
 
 def from_expression(text):

@@ -12,7 +12,7 @@ from megatron_ibpo.kernels.term_language import run_source
 from megatron_ibpo.kernels.term_trials import trial_inputs
 from megatron_ibpo.kernels.traced_terms import GIVEN, traced_source, traced_term
 from megatron_ibpo.loss.term_inputs import MORE
-from support.loss_terms import EXACT, PARAMETERS
+from support.loss_terms import EXACT, OFTEN_BY_AUTOGRAD, PARAMETERS
 
 
 @triton.jit
@@ -26,7 +26,10 @@ def apply_kernel(a, b, c, others, parameters, value, slope, clipped, N, TERM: tl
     tl.store(clipped + i, found[2], mask=kept)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in OFTEN_BY_AUTOGRAD else ()) for name in EXACT],
+)
 def test_triton_computes_what_the_check_of_a_term_computes(name, device):
     """The check runs the same source in torch. NaN apart: the interpreter never drops it."""
     params = PARAMETERS.get(name, {})
