@@ -71,8 +71,10 @@ class Engine:
     def __init__(self, hf_dir: Path, speculation: Mapping[str, Any] | None, log: Path):
         arguments = () if speculation is None else (f"speculative_config={json.dumps(speculation)}",)
         parameters = {"vllm_kv_cache_bytes": 512 * 1024**2, "vllm_arg": arguments}
-        config = Config(rollout=RolloutConfig(rollout_max_context_len=1024, parameters=parameters))
-        rollout = on_device(config, read_hf_config(hf_dir), on_gpu=False).rollout
+        shape = read_hf_config(hf_dir)
+        context = min(1024, shape.max_position_embeddings)
+        config = Config(rollout=RolloutConfig(rollout_max_context_len=context, parameters=parameters))
+        rollout = on_device(config, shape, on_gpu=False).rollout
         self._engine = start_instrument(rollout, hf_dir, on_gpu=False, num_threads=1, log=log)
         self._engine.wait_ready(TIMEOUT)
 
