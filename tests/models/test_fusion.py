@@ -65,11 +65,11 @@ def test_flash_attention_is_told_what_the_rectangles_compute(lengths, heads, gro
 @pytest.mark.parametrize(
     ("ranks", "make", "parallel"),
     [
-        (1, (make_qwen3, 1, {}), layout()),
+        pytest.param(1, (make_qwen3, 1, {}), layout(), marks=pytest.mark.slow),
         (2, (make_qwen3, 1, {}), layout(tp=2, sequence_parallel=True)),
         (2, (make_qwen3, 1, {}), layout(cp=2)),
         (1, (make_qwen3_next, 2, {"value_heads": 4}), layout()),
-        (1, (make_gpt_oss, 3, {}), layout()),
+        pytest.param(1, (make_gpt_oss, 3, {}), layout(), marks=pytest.mark.slow),
     ],
 )
 def test_a_fused_model_has_the_loss_and_gradients_of_a_plain_one(world, tmp_path, ranks, make, parallel):

@@ -267,7 +267,7 @@ def test_code_in_a_judge_can_only_compute(sandbox):
 
 
 @needs_sandbox
-def test_what_code_does_in_a_judge_ends_with_it_and_touches_no_other(sandbox, tmp_path):
+def test_what_code_does_in_a_judge_ends_with_it_and_touches_no_other(sandbox):
     write = "__import__('os').write"
     cases = {
         "[setattr(__import__('__main__'), 'WRONG', b'r')]": "right",  # of its own verdict
@@ -287,6 +287,11 @@ def test_what_code_does_in_a_judge_ends_with_it_and_touches_no_other(sandbox, tm
         verdicts = sandbox.judge(EVALUATES, [evaluated(code), LABEL, evaluated("3")])
         assert [verdict.kind for verdict in verdicts] == [kind, "right", "wrong"], (code, verdicts)
         assert len(verdicts[0].why) <= judges.LONGEST_TEXT, (code, kind)
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_no_answer_changes_the_next_verdict_of_a_judge(sandbox, tmp_path):
     for task in EVALUATING:
         prompt, name = item(task), Task(task, pickle.dumps({}))
         entry = {"question": prompt.text, "answer": prompt.label, "metadata": prompt.metadata}

@@ -133,11 +133,20 @@ def flags(*more):
     return ["--hf-checkpoint", str(TINY), "--prompt-data", "rows.jsonl", *sizes, *own, *more]
 
 
-def tried(*more, logs=None):
+@pytest.fixture
+def pool():
+    with open_pool(parse_config(flags()).data) as opened:
+        yield opened
+
+
+def tried(*more, logs=None, judges=None):
+    """By this pool of processes, or one of its own."""
     config = parse_config(flags(*more))
     foundation = read_foundation(config)
     data = open_run_data(config, foundation)
-    with open_pool(config.data) as pool, EnvironmentPool(config.environment) as environments:
+    with ExitStack() as stack:
+        pool = judges or stack.enter_context(open_pool(config.data))
+        environments = stack.enter_context(EnvironmentPool(config.environment))
         own = environments if environments_of(data.first_prompts, config.environment) else None
         try_user_code(config, foundation.max_context, data, pool, own, trains=True, logs=logs)
         assert (environments.opened, environments.deaths, sum(environments.faults.values())) == (0, 0, 0)
@@ -152,13 +161,14 @@ def test_functions_that_work_are_called_once_and_nothing_is_counted(directory):
     assert (directory / "calls").read_text().split()[-2:] == ["reset", "step"]
 
 
-def test_functions_that_divide_by_what_differs_in_an_honest_group_are_not_refused():
+def test_functions_that_divide_by_what_differs_in_an_honest_group_are_not_refused(pool):
     for threshold in ("0", "0.5"):
         functions = ("--advantages", "own_code.py:standardised", "--group-filter", "own_code.py:finished")
-        tried(*functions, "--token-credit", "own_code.py:surprising", "--reward-threshold", threshold)
+        tried(*functions, "--token-credit", "own_code.py:surprising", "--reward-threshold", threshold,
+              judges=pool)  # fmt: skip
 
 
-def test_a_fault_stops_the_start_with_its_line_and_the_prompt(tmp_path):
+def test_a_fault_stops_the_start_with_its_line_and_the_prompt(tmp_path, pool):
     for flag, name, says, line in (
         ("--rm-type", "misses_key", "KeyError: 'answer'", 'metadata["answer"] =='),
         ("--rm-type", "all_of_them", "KeyError: 'answer'", 'each["answer"] for'),
@@ -167,8 +177,9 @@ def test_a_fault_stops_the_start_with_its_line_and_the_prompt(tmp_path):
         ("--group-filter", "filter_fails", "AttributeError", "group.answers"),
         ("--token-credit", "weigh", "KeyError: 'weights'", 'KeyError("weights")'),
     ):
+        judges = None if flag == "--rm-type" else pool
         with pytest.raises(ConfigError) as error:
-            tried(flag, f"own_code.py:{name}", logs=tmp_path / "logs")
+            tried(flag, f"own_code.py:{name}", logs=tmp_path / "logs", judges=judges)
         said = str(error.value)
         assert said.startswith(f"{flag} own_code.py:{name}: {says}"), said
         assert re.search(PLACE.format(file="own_code", line=line_of(line)), said), said
@@ -186,7 +197,7 @@ def test_a_fault_stops_the_start_with_its_line_and_the_prompt(tmp_path):
         (("--rm-type", "composite", "--reward-part", "own_code.py:misses_key=1"), "misses_key: KeyError"),
     ):
         with pytest.raises(ConfigError, match=says):
-            tried(*changed)
+            tried(*changed, judges=pool if "--advantages" in changed else None)
 
 
 def test_a_dry_run_an_evaluation_and_a_training_refuse_it_by_the_same_code(directory, tmp_path, capfd):

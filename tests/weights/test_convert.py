@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -84,19 +85,28 @@ def models(tmp_path_factory):
 # Pipelines and groups of experts divide a model by layers and experts, whatever is in them: one family goes
 # through all of them. What tensor parallelism divides differs by family: each goes through TP4.
 PLACES = {
-    "dense": [layout(), layout(tp=2), layout(tp=4), layout(pp=2), layout(pp=4), layout(pp=2, first=3),
-              layout(pp=3, first=1, last=2), layout(tp=2, pp=2, last=1)],
-    "tied": [layout(tp=4), layout(tp=2, pp=2, last=1)], "llama": [layout(tp=4)], "qwen2": [layout(tp=4)],
+    "dense": [layout(), layout(tp=4), layout(pp=2, first=3), layout(pp=3, first=1, last=2),
+              layout(tp=2, pp=2, last=1)],
+    "tied": [layout(tp=2, pp=2, last=1)], "llama": [layout(tp=4)], "qwen2": [layout(tp=4)],
     "olmo2": [layout(tp=4, pp=2)],
     "few": [layout(tp=4, pp=2)], "odd": [layout(tp=4), layout(tp=2, vocabulary=16)],
-    "moe": [layout(ep=2), layout(ep=4), layout(etp=2), layout(tp=4, etp=4), layout(tp=2, ep=2, etp=2),
-            layout(ep=2, etp=2, pp=2, first=1)],
-    "next": [layout(tp=4, etp=4), layout(tp=2, pp=2, ep=4)], "mtp": [layout(ep=2, etp=2, pp=2, first=1)],
+    "moe": [layout(ep=4), layout(tp=2, ep=2, etp=2), layout(ep=2, etp=2, pp=2, first=1)],
+    "next": [layout(tp=2, pp=2, ep=4)], "mtp": [layout(ep=2, etp=2, pp=2, first=1)],
     "glm": [layout(tp=2, ep=2, etp=2)], "glm mtp": [layout(tp=2, pp=2, ep=2, first=1)],
-    "oss": [layout(tp=4), layout(tp=2, pp=2, ep=4)], "3.5": [layout(tp=2, pp=2)],
-    "3.5 moe": [layout(tp=2, ep=2, etp=2), layout(tp=4, pp=2, etp=2, first=1)],
+    "oss": [layout(tp=2, pp=2, ep=4)], "3.5": [layout(tp=2, pp=2)],
+    "3.5 moe": [layout(tp=4, pp=2, etp=2, first=1)],
 }  # fmt: skip
-CASES = [(name, parallel, 1) for name, places in PLACES.items() for parallel in places]
+MORE_PLACES = {
+    "dense": [layout(tp=2), layout(pp=2), layout(pp=4)], "tied": [layout(tp=4)],
+    "moe": [layout(ep=2), layout(etp=2), layout(tp=4, etp=4)], "next": [layout(tp=4, etp=4)],
+    "oss": [layout(tp=4)], "3.5 moe": [layout(tp=2, ep=2, etp=2)],
+}  # fmt: skip
+CASES: list[Any] = [(name, parallel, 1) for name, places in PLACES.items() for parallel in places]
+CASES += [
+    pytest.param(name, parallel, 1, marks=pytest.mark.slow)
+    for name, places in MORE_PLACES.items()
+    for parallel in places
+]
 CASES += [(name, layout(pp=2), 2) for name in ("dense", "3.5")] + [("llama", layout(tp=2, pp=2, last=2), 2)]
 CASES += [(name, layout(tp=4, pp=2, ep=2), 2) for name in ("mtp", "glm")]
 
@@ -291,11 +301,12 @@ def test_ranks_share_a_key_value_head_by_rows_of_its_group(models):
 @pytest.mark.world
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(2, [("tied", layout(pp=2)), ("next", layout(ep=2)), ("next", layout(tp=2, ep=2)), ("next", layout()),
-          ("next", layout(pp=2), 2), ("moe", layout(tp=2, etp=2)), ("odd", layout(tp=2)),
-          ("glm", layout(tp=2, ep=2)), ("glm", layout(pp=2, first=1)), ("oss", layout(pp=2)),
-          ("oss", layout(tp=2)), ("few", layout(tp=2)), ("qwen2", layout(tp=2)),
-          ("olmo2", layout(tp=2))]),
+    [(2, [("tied", layout(pp=2)), ("next", layout(tp=2, ep=2)), ("next", layout(pp=2), 2),
+          ("moe", layout(tp=2, etp=2)), ("odd", layout(tp=2)), ("glm", layout(pp=2, first=1)),
+          ("oss", layout(tp=2)), ("few", layout(tp=2))]),
+     pytest.param(2, [
+         ("next", layout(ep=2)), ("next", layout()), ("glm", layout(tp=2, ep=2)), ("oss", layout(pp=2)),
+         ("qwen2", layout(tp=2)), ("olmo2", layout(tp=2))], marks=pytest.mark.slow),
      pytest.param(4, [
          ("few", layout(tp=4)), ("dense", layout(tp=2, pp=2)), ("moe", layout(tp=4, ep=2)),
          ("next", layout(tp=2, pp=2, ep=2)), ("next", layout(ep=4)), ("next", layout(tp=4, ep=2, etp=2)),
