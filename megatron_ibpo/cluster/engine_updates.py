@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-from megatron_ibpo.cluster.actor import result
+from megatron_ibpo.cluster.actor import Host, result
 from megatron_ibpo.cluster.deaths import ProcessDiedError
 from megatron_ibpo.cluster.engine_handles import SLACK_S, Member, RemoteLink
 from megatron_ibpo.cluster.engine_processes import EngineProcesses, Reasons
@@ -17,36 +17,51 @@ def catch_up(
     processes: EngineProcesses, engines: Sequence[int], order: UpdateOrder
 ) -> tuple[int, int, Reasons]:
     """Give `engines` the current weights according to `order`, in a second pass to those that fail in the
-    first: a living engine can take part again, and a dead one answers so at once. Return (bytes sent, bytes
-    of their shards, engines that failed twice)."""
-    sent, needed, failed = _pass(processes, engines, order)
-    if not failed:
-        return sent, needed, {}
-    log.warning("\n".join(f"engine {index} has no weights yet: {why}" for index, why in failed.items()))
-    sent_again, needed_again, failed = _pass(processes, sorted(failed), order)
-    return sent + sent_again, needed + needed_again, failed
+    first: a living engine can take part again, and a dead one answers so at once. One whose process the
+    sampler replaces meanwhile takes part no more, since its successor is still being built. Return (bytes
+    sent, bytes of their shards, engines that failed twice or were replaced)."""
+    hosts = {index: processes.members[index].host for index in engines}
+    sent, needed, failed = _pass(processes, hosts, order)
+    again = {index: hosts[index] for index in sorted(failed) if processes.members[index].host is hosts[index]}
+    if failed:
+        log.warning("\n".join(f"engine {index} has no weights yet: {why}" for index, why in failed.items()))
+    if not again:
+        return sent, needed, failed
+    sent_again, needed_again, failed_again = _pass(processes, again, order)
+    replaced = {index: why for index, why in failed.items() if index not in again}
+    return sent + sent_again, needed + needed_again, replaced | failed_again
 
 
-def _pass(processes: EngineProcesses, engines: Sequence[int], order: UpdateOrder) -> tuple[int, int, Reasons]:
-    """Connect the trainers to those of `engines` that are new to them, and send the weights to all. Return as
+def _pass(
+    processes: EngineProcesses, hosts: Mapping[int, Host], order: UpdateOrder
+) -> tuple[int, int, Reasons]:
+    """Connect the trainers to those of `hosts` that are new to them, and send the weights to all. Return as
     `catch_up`."""
     ranks = range(len(processes.placement.trainers))
-    strangers = [index for index in engines if not processes.members[index].connected]
+    strangers = [index for index in hosts if not processes.members[index].connected]
     dead: Reasons = {}
     if strangers:
-        asked = [(_links(processes, rank, strangers), strangers) for rank in ranks]
+        asked = [(_links(processes, rank, hosts, strangers), strangers) for rank in ranks]
         dead = _reasons(processes, processes.trainers.each("connect", asked))
-        for index in strangers:
-            processes.members[index].connected = index not in dead
-    present = [index for index in engines if index not in dead]
+        _set_connected(processes, hosts, {index: index not in dead for index in strangers})
+    present = [index for index in hosts if index not in dead]
     if not present:
         return 0, 0, dead
-    orders = [(_links(processes, rank, present), present, order) for rank in ranks]
+    orders = [(_links(processes, rank, hosts, present), present, order) for rank in ranks]
     passes = processes.trainers.each("send", orders)
     dead |= _reasons(processes, [done.failures for done in passes])
-    for index in dead:
-        processes.members[index].connected = False
+    _set_connected(processes, hosts, dict.fromkeys(dead, False))
     return sum(done.num_bytes for done in passes), passes[0].needed_bytes, dead
+
+
+def _set_connected(
+    processes: EngineProcesses, hosts: Mapping[int, Host], connected: Mapping[int, bool]
+) -> None:
+    """Note to which engines the trainers are connected, except for those that were replaced meanwhile."""
+    for index, value in connected.items():
+        member = processes.members[index]
+        if member.host is hosts[index]:
+            member.connected = value
 
 
 def draft_acceptance(
@@ -69,10 +84,12 @@ def draft_acceptance(
     return {"draft_acceptance": accepted / drafted} if drafted else {}
 
 
-def _links(processes: EngineProcesses, rank: int, engines: Sequence[int]) -> dict[int, RemoteLink]:
-    """Return the engines that this rank is connected to."""
+def _links(
+    processes: EngineProcesses, rank: int, hosts: Mapping[int, Host], engines: Sequence[int]
+) -> dict[int, RemoteLink]:
+    """Return those of `engines` that this rank is connected to."""
     owners = processes.placement.owners
-    return {index: RemoteLink(processes.members[index].host) for index in engines if owners[index] == rank}
+    return {index: RemoteLink(hosts[index]) for index in engines if owners[index] == rank}
 
 
 def _reasons(processes: EngineProcesses, parts: Sequence[Mapping[int, str]]) -> Reasons:

@@ -71,7 +71,7 @@ def engines(monkeypatch):
         ),
         placement=SimpleNamespace(engines=("a slot", "a slot")),
         group=None, engine="vllm", logs=Path("logs"), start_timeout=1.0,
-        settings=SimpleNamespace(sleep_mode=True, transport="ipc", drafts_with_mtp=False, extra_arguments={}),
+        settings=SimpleNamespace(sleep_mode=True, transport="ipc", drafts=False, drafts_with_mtp=False),
         members={index: Member(index, Process(f"engine {index}", events)) for index in range(2)},
     )  # fmt: skip
     found: Any = Engines(processes, update()[-1])
@@ -148,6 +148,24 @@ def test_an_engine_that_fails_in_an_update_gets_the_weights_in_a_second_pass(eng
     assert passes == [("connect", [0, 1]), ("send", [0, 1]), ("connect", [1]), ("send", [1])]
     assert metrics["weight_update_bytes"] == 30
     assert killed(engines) == (["engine 1"] if fails == 2 else [])
+
+
+def test_the_successor_of_an_engine_that_died_in_an_update_is_not_asked_for_it(engines, monkeypatch):
+    """The sampler replaces engine 1 between the first pass, in which it fails, and the second."""
+    asked = []
+
+    def each(method, calls):
+        asked.append((method, [link.host.name for link in calls[0][0].values()]))
+        if method == "connect":
+            return [{}]
+        engines.fleet.members[1].replaced_by(Process("successor", engines.events))
+        return [SimpleNamespace(failures={1: "it hangs"}, num_bytes=10, needed_bytes=10)]
+
+    use_trainers(engines, each, monkeypatch)
+    engines.update_weights(4)
+    assert asked == [("connect", ["engine 0", "engine 1"]), ("send", ["engine 0", "engine 1"])]
+    assert killed(engines) == []
+    assert [engines.fleet.members[index].connected for index in (0, 1)] == [True, False]
 
 
 def test_three_deaths_within_a_minute_of_work_and_one_step_end_the_run(engines):
