@@ -75,7 +75,7 @@ class Engine:
         context = min(1024, shape.max_position_embeddings)
         config = Config(rollout=RolloutConfig(rollout_max_context_len=context, parameters=parameters))
         rollout = on_device(config, shape, on_gpu=False).rollout
-        self._engine = start_instrument(rollout, hf_dir, on_gpu=False, num_threads=1, log=log)
+        self._engine = start_instrument(rollout, hf_dir, shape, on_gpu=False, num_threads=1, log=log)
         self._engine.wait_ready(TIMEOUT)
 
     def sample(self, requests: Sequence[SampleRequest]) -> tuple[list[Sample], float, tuple[int, int]]:
