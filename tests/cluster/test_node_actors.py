@@ -23,7 +23,7 @@ from megatron_ibpo.rewards import Verifier, WorkerError, open_pool
 from support.simulated_cluster import simulated_cluster
 from support.waiting import eventually
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 USERS = """
 import os, time
@@ -99,7 +99,6 @@ def test_calls_are_spread_over_all_nodes_by_load(verifiers):
     assert [scored(verifiers, 1) for _ in range(4)] == [[os.getpid()]] * 4, "a single one stays here"
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_killed_on_another_node_is_counted_and_its_response_asked_again(verifiers, caplog):
     owner = psutil.Process(int(max(set(scored(verifiers, 60)) - {os.getpid()})))
     below = owner.children(recursive=True)
@@ -158,7 +157,6 @@ async def begun(environments, count):
     await asyncio.gather(*[session.close() for session in sessions])
 
 
-@pytest.mark.slow
 def test_episodes_are_spread_by_load_and_a_fault_on_a_node_is_that_of_its_episodes_alone(environments):
     async def play():
         async with begun(environments, 6) as (sessions, owners):
@@ -187,7 +185,6 @@ def test_episodes_are_spread_by_load_and_a_fault_on_a_node_is_that_of_its_episod
     asyncio.run(play())
 
 
-@pytest.mark.slow
 def test_what_a_lost_node_owes_is_scored_elsewhere_and_it_is_given_up(cluster, verifiers, caplog):
     deaths = verifiers.deaths
     calls = submitted(verifiers, 300)

@@ -211,6 +211,7 @@ def test_a_field_that_cannot_be_used_and_a_file_that_is_not_what_its_name_says_a
 
 
 @needs_sandbox
+@pytest.mark.slow
 def test_the_labels_of_code_benchmarks_are_graded_by_the_code_verifier(tmp_path):
     check = "def check(candidate):\n    assert candidate(2) == 4\n"
     of_humaneval = {"task_id": "H/1", "prompt": "def twice(x):\n", "entry_point": "twice", "test": check}

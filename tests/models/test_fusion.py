@@ -227,6 +227,7 @@ def test_a_part_that_fails_on_one_rank_is_left_out_on_all(world):
     assert {fusion.ROTARY: reason} == fusion.FAILURES
 
 
+@pytest.mark.slow
 @pytest.mark.new_process
 @pytest.mark.usefixtures("new_process")
 def test_gradients_that_cannot_be_compiled_are_computed_in_plain_torch():

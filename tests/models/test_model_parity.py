@@ -189,7 +189,11 @@ def norm(tensors):
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(1, CASES[1]), (2, CASES[2]), *(pytest.param(4, half, marks=pytest.mark.slow) for half in HALVES)],
+    [
+        (1, CASES[1]),
+        pytest.param(2, CASES[2], marks=pytest.mark.slow),
+        *(pytest.param(4, half, marks=pytest.mark.slow) for half in HALVES),
+    ],
 )
 def test_logits_loss_and_gradients_equal_those_of_transformers(world, checkpoints, expected, ranks, cases):
     for name, parallel in [(name, one) for name, layouts in cases.items() for one in layouts]:

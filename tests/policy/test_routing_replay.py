@@ -123,7 +123,8 @@ MORE = {2: [(layout(pp=2), FULL), (layout(), {})], 4: [(layout(tp=2, pp=2, ep=2)
 @pytest.mark.parametrize(("family", "cases"), [
     ("next", {1: [(layout(), SELECTIVE)], 2: [(layout(tp=2, ep=2), {}), (layout(pp=2), FULL | INTERLEAVED)]}),
     pytest.param("next", MORE, marks=pytest.mark.slow),
-    ("glm", {2: [(layout(pp=2, first=1), {}), (layout(pp=2, first=1), OWN)]}),
+    pytest.param("glm", {2: [(layout(pp=2, first=1), {}), (layout(pp=2, first=1), OWN)]},
+                 marks=pytest.mark.slow),
     pytest.param("oss", {2: [(layout(tp=2, ep=2), {})]}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_choices_are_replayed_alike_under_every_layout_and_recomputed(checkpoints, tmp_path, family, cases):

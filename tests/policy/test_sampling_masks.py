@@ -164,6 +164,7 @@ def test_the_step_is_that_of_autograd_over_the_kept_ids(world, checkpoints):
     assert_close(exact, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
+@pytest.mark.slow
 @pytest.mark.world(1)
 def test_the_kl_penalty_compares_the_two_truncated_policies(world, checkpoints):
     rows = [row for row in truncated_rows(checkpoints["dense"])[0] if row.advantage and row.loss_mask.any()]

@@ -171,6 +171,7 @@ def test_a_response_whose_process_is_killed_is_asked_again(pool, tmp_path, caplo
     assert "repeated" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_successor_that_dies_or_hangs_as_it_loads_has_others_but_not_for_good(users_module, monkeypatch):
     # how long one may take to load follows from how long the first one took
     monkeypatch.setattr("megatron_ibpo.rewards.workers._SHORTEST_START_TIMEOUT", 1.0)
