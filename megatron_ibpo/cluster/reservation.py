@@ -53,14 +53,7 @@ def place_run(config: Config, *, samples: bool = True, wait: float = 0.0) -> Pla
 
 
 def _placed(config: Config, *, samples: bool) -> Placement:
-    """Place trainers and engines on the nodes of the cluster.
-
-    Args:
-        samples: False for a run without engines.
-
-    Raises:
-        PlacementError: the cluster is too small.
-    """
+    """Place them once (`place_run`)."""
     cluster, rollout = config.cluster, config.rollout
     nodes = cluster_nodes()
     num_gpus = sum(node.gpus for node in nodes)

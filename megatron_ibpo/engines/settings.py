@@ -59,7 +59,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class EngineStart:
-    """What starts each engine of a run."""
+    """The settings that start each engine of a run."""
 
     settings: EngineSettings
     """Its process fills in its GPUs."""

@@ -112,7 +112,7 @@ class _Parameters:
     """Number of the layer, or `BEGINNING` or `END`."""
     is_expert: bool
     is_divided: bool
-    """Whether tensor-parallel ranks divide them; otherwise each holds all."""
+    """True if tensor-parallel ranks divide them; otherwise each holds all."""
     elements: int
     largest: int
     """Elements of the largest of them."""

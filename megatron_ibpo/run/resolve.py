@@ -65,7 +65,7 @@ class ResolvedConfig:
 
     @cached_property
     def engine_needs(self) -> EngineNeeds:
-        """What an engine takes of its device's memory."""
+        """Return the memory that an engine takes of its device."""
         return engine_needs(self.config, on_gpu=self.placement.on_gpu)
 
     @property

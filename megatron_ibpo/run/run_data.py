@@ -46,7 +46,7 @@ class RunData:
     eval_sets: list[EvalSet]
     """Sets of held-out prompts; empty if recorded rollouts are replayed, or evaluation is off."""
     vocabulary: Vocabulary
-    """What credit knows of tokens."""
+    """Properties of tokens that credit uses."""
     template_notes: tuple[str, ...] = ()
     """Lines to show about the chat template."""
 

@@ -29,7 +29,7 @@ _Runs = Mapping[int, RunResult]
 
 @dataclass(frozen=True)
 class ClaimOutcome:
-    """What the runs say about one claim."""
+    """The outcome of one claim, by the runs."""
 
     claim: PublishedClaim
     outcome: Outcome

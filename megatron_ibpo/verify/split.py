@@ -90,7 +90,7 @@ def _repeated_row(subject: Subject) -> Row:
 
 
 def _direction_row(subject: Subject) -> Row:
-    """What earns more has the larger advantage, and what has an advantage becomes likelier."""
+    """Check that what earns more has the larger advantage, and that an update makes it likelier."""
     sequences = [s for s in subject.batch.credited if s.has_advantage and s.loss_mask.any()]
     with policy_on_one_rank(with_lr(subject.small, SMALL_LR)) as (policy, _):
         before = policy.logprobs(sequences)
