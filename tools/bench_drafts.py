@@ -1,6 +1,6 @@
 """What corrections gain where vLLM drafts their tokens from their prompts, and that their distribution stays.
 
-    python tools/bench_drafts.py --hf-checkpoint examples/tiny_qwen3 --rollouts tests/golden/rollouts/dense
+    python tools/bench_drafts.py --hf-checkpoint examples/tiny_qwen3 --rollouts runs/NAME/rollouts
 
 samples the recorded corrections' prompts again on CPUs, in float32, with and without drafts. Seconds are the
 medians of turns that alternate. Tokens that greedy sampling changes are compared by transformers' logits.
@@ -25,6 +25,7 @@ from scipy.stats import chi2
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Sample, SampleRequest
+from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.engines.registry import on_device, start_instrument
 from megatron_ibpo.models import read_hf_config
@@ -33,8 +34,9 @@ from megatron_ibpo.report import load_groups
 TIMEOUT = 400.0
 TIE = 1e-4
 """Difference of the two best logits below which float32 does not tell them apart."""
-HOT = 3.0
-"""Temperature of the test of the distribution; a trained policy is sure of most tokens at 1."""
+HOT = 2.0
+"""Temperature of the test of the distribution, the highest that vLLM takes: at 1 a trained policy is sure of
+most tokens."""
 
 
 @dataclass
@@ -58,6 +60,8 @@ def correction_requests(directory: Path, most: int) -> list[SampleRequest]:
     files = sorted(directory.glob("step_*.json"))
     groups = [group for file in files for group in load_groups(file)[1]]
     samples = [correction.response for group in groups for correction in group.corrections]
+    if not samples:
+        raise ValueError(f"--rollouts {directory}: no correction in {len(files)} files step_*.json")
     longest = max(len(sample.token_ids) for sample in samples)
     picked = [
         samples[i] for i in np.linspace(0, len(samples) - 1, min(most, len(samples))).round().astype(int)
@@ -197,7 +201,7 @@ def main(arguments: Arguments) -> None:
                 drafting.close()
             print(json.dumps(rows[-1]), flush=True)
     if arguments.save is not None:
-        arguments.save.write_text(json.dumps(rows, indent=2) + "\n")
+        arguments.save.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
