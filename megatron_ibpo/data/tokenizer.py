@@ -22,7 +22,7 @@ from megatron_ibpo.basics.user_files import (
     JSON_BYTES,
     UserFileError,
     check_user_file,
-    read_json_file,
+    read_json_object,
     read_user_file,
 )
 from megatron_ibpo.data.template_process import TemplateError, TemplateProcess
@@ -183,7 +183,7 @@ def _checked_files(path: Path) -> dict[str, dict[str, Any]]:
             check_user_file(file, JSON_BYTES)
         except (OSError, UserFileError) as error:
             raise DataError(f"tokenizer {file}: {error}") from None
-    contents = {file.name: read_object(file) for file in present if file.suffix == ".json"}
+    contents = {file.name: read_json_object(file, DataError) for file in present if file.suffix == ".json"}
     for name, content in contents.items():
         _check_ids(path / name, content)
     return contents
@@ -231,23 +231,6 @@ def _tokenizer_class(files: dict[str, dict[str, Any]]) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object.
-
-    Raises:
-        DataError: the file holds something else.
-    """
-    try:
-        content = read_json_file(path)
-    except (OSError, UserFileError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise DataError(f"{path} must hold a JSON object, holds a {type(content).__name__}")
-    return content
 
 
 @dataclass
@@ -492,7 +475,7 @@ def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if not (hf_dir / name).exists():
             continue
-        config = read_object(hf_dir / name)
+        config = read_json_object(hf_dir / name, DataError)
         text = config.get("text_config")  # a wrapped text model has its own
         found = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
         ids = found if isinstance(found, list) else [] if found is None else [found]
