@@ -75,10 +75,11 @@ def open_sources(
             max_prompt_len,
             rates,
             environment=environment,
+            split=split,
         )
         for source in sources
     ]
-    opened = [_opened(reader, split, holds_out=holds_out) for reader in readers]
+    opened = [_opened(reader, holds_out=holds_out) for reader in readers]
     source = opened[0] if len(opened) == 1 else mixed(opened, [source.weight for source in sources])
     return in_environment(source, environment.environment)
 
@@ -121,13 +122,12 @@ def open_source(
     )
 
 
-def _opened(reader: Reader, split: Literal["train", "eval"], *, holds_out: bool) -> PromptSource:
+def _opened(reader: Reader, *, holds_out: bool) -> PromptSource:
     location = reader.source.location
     if location.startswith(SCHEME):
-        opened, held_out = generated_prompts(reader, split), "other items of the same task"
+        opened, held_out = generated_prompts(reader), "other items of the same task"
     elif location.startswith(OWN_SCHEME):
-        rows = own_rows(location, split)
-        opened = read_prompts(rows, reader, shuffled=split == "train")
+        opened = read_prompts(own_rows(location, reader.split), reader)
         held_out = 'its rows for "eval"'
     elif "://" in location:
         raise DataError(
@@ -135,8 +135,8 @@ def _opened(reader: Reader, split: Literal["train", "eval"], *, holds_out: bool)
             f"{OWN_SCHEME}package.module:function"
         )
     else:
-        opened, held_out = file_prompts(reader, split, holds_out=holds_out)
-    if not holds_out or split == "train":
+        opened, held_out = file_prompts(reader, holds_out=holds_out)
+    if not holds_out or reader.split == "train":
         return opened
     note = f"{location}: no --eval-prompt-data is given, so evaluation is on {held_out}"
     return replace(opened, notes=(*opened.notes, note))

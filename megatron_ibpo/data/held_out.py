@@ -40,9 +40,7 @@ Question = Callable[[Row], str]
 """Returns the text by which a row's question is compared; raises DataError for a row that has none."""
 
 
-def file_prompts(
-    reader: Reader, split: Literal["train", "eval"], *, holds_out: bool
-) -> tuple[PromptSource, str]:
+def file_prompts(reader: Reader, *, holds_out: bool) -> tuple[PromptSource, str]:
     """Return the prompts of files, and a description of those that are held out.
 
     Args:
@@ -54,13 +52,13 @@ def file_prompts(
     """
     path, part = Path(reader.source.location), reader.source.split
     if holds_out:
-        files, is_divided = divided_files(path, split, part)
+        files, is_divided = divided_files(path, reader.split, part)
     else:
-        files, is_divided = chosen_files(path, split, part), False
+        files, is_divided = chosen_files(path, reader.split, part), False
     rows = small_rows(files, reader.columns)
     if is_divided:
-        return _divided_prompts(files, rows, reader, split)
-    return _all_prompts(files, rows, reader, split), f"its own held-out part, {files[0].name}"
+        return _divided_prompts(files, rows, reader)
+    return _all_prompts(files, rows, reader), f"its own held-out part, {files[0].name}"
 
 
 def divided_files(path: Path, role: Literal["train", "eval"], split: str | None) -> tuple[list[Path], bool]:
@@ -142,24 +140,22 @@ def _text(row: Row | DataError, question: Question) -> str | None:
         return None
 
 
-def _divided_prompts(
-    files: list[Path], rows: Rows | None, reader: Reader, split: Literal["train", "eval"]
-) -> tuple[PromptSource, str]:
+def _divided_prompts(files: list[Path], rows: Rows | None, reader: Reader) -> tuple[PromptSource, str]:
     """Return one side of files that are divided, and its description; None: they are not read whole."""
     seed = reader.data.data_seed
     if rows is None:
         division = large_division(seed)
-        if split == "train":
-            return _all_prompts(files, None, replace(reader, division=division), split), ""
+        if reader.split == "train":
+            return _all_prompts(files, None, replace(reader, division=division)), ""
         rows = held_out_rows(each_row(files, reader.columns), division, reader.question)
     else:
         rows = list(rows)
         division = _checked_division(rows, reader)
-        if split == "train":
+        if reader.split == "train":
             rows = training_rows(rows, division, reader.question)
-            return read_prompts(rows, reader, shuffled=True), ""
+            return read_prompts(rows, reader), ""
         rows = held_out_rows(starmap(as_lazy_row, rows), division, reader.question)
-    prompts = read_prompts(rows, reader, shuffled=False)
+    prompts = read_prompts(rows, reader)
     return prompts, f"{counted(len(prompts), 'prompt')} of it, which are not trained on"
 
 
@@ -169,14 +165,12 @@ def _checked_division(rows: list[tuple[str, Row | DataError]], reader: Reader) -
         contents = [row for _, row in rows]
         return small_division(contents, reader.question, reader.data.data_seed, reader.source.location)
     except DataError:
-        read_prompts(rows, reader, shuffled=False)
+        read_prompts(rows, reader)
         raise
 
 
-def _all_prompts(
-    files: list[Path], rows: Rows | None, reader: Reader, split: Literal["train", "eval"]
-) -> PromptSource:
+def _all_prompts(files: list[Path], rows: Rows | None, reader: Reader) -> PromptSource:
     """Return the prompts of all rows of files; None: the files are too large to be read whole."""
     if rows is not None:
-        return read_prompts(rows, reader, shuffled=split == "train")
-    return prompts_of_table(open_table(files, reader.columns), reader, shuffled=split == "train")
+        return read_prompts(rows, reader)
+    return prompts_of_table(open_table(files, reader.columns), reader)

@@ -1,12 +1,12 @@
 """The data of a run: its tokenizer, its prompts, and the parts of the vocabulary that credit needs."""
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_ibpo.basics.records import Prompt, TokenIds
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, EnvironmentConfig, environment_in
 from megatron_ibpo.credit import AnswerStart, Operator, ThinkingMarks, Vocabulary
 from megatron_ibpo.credit.importance import SpanMasking
 from megatron_ibpo.data import (
@@ -99,6 +99,24 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
         ),
         date_notes(tokenizer) if config.data.apply_chat_template else (),
     )
+
+
+def environments_of(prompts: Sequence[Prompt], settings: EnvironmentConfig) -> dict[str, Prompt]:
+    """Return each environment that a prompt names, with the first such prompt.
+
+    Raises:
+        ConfigError: a row names one that the user did not allow.
+    """
+    named: dict[str, Prompt] = {}
+    for prompt in prompts:
+        if (name := environment_in(prompt.metadata, settings)) is not None:
+            named.setdefault(name, prompt)
+    return named
+
+
+def scored_by_verifiers(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts that a verifier scores."""
+    return [prompt for prompt in prompts if prompt.environment is None]
 
 
 def training_prompts(config: Config, tokenizer: Tokenizer, max_context: int) -> PromptSource:

@@ -381,5 +381,5 @@ def test_what_is_put_into_a_prompt_has_no_space_of_its_own(kind):
 
 def open_prompt(tokenizer):
     data, rows = DataConfig(apply_chat_template=True), [("row 0", {"prompt": ASKED, "label": "5"})]
-    source = prompts_of_rows(rows, tokenizer, data, spec="rows", shuffled=False, max_prompt_len=None)
+    source = prompts_of_rows(rows, tokenizer, data, spec="rows", max_prompt_len=None)
     return source.at(0)
