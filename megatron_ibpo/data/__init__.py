@@ -15,7 +15,7 @@ from megatron_ibpo.data.response_text import ResponseText
 from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, own_rows, prompts_of_rows, read_prompts
 from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.templates import CorrectionTemplate, PromptSuffixes
-from megatron_ibpo.data.tokenizer import DataError, Tokenizer, TokenTexts, load_tokenizer, thinking_marks
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer, TokenTexts, load_tokenizer
 
 __all__ = [
     "CorrectionTemplate",
@@ -31,7 +31,6 @@ __all__ = [
     "open_source",
     "open_sources",
     "prompts_of_rows",
-    "thinking_marks",
 ]
 
 

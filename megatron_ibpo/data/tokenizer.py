@@ -247,20 +247,6 @@ class TokenTexts:
         return [self._text_of[token] for token in tokens]
 
 
-def thinking_marks(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids of <think> and of </think>.
-
-    Raises:
-        DataError: the tokenizer cannot express them.
-    """
-    opening, closing = (tuple(tokenizer.encode(mark)) for mark in ("<think>", "</think>"))
-    if has_unknown(tokenizer, (*opening, *closing)):
-        raise DataError(
-            "--ibpo-strip-thinking: the tokenizer has no tokens for <think> and </think>; drop the flag"
-        )
-    return opening, closing
-
-
 class HuggingFaceTokenizer:
     """A `transformers` tokenizer behind the `Tokenizer` protocol."""
 
@@ -361,17 +347,6 @@ class HuggingFaceTokenizer:
             add_generation_prompt=generation_prompt,
             **{"strftime_now": TEMPLATE_DAY.strftime, **settings},
         )
-
-
-def date_notes(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the line to print if the chat template writes a date."""
-    template = getattr(getattr(tokenizer, "library", None), "chat_template", None)
-    if "strftime_now" not in str(template):
-        return ()
-    return (
-        f"the chat template writes today's date; prompts have {TEMPLATE_DAY:%d %b %Y} on every day, so that "
-        "a run that resumes has the same",
-    )
 
 
 def without_space_before(tokenizer: Any) -> Any:

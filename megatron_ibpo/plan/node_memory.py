@@ -65,8 +65,9 @@ def check_main_memory(
         ValueError: for each node with too little memory: the needs, what it has, and what to change.
     """
     census = census_by_names(shape, config, overrides.chunks, weights, len(placement.trainers))
-    parts = _needed(config, shape, overrides, needs, census, placement)
-    problems = _refusals(parts, placement, memory, needs.kv_cache_flag)
+    problems = _refusals(
+        _needed(config, shape, overrides, needs, census, placement), placement, memory, needs.kv_cache_flag
+    )
     if problems:
         raise ValueError(listed(problems, "\n", most=_MOST_NODES))
 

@@ -180,7 +180,8 @@ def resolve(
         check_model(config.rollout, shape, on_gpu=on_gpu)
         start = engine_start(config, foundation.hf_dir, shape, on_gpu=on_gpu, trains=trains)
     if placement.engines and trains:
-        check_truncation(config, all_readers(config), on_gpu=on_gpu)
+        readers = all_readers(config)
+        check_truncation(config, readers, on_gpu=on_gpu)
     return ResolvedConfig(config, foundation, placement, start, note)
 
 

@@ -19,9 +19,8 @@ from megatron_ibpo.data import (
     load_tokenizer,
     open_pass_rates,
     open_sources,
-    thinking_marks,
 )
-from megatron_ibpo.data.tokenizer import date_notes
+from megatron_ibpo.data.tokenizer import TEMPLATE_DAY, DataError, has_unknown
 from megatron_ibpo.evaluate import EvalSet, open_eval_sets
 from megatron_ibpo.rewards import (
     CHECKED_AT_START,
@@ -83,6 +82,8 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
     context, operator, texts = foundation.max_context, foundation.method.operator, TokenTexts(tokenizer)
     placeholder = _placeholder(operator, tokenizer)
     answer_start = _answer_start(config, operator, tokenizer, texts)
+    marks = thinking_marks(operator, tokenizer)
+    template_notes = date_notes(tokenizer) if config.data.apply_chat_template else ()
     suffixes = PromptSuffixes(tokenizer, config.rollout.rollout_prompt_suffixes)
     replays = config.run.load_debug_rollout_data is not None
     return RunData(
@@ -93,11 +94,11 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
         Vocabulary(
             CorrectionTemplate(tokenizer, operator.ibpo_k),
             texts,
-            ThinkingMarks(*thinking_marks(tokenizer)) if operator.ibpo_strip_thinking else None,
+            marks,
             placeholder,
             answer_start,
         ),
-        date_notes(tokenizer) if config.data.apply_chat_template else (),
+        template_notes,
     )
 
 
@@ -162,6 +163,33 @@ def _answer_start(
         return None if place is None else bisect_right(list(accumulate(map(len, pieces))), place)
 
     return start
+
+
+def thinking_marks(operator: Operator, tokenizer: Tokenizer) -> ThinkingMarks | None:
+    """Return the ids of <think> and of </think>; None without --ibpo-strip-thinking.
+
+    Raises:
+        DataError: the tokenizer cannot express them.
+    """
+    if not operator.ibpo_strip_thinking:
+        return None
+    opening, closing = (tuple(tokenizer.encode(mark)) for mark in ("<think>", "</think>"))
+    if has_unknown(tokenizer, (*opening, *closing)):
+        raise DataError(
+            "--ibpo-strip-thinking: the tokenizer has no tokens for <think> and </think>; drop the flag"
+        )
+    return ThinkingMarks(opening, closing)
+
+
+def date_notes(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the line to print if the chat template writes a date."""
+    template = getattr(getattr(tokenizer, "library", None), "chat_template", None)
+    if "strftime_now" not in str(template):
+        return ()
+    return (
+        f"the chat template writes today's date; prompts have {TEMPLATE_DAY:%d %b %Y} on every day, so that "
+        "a run that resumes has the same",
+    )
 
 
 def _placeholder(operator: Operator, tokenizer: Tokenizer) -> int | None:
