@@ -71,8 +71,9 @@ from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, op
 from megatron_ibpo.data.prompts import plain_prompt
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy import parallel
+from megatron_ibpo.policy.group import data_parallel_rank
 from megatron_ibpo.policy.model import build_model
-from megatron_ibpo.policy.planning import data_parallel_rank, plan_update
+from megatron_ibpo.policy.planning import plan_update
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.formats.load import load_hf
 from megatron_ibpo.weights.formats.save import save_hf

@@ -74,6 +74,23 @@ def read_json_file(path: Path, most_bytes: int = JSON_BYTES) -> Any:
     return read_json(content)
 
 
+def read_json_object(path: Path, refusal: type[ValueError]) -> dict[str, Any]:
+    """Return the object of a user's JSON file.
+
+    Raises:
+        refusal: the file cannot be read, or holds something else; says which file and why.
+    """
+    try:
+        content = read_json_file(path)
+    except (OSError, UserFileError) as error:
+        raise refusal(f"{path} cannot be read: {error}") from None
+    except ValueError as error:
+        raise refusal(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise refusal(f"{path} must hold a JSON object, holds a {type(content).__name__}")
+    return content
+
+
 def user_lines(file: Lines, name: Path) -> Iterator[bytes]:
     """Yield the lines of an open file.
 

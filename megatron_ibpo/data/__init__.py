@@ -2,31 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import starmap
-from pathlib import Path
 from typing import Literal
 
-from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import DataConfig, EnvironmentConfig
-from megatron_ibpo.data.files import as_lazy_row, chosen_files, each_row, open_table, small_rows
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
-from megatron_ibpo.data.held_out import (
-    divided_files,
-    held_out_rows,
-    large_division,
-    small_division,
-    training_rows,
-)
-from megatron_ibpo.data.large_files import prompts_of_table
+from megatron_ibpo.data.held_out import file_prompts
 from megatron_ibpo.data.left_out import Tally
 from megatron_ibpo.data.order import mixed
 from megatron_ibpo.data.pass_rates import PassRates, open_pass_rates
 from megatron_ibpo.data.prompts import PromptSource, in_environment
 from megatron_ibpo.data.response_text import ResponseText
-from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, Rows, own_rows, prompts_of_rows, read_prompts
+from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, own_rows, prompts_of_rows, read_prompts
 from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.templates import CorrectionTemplate, PromptSuffixes
-from megatron_ibpo.data.tokenizer import DataError, Tokenizer, TokenTexts, load_tokenizer, thinking_marks
+from megatron_ibpo.data.tokenizer import DataError, Tokenizer, TokenTexts, load_tokenizer
 
 __all__ = [
     "CorrectionTemplate",
@@ -42,7 +31,6 @@ __all__ = [
     "open_source",
     "open_sources",
     "prompts_of_rows",
-    "thinking_marks",
 ]
 
 
@@ -86,10 +74,11 @@ def open_sources(
             max_prompt_len,
             rates,
             environment=environment,
+            split=split,
         )
         for source in sources
     ]
-    opened = [_opened(reader, split, holds_out=holds_out) for reader in readers]
+    opened = [_opened(reader, holds_out=holds_out) for reader in readers]
     source = opened[0] if len(opened) == 1 else mixed(opened, [source.weight for source in sources])
     return in_environment(source, environment.environment)
 
@@ -132,12 +121,12 @@ def open_source(
     )
 
 
-def _opened(reader: Reader, split: Literal["train", "eval"], *, holds_out: bool) -> PromptSource:
+def _opened(reader: Reader, *, holds_out: bool) -> PromptSource:
     location = reader.source.location
     if location.startswith(SCHEME):
-        opened, held_out = generated_prompts(reader, split), "other items of the same task"
+        opened, held_out = generated_prompts(reader), "other items of the same task"
     elif location.startswith(OWN_SCHEME):
-        opened = read_prompts(own_rows(location, split), reader, shuffled=split == "train")
+        opened = read_prompts(own_rows(location, reader.split), reader)
         held_out = 'its rows for "eval"'
     elif "://" in location:
         raise DataError(
@@ -145,51 +134,8 @@ def _opened(reader: Reader, split: Literal["train", "eval"], *, holds_out: bool)
             f"{OWN_SCHEME}package.module:function"
         )
     else:
-        opened, held_out = _of_files(reader, split, holds_out=holds_out)
-    if not holds_out or split == "train":
+        opened, held_out = file_prompts(reader, holds_out=holds_out)
+    if not holds_out or reader.split == "train":
         return opened
     note = f"{location}: no --eval-prompt-data is given, so evaluation is on {held_out}"
     return replace(opened, notes=(*opened.notes, note))
-
-
-def _of_files(
-    reader: Reader, split: Literal["train", "eval"], *, holds_out: bool
-) -> tuple[PromptSource, str]:
-    """Return the prompts of files, and which of them are held out, in words."""
-    rows: Rows
-    source, seed, path = reader.source, reader.data.data_seed, Path(reader.source.location)
-    if holds_out:
-        files, is_divided = divided_files(path, split, source.split)
-    else:
-        files, is_divided = chosen_files(path, split, source.split), False
-    small = small_rows(files, reader.columns)
-    if not is_divided:
-        opened = _undivided(files, small, reader, split)
-        return opened, f"its own held-out part, {files[0].name}"
-    if small is not None:
-        known = list(small)
-        try:
-            division = small_division([row for _, row in known], reader.question, seed, source.location)
-        except DataError:
-            read_prompts(known, reader, shuffled=False)  # a row that cannot be used is the better reason
-            raise
-        if split == "train":
-            rows = training_rows(known, division, reader.question)
-            return read_prompts(rows, reader, shuffled=True), ""
-        rows = held_out_rows(starmap(as_lazy_row, known), division, reader.question)
-    else:
-        division = large_division(seed)
-        if split == "train":
-            return _undivided(files, None, replace(reader, division=division), split), ""
-        rows = held_out_rows(each_row(files, reader.columns), division, reader.question)
-    opened = read_prompts(rows, reader, shuffled=False)
-    return opened, f"{counted(len(opened), 'prompt')} of it, which are not trained on"
-
-
-def _undivided(
-    files: list[Path], rows: Rows | None, reader: Reader, split: Literal["train", "eval"]
-) -> PromptSource:
-    """Return the prompts of all rows of files; None: the files are too large to be read whole."""
-    if rows is not None:
-        return read_prompts(rows, reader, shuffled=split == "train")
-    return prompts_of_table(open_table(files, reader.columns), reader, shuffled=split == "train")

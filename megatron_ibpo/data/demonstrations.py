@@ -73,7 +73,7 @@ class DemonstrationReader(Reader):
         if first == 0:
             raise DataError("the first message is the assistant's, so there is no prompt before it")
         question = messages[first - 1]["content"]
-        messages = [*self.asked(messages[:first]), *messages[first:]]
+        messages = [*self.with_context(messages[:first]), *messages[first:]]
         check_size(sum(len(message["content"]) for message in messages), self.max_prompt_len)
         tools = _tools(row)
         if self.data.apply_chat_template:

@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_ibpo.basics.user_files import check_user_file
+from megatron_ibpo.basics.user_files import check_user_file, read_json_object
 from megatron_ibpo.config import nearest, searched
 from megatron_ibpo.data.arrow_tables import ArrowFile, Parquet
 from megatron_ibpo.data.row_prompts import LARGEST_COMPRESSED, Budget, Rows, check_budget, read_jsonl
 from megatron_ibpo.data.tables import Files, JsonLines, Row, Table
-from megatron_ibpo.data.tokenizer import DataError, read_object
+from megatron_ibpo.data.tokenizer import DataError
 
 SMALL_ROWS = 8192
 """Rows up to which a source is read and checked whole before the run starts."""
@@ -42,26 +42,13 @@ def chosen_files(path: Path, role: str, split: str | None) -> list[Path]:
         if not path.name.endswith(SUFFIXES):
             raise DataError(f"{path}: expected a file that ends in {', '.join(SUFFIXES)}")
         return [path]
-    if (path / "dataset_dict.json").exists():
-        names = {name: path / name for name in _names_in(path / "dataset_dict.json", "splits")}
-        return _saved_files(_part(names, path, role, split))
-    if (path / "state.json").exists():
-        return _saved_files(path)
-    by_split: dict[str, list[Path]] = {}
-    for file in sorted(found for found in path.rglob("*") if found.name.endswith(SUFFIXES)):
-        by_split.setdefault(_split_of(file, path), []).append(file)
-    if not by_split:
-        raise DataError(f"{path}: holds no data set: no file that ends in {', '.join(SUFFIXES)}")
-    files = next(iter(by_split.values()))
-    if split is not None or len(by_split) > 1:
-        files = _part(by_split, path, role, split)
-    for file in files:
-        check_user_file(file)
-    if len(folders := {file.parent for file in files}) > 1:
-        raise DataError(
-            f"{path}: several data sets ({', '.join(sorted(map(str, folders)))}); name one of them"
-        )
-    return files
+    is_dict = (path / "dataset_dict.json").exists()
+    if not is_dict and not (path / "state.json").exists():
+        return _files_by_name(path, role, split)
+    if is_dict:
+        parts = {name: path / name for name in _names_in(path / "dataset_dict.json", "splits")}
+        path = _part(parts, path, role, split)
+    return _saved_files(path)
 
 
 def small_rows(files: Sequence[Path], columns: Sequence[str]) -> Rows | None:
@@ -133,13 +120,13 @@ def each_row(files: Sequence[Path], columns: Sequence[str]) -> Iterator[LazyRow]
                 yield partial(table.where, *place), partial(table.row, *place)
 
 
-def as_lazy_row(where: str, found: Row | DataError) -> LazyRow:
+def as_lazy_row(where: str, row: Row | DataError) -> LazyRow:
     """Return a lazy row for a row already read, or for the error in its place."""
 
     def read() -> Row:
-        if isinstance(found, DataError):
-            raise found
-        return found
+        if isinstance(row, DataError):
+            raise row
+        return row
 
     return lambda: where, read
 
@@ -147,22 +134,41 @@ def as_lazy_row(where: str, found: Row | DataError) -> LazyRow:
 def _rows_of(table: Table) -> Iterator[tuple[str, Row | DataError]]:
     for block in range(table.num_blocks):
         for number in range(table.count(block)):
-            found: Row | DataError
+            row: Row | DataError
             try:
-                found = table.row(block, number)
+                row = table.row(block, number)
             except DataError as error:
-                found = error
-            yield table.where(block, number), found
+                row = error
+            yield table.where(block, number), row
 
 
 def _part(parts: Mapping[str, T], path: Path, role: str, split: str | None) -> T:
     """Return the part of a directory for a role and split."""
-    wanted = [split] if split is not None else ["train"] if role == "train" else list(HELD_OUT)
-    for name in wanted:
+    candidates = [split] if split is not None else ["train"] if role == "train" else list(HELD_OUT)
+    for name in candidates:
         if name in parts:
             return parts[name]
-    said = f"no part {split!r}{nearest(split, parts)}" if split is not None else f"no part for {role}"
-    raise DataError(f"{path}: {said}; it has {', '.join(parts)}; ?split=NAME chooses one")
+    missing = f"no part {split!r}{nearest(split, parts)}" if split is not None else f"no part for {role}"
+    raise DataError(f"{path}: {missing}; it has {', '.join(parts)}; ?split=NAME chooses one")
+
+
+def _files_by_name(directory: Path, role: str, split: str | None) -> list[Path]:
+    """Return the files of one part of a directory; their names say which part they belong to."""
+    parts: dict[str, list[Path]] = {}
+    for file in sorted(file for file in directory.rglob("*") if file.name.endswith(SUFFIXES)):
+        parts.setdefault(_split_of(file, directory), []).append(file)
+    if not parts:
+        raise DataError(f"{directory}: holds no data set: no file that ends in {', '.join(SUFFIXES)}")
+    files = next(iter(parts.values()))
+    if split is not None or len(parts) > 1:
+        files = _part(parts, directory, role, split)
+    for file in files:
+        check_user_file(file)
+    if len(folders := {file.parent for file in files}) > 1:
+        raise DataError(
+            f"{directory}: several data sets ({', '.join(sorted(map(str, folders)))}); name one of them"
+        )
+    return files
 
 
 def _saved_files(path: Path) -> list[Path]:
@@ -170,7 +176,7 @@ def _saved_files(path: Path) -> list[Path]:
     state = path / "state.json"
     if not state.exists():
         raise DataError(f"{path}: holds no state.json, as `save_to_disk` writes it")
-    content = read_object(state)
+    content = read_json_object(state, DataError)
     if content.get("_indices_data_files"):
         raise DataError(
             f"{path}: was saved after select() or shuffle(), with its rows elsewhere; "
@@ -179,15 +185,15 @@ def _saved_files(path: Path) -> list[Path]:
     files = content.get("_data_files")
     if not isinstance(files, list) or not all(isinstance(f, dict) and "filename" in f for f in files):
         raise DataError(f"{state}: lacks _data_files, as `save_to_disk` writes it")
-    named = [path / str(file["filename"]) for file in files]
-    for file in named:
+    paths = [path / str(file["filename"]) for file in files]
+    for file in paths:
         if not file.is_file():
             raise DataError(f"{file}: is missing, and {state} names it")
-    return named
+    return paths
 
 
 def _names_in(path: Path, key: str) -> list[str]:
-    names = read_object(path).get(key)
+    names = read_json_object(path, DataError).get(key)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(f"{path}: lacks a list of {key}")
     return names
@@ -201,7 +207,7 @@ def _split_of(file: Path, root: Path) -> str:
     """Return the split in a file's name: train for data/train-00000-of-00002.parquet, train.jsonl and
     train/a.parquet."""
     stem = _SHARD.sub("", _stem(file))
-    known = ("train", *HELD_OUT)
-    if stem in known or file.parent == root or file.parent.name not in known:
+    splits = ("train", *HELD_OUT)
+    if stem in splits or file.parent == root or file.parent.name not in splits:
         return stem
     return file.parent.name

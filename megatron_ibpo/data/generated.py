@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qsl
 
 from megatron_ibpo.basics.records import Prompt
@@ -73,7 +73,7 @@ class _Task:
         return self.levels[step]
 
 
-def generated_prompts(reader: Reader, split: Literal["train", "eval"]) -> PromptSource:
+def generated_prompts(reader: Reader) -> PromptSource:
     """Return an endless stream of one task's items, each a function of the seed and its position alone.
 
     Training and evaluation never share a question, whatever their seeds: a hash of a question's text assigns
@@ -85,7 +85,7 @@ def generated_prompts(reader: Reader, split: Literal["train", "eval"]) -> Prompt
             questions, or (seen on the first items) prompts that do not fit the tokenizer or context.
     """
     source, data, tokenizer, spec = reader.source, reader.data, reader.tokenizer, reader.source.location
-    task = _parse_task(spec)
+    task, split = _parse_task(spec), reader.split
     seed = data.data_seed if split == "train" else 0
     tally = Tally(spec)
 

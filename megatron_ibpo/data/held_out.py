@@ -6,12 +6,24 @@ A question's hash decides, so equal questions are on one side, and the seed and 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, starmap
 from pathlib import Path
 from typing import Literal
 
-from megatron_ibpo.data.files import LazyRow, chosen_files
+from megatron_ibpo.basics.text import counted
+from megatron_ibpo.data.files import (
+    LazyRow,
+    as_lazy_row,
+    chosen_files,
+    each_row,
+    open_table,
+    small_rows,
+)
+from megatron_ibpo.data.large_files import prompts_of_table
 from megatron_ibpo.data.left_out import Division, question_hash
+from megatron_ibpo.data.prompts import PromptSource
+from megatron_ibpo.data.row_prompts import Reader, Rows, read_prompts
 from megatron_ibpo.data.tables import Row
 from megatron_ibpo.data.tokenizer import DataError
 
@@ -26,6 +38,27 @@ _HASHES = 2**63
 
 Question = Callable[[Row], str]
 """Returns the text by which a row's question is compared; raises DataError for a row that has none."""
+
+
+def file_prompts(reader: Reader, *, holds_out: bool) -> tuple[PromptSource, str]:
+    """Return the prompts of files, and a description of those that are held out.
+
+    Args:
+        holds_out: both splits are opened from these files, which are divided unless a part of them is made
+            for evaluation.
+
+    Raises:
+        DataError: the files or one of their prompts cannot be used.
+    """
+    path, part = Path(reader.source.location), reader.source.split
+    if holds_out:
+        files, is_divided = divided_files(path, reader.split, part)
+    else:
+        files, is_divided = chosen_files(path, reader.split, part), False
+    rows = small_rows(files, reader.columns)
+    if is_divided:
+        return _divided_prompts(files, rows, reader)
+    return _all_prompts(files, rows, reader), f"its own held-out part, {files[0].name}"
 
 
 def divided_files(path: Path, role: Literal["train", "eval"], split: str | None) -> tuple[list[Path], bool]:
@@ -82,7 +115,7 @@ def held_out_rows(
 ) -> Iterator[tuple[str, Row | DataError]]:
     """Yield the rows that are held out with their places, each question once."""
 
-    def found() -> Iterator[tuple[str, Row | DataError]]:
+    def held_out() -> Iterator[tuple[str, Row | DataError]]:
         seen: set[str] = set()
         characters = 0
         for where, read in islice(rows, MOST_ROWS_READ):
@@ -95,7 +128,7 @@ def held_out_rows(
                     seen.add(text)
                     yield where(), row
 
-    return islice(found(), MOST_HELD_OUT)
+    return islice(held_out(), MOST_HELD_OUT)
 
 
 def _text(row: Row | DataError, question: Question) -> str | None:
@@ -105,3 +138,39 @@ def _text(row: Row | DataError, question: Question) -> str | None:
         return question(row)
     except DataError:
         return None
+
+
+def _divided_prompts(files: list[Path], rows: Rows | None, reader: Reader) -> tuple[PromptSource, str]:
+    """Return one side of files that are divided, and its description; None: they are not read whole."""
+    seed = reader.data.data_seed
+    if rows is None:
+        division = large_division(seed)
+        if reader.split == "train":
+            return _all_prompts(files, None, replace(reader, division=division)), ""
+        rows = held_out_rows(each_row(files, reader.columns), division, reader.question)
+    else:
+        rows = list(rows)
+        division = _checked_division(rows, reader)
+        if reader.split == "train":
+            rows = training_rows(rows, division, reader.question)
+            return read_prompts(rows, reader), ""
+        rows = held_out_rows(starmap(as_lazy_row, rows), division, reader.question)
+    prompts = read_prompts(rows, reader)
+    return prompts, f"{counted(len(prompts), 'prompt')} of it, which are not trained on"
+
+
+def _checked_division(rows: list[tuple[str, Row | DataError]], reader: Reader) -> Division:
+    """Return the division of rows. Rows that cannot be used are the better reason for a failure."""
+    try:
+        contents = [row for _, row in rows]
+        return small_division(contents, reader.question, reader.data.data_seed, reader.source.location)
+    except DataError:
+        read_prompts(rows, reader)
+        raise
+
+
+def _all_prompts(files: list[Path], rows: Rows | None, reader: Reader) -> PromptSource:
+    """Return the prompts of all rows of files; None: the files are too large to be read whole."""
+    if rows is not None:
+        return read_prompts(rows, reader)
+    return prompts_of_table(open_table(files, reader.columns), reader)

@@ -110,9 +110,9 @@ def inspect_source(
     source = read_spec(spec)
     data = replace(data, skip_bad_rows=True, drop_long_prompts=True)
     tally, settings = Tally(source.location), environment or EnvironmentConfig()
-    reader = Reader(tokenizer, data, source, tally, max_prompt_len, rates, environment=settings)
+    reader = Reader(tokenizer, data, source, tally, max_prompt_len, rates, environment=settings, split=split)
     found = Inspection(source.location, tally=reader.tally)
-    entries = _generated(reader, split) if source.location.startswith(SCHEME) else _read(reader, split, found)
+    entries = _generated(reader) if source.location.startswith(SCHEME) else _read(reader, found)
     seen: set[str] = set()
     for where, prompt in islice(entries, most_rows):
         found.rows += 1
@@ -184,16 +184,16 @@ Entry = tuple[Callable[[], str], Prompt | None]
 """(function that returns a row's place, its prompt); the prompt is None if the row is left out."""
 
 
-def _generated(reader: Reader, split: Literal["train", "eval"]) -> Iterator[Entry]:
-    source = generated_prompts(reader, split)
+def _generated(reader: Reader) -> Iterator[Entry]:
+    source = generated_prompts(reader)
     index = 0
     while True:
         yield partial("item {}".format, index), source.at(index)
         index += 1
 
 
-def _read(reader: Reader, split: Literal["train", "eval"], found: Inspection) -> Iterator[Entry]:
-    location = reader.source.location
+def _read(reader: Reader, found: Inspection) -> Iterator[Entry]:
+    location, split = reader.source.location, reader.split
     if location.startswith(OWN_SCHEME):
         rows: Iterable[LazyRow] = (as_lazy_row(where, row) for where, row in own_rows(location, split))
     else:

@@ -30,10 +30,10 @@ MOST_PASSED_OVER = 2**20
 """Rows in the order of the file that may be left out in a row; after that, its first prompts are repeated."""
 
 
-def prompts_of_table(table: Table, reader: Reader, *, shuffled: bool) -> PromptSource:
+def prompts_of_table(table: Table, reader: Reader) -> PromptSource:
     """Return the rows of a table as an endless stream.
 
-    If shuffled, a row that is left out gives its position to another one, drawn at random, since which rows
+    In training, a row that is left out gives its position to another one, drawn at random, since which rows
     will be left out is not known beforehand. In the file's own order the next row takes it.
 
     Raises:
@@ -43,7 +43,7 @@ def prompts_of_table(table: Table, reader: Reader, *, shuffled: bool) -> PromptS
         table = _without_duplicates(table, reader)
     order = TableOrder(table, reader.data.data_seed)
     notes = _checked(table, order, reader)
-    if shuffled:
+    if reader.split == "train":
         at = _shuffled(table, order, replace(reader, checks_names=False))
     else:
         at = _in_order(table, order.counted, reader)

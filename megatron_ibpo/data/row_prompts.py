@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.text import shown
@@ -31,7 +31,7 @@ from megatron_ibpo.data.layouts import (
     plain_row,
 )
 from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, HELD_OUT, NOT_CHOSEN, TOO_LONG, Division, Tally
-from megatron_ibpo.data.order import shuffled as in_random_order
+from megatron_ibpo.data.order import shuffled
 from megatron_ibpo.data.pass_rates import PassRates
 from megatron_ibpo.data.prompts import (
     PromptSource,
@@ -77,6 +77,8 @@ class Reader:
     checks_names: bool = True
     """Refuse a row that names a verifier or an environment that is not allowed. False for rows that are drawn
     during a run: their responses then have no reward, and the run goes on."""
+    split: Literal["train", "eval"] = "train"
+    """Training prompts come in an order drawn by `data.data_seed`, those of evaluation in the source's."""
 
     @property
     def input_key(self) -> str:
@@ -130,8 +132,8 @@ class Reader:
             is_long = isinstance(error, TooLongError)
             if not (self.data.drop_long_prompts if is_long else self.data.skip_bad_rows):
                 raise DataError(f"{where()}: {error}") from error
-            said = str(error)
-            self.tally.add(TOO_LONG if is_long else BAD_ROW, key, lambda: f"{where()}: {said}")
+            fault = str(error)
+            self.tally.add(TOO_LONG if is_long else BAD_ROW, key, lambda: f"{where()}: {fault}")
             return None
         refusal = None if self.rates is None else self.rates.refusal(prompt)
         if refusal is not None:
@@ -151,7 +153,7 @@ class Reader:
 
     def _made(self, row: PlainRow) -> Prompt:
         data = self.data
-        messages = self.asked(row.messages)
+        messages = self.with_context(row.messages)
         check_size(sum(len(message["content"]) for message in messages), self.max_prompt_len)
         if data.apply_chat_template:
             token_ids, head_length = chat_prompt(messages, self.tokenizer, template_settings(data))
@@ -180,17 +182,17 @@ class Reader:
         except ConfigError as error:
             raise DataError(str(error)) from None
 
-    def asked(self, messages: Iterable[Message]) -> list[Message]:
+    def with_context(self, messages: Iterable[Message]) -> list[Message]:
         """Return the messages with the source's suffix, and with the system prompt if they have none.
 
         Raises:
             DataError: a part of the question is no text.
         """
-        made = list(messages)
-        check_placeholders(made, self.input_key)
+        chat = list(messages)
+        check_placeholders(chat, self.input_key)
         if self.source.suffix:
-            made[-1] = {**made[-1], "content": made[-1]["content"] + self.source.suffix}
-        return with_system_prompt(made, self.data)
+            chat[-1] = {**chat[-1], "content": chat[-1]["content"] + self.source.suffix}
+        return with_system_prompt(chat, self.data)
 
 
 def _verifiers(rm_type: str, data: DataConfig) -> Iterable[str]:
@@ -215,21 +217,21 @@ def prompts_of_rows(
     data: DataConfig,
     *,
     spec: str,
-    shuffled: bool,
     max_prompt_len: int | None,
 ) -> PromptSource:
-    """Return `read_prompts` of the rows of a source without settings.
+    """Return `read_prompts` of the rows of a source without settings, in their own order.
 
     Args:
         spec: the source; its last part names the task of rows without one.
         max_prompt_len: tokens that a prompt may have.
     """
-    reader = Reader(tokenizer, data, SourceSpec(spec), Tally(spec), max_prompt_len)
-    return read_prompts(rows, reader, shuffled=shuffled)
+    reader = Reader(tokenizer, data, SourceSpec(spec), Tally(spec), max_prompt_len, split="eval")
+    return read_prompts(rows, reader)
 
 
-def read_prompts(rows: Rows, reader: Reader, *, shuffled: bool) -> PromptSource:
-    """Return the rows as an endless source; shuffled anew in every epoch. All are read and checked at once.
+def read_prompts(rows: Rows, reader: Reader) -> PromptSource:
+    """Return the rows as an endless source; those of training are shuffled anew in every epoch. All are read
+    and checked at once.
 
     A row has a question (text, or chat messages ending with the user's), a label (text or number), and
     optionally `task` (text), `metadata` (object), `rm_type` (text) and `id` (text or number), which no two
@@ -247,10 +249,10 @@ def read_prompts(rows: Rows, reader: Reader, *, shuffled: bool) -> PromptSource:
     questions: set[str] = set()
     layouts: set[str | None] = set()
     number = 0
-    for number, (where, found) in enumerate(rows, start=1):
+    for number, (where, row) in enumerate(rows, start=1):
         place = partial(str, where)
-        prompt = reader.prompt(number, place, unique_id(partial(_row, found), place, ids))
-        layouts.add(reader.layout(found) if isinstance(found, dict) else None)
+        prompt = reader.prompt(number, place, unique_id(partial(_row, row), place, ids))
+        layouts.add(reader.layout(row) if isinstance(row, dict) else None)
         if prompt is None:
             continue
         if data.deduplicate and (question := normalised(prompt.text)) in questions:
@@ -260,16 +262,17 @@ def read_prompts(rows: Rows, reader: Reader, *, shuffled: bool) -> PromptSource:
             questions.add(question)
         prompts.append(prompt)
     if not prompts:
-        left = "; ".join(reader.tally.lines())
-        raise DataError(f"{source.location}: no prompts in it" + (f" that are left ({left})" if left else ""))
+        reasons = "; ".join(reader.tally.lines())
+        remaining = f" that are left ({reasons})" if reasons else ""
+        raise DataError(f"{source.location}: no prompts in it{remaining}")
 
     @lru_cache(maxsize=2)  # a batch may span two epochs
     def order(epoch: int) -> list[int]:
-        return in_random_order(len(prompts), "epoch", data.data_seed, epoch)
+        return shuffled(len(prompts), "epoch", data.data_seed, epoch)
 
     def prompt_at(position: int) -> Prompt:
         epoch, place = divmod(position, len(prompts))
-        return replace(prompts[order(epoch)[place] if shuffled else place], index=position)
+        return replace(prompts[order(epoch)[place] if reader.split == "train" else place], index=position)
 
     notes = layout_notes(source, layouts) + tuple(reader.tally.lines())
     return PromptSource(prompt_at, len(prompts), notes=notes, tallies=(reader.tally,))
@@ -285,10 +288,10 @@ def normalised(question: str) -> str:
     return " ".join(question.split())
 
 
-def _row(found: Row | DataError) -> Row:
-    if isinstance(found, DataError):
-        raise found
-    return found
+def _row(row: Row | DataError) -> Row:
+    if isinstance(row, DataError):
+        raise row
+    return row
 
 
 def unique_id(read: Callable[[], Row], where: Callable[[], str], ids: FirstPlaces) -> Callable[[], Row]:
@@ -300,10 +303,10 @@ def unique_id(read: Callable[[], Row], where: Callable[[], str], ids: FirstPlace
 
     def checked() -> Row:
         row = read()
-        if (own := row.get("id")) is not None:
-            first = ids.setdefault(json.dumps(own, default=str), where)
+        if (row_id := row.get("id")) is not None:
+            first = ids.setdefault(json.dumps(row_id, default=str), where)
             if first is not where:
-                raise DataError(f"id {own!r} is also that of {first()}")
+                raise DataError(f"id {row_id!r} is also that of {first()}")
         return row
 
     return checked
@@ -404,5 +407,5 @@ def own_rows(spec: str, split: str) -> Iterator[tuple[str, "Row | DataError"]]:
         raise DataError(f"{spec}: it raised {type(error).__name__}: {error}") from error
     for number, row in enumerate(rows):
         is_row = isinstance(row, dict)
-        found = row if is_row else DataError(f"expected a dictionary, found {type(row).__name__}")
-        yield f"{spec}, {split} row {number}", found
+        fault = f"expected a dictionary, found {type(row).__name__}"
+        yield f"{spec}, {split} row {number}", row if is_row else DataError(fault)

@@ -22,7 +22,7 @@ from megatron_ibpo.basics.user_files import (
     JSON_BYTES,
     UserFileError,
     check_user_file,
-    read_json_file,
+    read_json_object,
     read_user_file,
 )
 from megatron_ibpo.data.template_process import TemplateError, TemplateProcess
@@ -183,7 +183,7 @@ def _checked_files(path: Path) -> dict[str, dict[str, Any]]:
             check_user_file(file, JSON_BYTES)
         except (OSError, UserFileError) as error:
             raise DataError(f"tokenizer {file}: {error}") from None
-    contents = {file.name: read_object(file) for file in present if file.suffix == ".json"}
+    contents = {file.name: read_json_object(file, DataError) for file in present if file.suffix == ".json"}
     for name, content in contents.items():
         _check_ids(path / name, content)
     return contents
@@ -233,23 +233,6 @@ def _tokenizer_class(files: dict[str, dict[str, Any]]) -> Any:
     return AutoTokenizer
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object.
-
-    Raises:
-        DataError: the file holds something else.
-    """
-    try:
-        content = read_json_file(path)
-    except (OSError, UserFileError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise DataError(f"{path} must hold a JSON object, holds a {type(content).__name__}")
-    return content
-
-
 @dataclass
 class TokenTexts:
     """A function from ids to the text of each; every id is decoded once."""
@@ -262,20 +245,6 @@ class TokenTexts:
         for token in set(tokens) - self._text_of.keys():
             self._text_of[token] = self.tokenizer.decode([token])
         return [self._text_of[token] for token in tokens]
-
-
-def thinking_marks(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids of <think> and of </think>.
-
-    Raises:
-        DataError: the tokenizer cannot express them.
-    """
-    opening, closing = (tuple(tokenizer.encode(mark)) for mark in ("<think>", "</think>"))
-    if has_unknown(tokenizer, (*opening, *closing)):
-        raise DataError(
-            "--ibpo-strip-thinking: the tokenizer has no tokens for <think> and </think>; drop the flag"
-        )
-    return opening, closing
 
 
 class HuggingFaceTokenizer:
@@ -380,17 +349,6 @@ class HuggingFaceTokenizer:
         )
 
 
-def date_notes(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the line to print if the chat template writes a date."""
-    template = getattr(getattr(tokenizer, "library", None), "chat_template", None)
-    if "strftime_now" not in str(template):
-        return ()
-    return (
-        f"the chat template writes today's date; prompts have {TEMPLATE_DAY:%d %b %Y} on every day, so that "
-        "a run that resumes has the same",
-    )
-
-
 def without_space_before(tokenizer: Any) -> Any:
     """Return a copy of a fast tokenizer that puts no space before a text; None if it never does."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -492,7 +450,7 @@ def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if not (hf_dir / name).exists():
             continue
-        config = read_object(hf_dir / name)
+        config = read_json_object(hf_dir / name, DataError)
         text = config.get("text_config")  # a wrapped text model has its own
         found = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
         ids = found if isinstance(found, list) else [] if found is None else [found]

@@ -222,7 +222,7 @@ def _benchmark_prompts(
     rows: Iterable[tuple[str, dict[str, Any]]], tokenizer: Tokenizer, data: DataConfig, room: int
 ) -> PromptSource:
     plain = replace(data, input_key="prompt", label_key="label")  # the reader's names, not those of a file
-    return prompts_of_rows(rows, tokenizer, plain, spec="benchmark", shuffled=False, max_prompt_len=room)
+    return prompts_of_rows(rows, tokenizer, plain, spec="benchmark", max_prompt_len=room)
 
 
 def _check(spec: EvalSpec, prompts: list[Prompt], sampling: EvalSampling, k: int) -> None:

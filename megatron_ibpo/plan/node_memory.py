@@ -19,7 +19,7 @@ from megatron_ibpo.engines.settings import EngineNeeds
 from megatron_ibpo.models import ModelShape, pipeline_layers
 from megatron_ibpo.models.lora import TrainedWeights
 from megatron_ibpo.models.weight_map import Entry
-from megatron_ibpo.plan.memory import GIB, RankState, engine_memory, node_memory, rank_state
+from megatron_ibpo.plan.memory import GIB, engine_memory, node_memory, rank_state
 from megatron_ibpo.plan.parameter_count import Census, StagePart
 from megatron_ibpo.policy.overrides import Overrides, read_overrides
 
@@ -64,12 +64,10 @@ def check_main_memory(
     Raises:
         ValueError: for each node with too little memory: the needs, what it has, and what to change.
     """
-    problems = []
     census = census_by_names(shape, config, overrides.chunks, weights, len(placement.trainers))
-    for node, parts in _needed(config, shape, overrides, needs, census, placement).items():
-        needed, there = sum(parts.values()), memory[node]
-        if needed > there:
-            problems.append(_refusal(placement.nodes[node].address, there, parts, needs.kv_cache_flag))
+    problems = _refusals(
+        _needed(config, shape, overrides, needs, census, placement), placement, memory, needs.kv_cache_flag
+    )
     if problems:
         raise ValueError(listed(problems, "\n", most=_MOST_NODES))
 
@@ -91,6 +89,20 @@ def memory_on_cpus(config: Config, shape: ModelShape, census: Census) -> dict[st
     overrides, needs = read_overrides(config), engine_needs(config, on_gpu=False)
     (parts,) = _needed(config, shape, overrides, needs, census, placement).values()
     return parts
+
+
+def _refusals(
+    parts_of: Mapping[int, Mapping[str, int]],
+    placement: Placement,
+    memory: Mapping[int, int],
+    kv_cache_flag: str,
+) -> list[str]:
+    """Return a line for each node whose parts take more main memory than it has."""
+    return [
+        _refusal(placement.nodes[node].address, memory[node], parts, kv_cache_flag)
+        for node, parts in parts_of.items()
+        if sum(parts.values()) > memory[node]
+    ]
 
 
 def _refusal(address: str, there: int, parts: Mapping[str, int], kv_cache_flag: str) -> str:
@@ -124,7 +136,10 @@ def _needed(
         own = ranks.get(node, [])
         parts = node_memory(config, census, stages, own).named()
         if not on_gpu:
-            parts |= _on_cpus(census, stages, own) | {_ENGINES: engines[node] * engine_bytes}
+            # trainers hold here what they would hold on GPUs, and nothing moves out
+            states = [stages[census.place(rank).pipeline].state for rank in own]
+            parts |= {"trainers' state while engines sample": 0, _TRAINERS: sum(states)}
+            parts[_ENGINES] = engines[node] * engine_bytes
         # the program of an engine with GPUs has never been measured
         programs = len(own) * TRAINER_PROGRAM_BYTES
         programs += 0 if on_gpu else engines[node] * ENGINE_PROGRAM_BYTES
@@ -138,12 +153,6 @@ def _on_nodes(nodes: Sequence[int]) -> dict[int, list[int]]:
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
     return ranks
-
-
-def _on_cpus(census: Census, stages: Sequence[RankState], ranks: Sequence[int]) -> dict[str, int]:
-    """Return the state that trainers with GPUs would hold on these; nothing moves out."""
-    own = [stages[census.place(rank).pipeline] for rank in ranks]
-    return {"trainers' state while engines sample": 0, _TRAINERS: sum(rank.state for rank in own)}
 
 
 # ------------------------------------------------------------------------------------ counted by names

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_ibpo.basics.records import Floats, TrainSequence
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.policy.planning import (
     Cost,
     Passes,
     Plan,
-    data_parallel_rank,
     empty_micro_batches,
     merge_parts,
     plan_forward,
@@ -152,3 +151,10 @@ class Policy:
         shared = [self._ranks.share(plan.shares[share]) for share in range(self._num_shares)]
         self._passes.append(plan.passes)
         return self._ranks.each(method, [(shared[share],) for share in self._shares])
+
+
+def data_parallel_rank(rank: int, parallel: ParallelConfig, world_size: int) -> int:
+    """Return the data-parallel share that rank `rank` of the trainers gets; Megatron counts tensor-parallel
+    ranks first and pipeline stages last."""
+    inner = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    return rank // inner % (world_size // inner // parallel.pipeline_model_parallel_size)

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from megatron_ibpo.basics.records import TrainSequence, repeated_prefixes
-from megatron_ibpo.config import Config, LossConfig, ParallelConfig
+from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.policy.sampling_masks import check_mask
@@ -253,13 +253,6 @@ def merge_parts(parts: Iterable[Sequence[tuple[int, Any]]], count: int) -> list[
             f"no rank reported on {len(missing)} of {count} sequences; the first is {missing[0]}"
         )
     return [found[index] for index in range(count)]
-
-
-def data_parallel_rank(rank: int, parallel: ParallelConfig, world_size: int) -> int:
-    """Return the data-parallel share that rank `rank` of the trainers gets; Megatron counts tensor-parallel
-    ranks first and pipeline stages last."""
-    inner = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    return rank // inner % (world_size // inner // parallel.pipeline_model_parallel_size)
 
 
 def split_minibatches(sequences: Sequence[TrainSequence], count: int) -> list[list[TrainSequence]]:

@@ -38,7 +38,7 @@ def check_run(config: Config) -> None:
     Raises:
         ConfigError: with all problems at once, each naming its flag.
     """
-    _check(config, _check_loss)
+    _check(config, _check_loss, _check_variant_truncation)
 
 
 def check_settings(config: Config) -> None:
@@ -135,8 +135,6 @@ def _check_loss(config: Config) -> None:
     _check_token_inputs(variant.token_inputs, config)
     check_loss(config.loss)
     check_kernels(config)
-    readers = variant_readers(config)
-    check_truncation(config, readers)
     try:
         by_token = gives_token_advantages(find_estimator(config.algorithm))
     except ValueError:  # `check_credit` says what is wrong with it
@@ -146,6 +144,12 @@ def _check_loss(config: Config) -> None:
             f"--advantages {config.algorithm.advantages} gives every token its own advantage, but this "
             "--loss-variant takes one advantage per sequence; take ppo-clip, grpo or dapo"
         )
+
+
+def _check_variant_truncation(config: Config) -> None:
+    """Refuse top-k and top-p for a variant that needs other log-probs. `resolve` does so in a run, which
+    knows its devices."""
+    check_truncation(config, variant_readers(config))
 
 
 def _check_token_inputs(token_inputs: Collection[str], config: Config) -> None:

@@ -3,12 +3,10 @@
 import json
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.data.row_prompts import template_settings, with_system_prompt
+from megatron_ibpo.data.row_prompts import template_settings
 from megatron_ibpo.engines.registry import PARAMETERS as ENGINES
-from megatron_ibpo.environments import Sessions
 from megatron_ibpo.environments.chat import PlainChat, TemplateChat, open_chat
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.journal import Journal, Recovered, read_journal
@@ -16,9 +14,7 @@ from megatron_ibpo.models.lora import TrainedWeights, adapter_entries
 from megatron_ibpo.rewards import Pool, named_rm_types, open_pool
 from megatron_ibpo.run.resolve import Foundation, settle
 from megatron_ibpo.run.resume_point import JOURNAL
-from megatron_ibpo.run.run_data import RunData, open_run_data
-from megatron_ibpo.run.user_code import environments_of, scored_by_verifiers
-from megatron_ibpo.sampling.episodes import Episodes
+from megatron_ibpo.run.run_data import RunData, environments_of, open_run_data, scored_by_verifiers
 
 
 @dataclass(frozen=True)
@@ -147,23 +143,3 @@ def _changed(before: str, now: str) -> str:
         return f"another version of the program wrote it, with other settings ({', '.join(sorted(unknown))})"
     names = [name for name in new if old[name] != new[name]]
     return f"{', '.join(names)} changed"
-
-
-def open_episodes(config: Config, judges: Judges, sessions: Sessions | None) -> Episodes | None:
-    """Return what plays the run's episodes; None if no prompt names an environment.
-
-    Args:
-        config: the configuration with everything resolved that depends on the devices.
-        sessions: the places where environments run.
-    """
-    if sessions is None or judges.chat is None:
-        return None
-    return Episodes(
-        sessions,
-        judges.chat,
-        config.environment,
-        config.run.seed,
-        config.data.reward_threshold,
-        config.rollout.rollout_max_context_len,
-        partial(with_system_prompt, data=config.data),
-    )

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from megatron_ibpo.config import Config
@@ -18,7 +19,7 @@ from megatron_ibpo.report.start_lines import StartLines
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import check_loss_of_run, doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
-from megatron_ibpo.run.inputs import Inputs, Judges, open_episodes, open_inputs, open_journal, open_judges
+from megatron_ibpo.run.inputs import Inputs, Judges, open_inputs, open_journal, open_judges
 from megatron_ibpo.run.preflight import (
     check_inputs,
     check_judges,
@@ -28,7 +29,7 @@ from megatron_ibpo.run.preflight import (
 from megatron_ibpo.run.processes import Backend, Processes
 from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation, resolve
 from megatron_ibpo.run.resume_point import ResumePoint, read_resume_point
-from megatron_ibpo.run.rollouts import open_rollouts
+from megatron_ibpo.run.rollouts import open_episodes, open_rollouts
 from megatron_ibpo.run.state import Progress, Run
 from megatron_ibpo.sampling.journal_memory import JournalMemory
 
@@ -55,13 +56,15 @@ def open_run(config: Config, node_wait: float = 0.0, started: float | None = Non
             check_model(config, foundation.shape, backend)
             # Ray starts while torch is imported for the loss, and data and journal are read
             wait_connected = stack.enter_context(backend.connect(config))
+            doubts = doubtful_settings(config, foundation.method.operator)
             check_loss_of_run(config)
             starting("data, verifiers and journal")
             inputs = open_inputs(config, foundation)
             check_inputs(inputs, stack)
             judges = open_judges(inputs, stack)
             check_judges(inputs, judges)
-            journal = open_journal(inputs.config, point.step, stack)
+            journal, recovered = open_journal(inputs.config, point.step, stack)
+            records = Records(point, inputs, judges, journal, recovered, doubts)
             starting("places of the processes")
             wait_connected()
             resolved = resolve(inputs.config, foundation, backend.place(inputs.config))
@@ -70,7 +73,7 @@ def open_run(config: Config, node_wait: float = 0.0, started: float | None = Non
             starting("trainers and engines")
             processes = launched.build(point.checkpoint)
             starting("the run's records")
-            run = join(resolved, point, inputs, judges, journal, processes, stages, stack, forecast, started)
+            run = join(resolved, records, processes, stages, stack, forecast, started)
         if run.engines is not None and run.engines.version != run.progress.step:
             with stages("sync"):
                 starting("weights to the engines")
@@ -91,64 +94,75 @@ def choose_backend(config: Config, node_wait: float) -> Backend:
     return OnCluster(node_wait)
 
 
+@dataclass(frozen=True)
+class Records:
+    """What was read and opened before the processes of a run were placed."""
+
+    point: ResumePoint
+    inputs: Inputs
+    judges: Judges
+    journal: Journal
+    recovered: Recovered
+    doubts: list[str]
+    """Warnings about settings that work but may not be intended."""
+
+    def notes(self, about: About) -> tuple[str, ...]:
+        """Return the lines to show once the trainers, which `about` describes, are built."""
+        chat = self.judges.chat
+        of_chat = () if chat is None else chat.notes
+        of_inputs = (*self.inputs.data.notes, *of_chat, *self.recovered.notes)
+        return (*self.point.notes, *about.notes, *of_inputs, *self.doubts)
+
+
 def join(
     resolved: ResolvedConfig,
-    point: ResumePoint,
-    inputs: Inputs,
-    judges: Judges,
-    journal: tuple[Journal, Recovered],
+    records: Records,
     processes: Processes,
     stages: Stages,
     stack: ExitStack,
     forecast: Callable[[str], Forecast],
-    started: float | None = None,
+    started: float,
 ) -> Run:
     """Return the run over its processes, after showing its table of sizes.
 
     Args:
         stack: closes what is opened.
         forecast: name of a device → prediction of a step's time.
-        started: as in `open_run`.
+        started: time.time() at the run's start.
     """
     config, foundation, engines = resolved.config, resolved.foundation, processes.engines
-    own_journal, recovered = journal
+    point, inputs = records.point, records.inputs
     about = processes.trainers.all("about")[0]
-    step = point.step
-    progress = Progress(step, saved=step, whole=step, remembered=dict(point.remembered))
+    progress = Progress(point.step, saved=point.step, whole=point.step, remembered=dict(point.remembered))
     deaths = partial(_deaths, processes, progress)
-    report = Report(config, completed_steps=step, started=started, deaths=deaths)
-    reporter = stack.enter_context(report)
+    reporter = stack.enter_context(Report(config, completed_steps=point.step, started=started, deaths=deaths))
     _introduce(reporter, resolved, processes, about)
     if engines is not None:
         reporter.predicted(forecast(about.device))
-    of_chat = () if judges.chat is None else judges.chat.notes
-    notes = (*point.notes, *about.notes, *inputs.data.notes, *of_chat, *recovered.notes)
-    for note in (*notes, *doubtful_settings(config, foundation.method.operator)):
+    for note in records.notes(about):
         reporter.note(note)
     processes.wait_ready()
-    recomputes = config.model.recompute_granularity == "full"
     cost = CostMeter(
         foundation.shape,
         resolved.accelerators,
-        recomputes=recomputes,
+        recomputes=config.model.recompute_granularity == "full",
         epochs=config.loss.num_epochs_per_rollout,
         before=point.spent,
     )
-    episodes = open_episodes(config, judges, processes.environments)
+    episodes = open_episodes(config, records.judges, processes.environments)
     disk = DiskWait(config.run.disk_wait, reporter.note)
-    memory = JournalMemory(own_journal, recovered, disk.write)
+    memory = JournalMemory(records.journal, records.recovered, disk.write)
     verifier = Verifier(processes.verifiers, config.data, config.run.run_dir / "logs")
     stack.callback(verifier.close_servers)
     rollouts = open_rollouts(resolved, inputs.data, engines, verifier, memory, point.state, episodes)
+    flops = partial(forward_flops, resolved.shape)
     return Run(
         config=config,
         foundation=foundation,
         data=inputs.data,
         rollouts=stack.enter_context(rollouts),
-        journal=own_journal,
-        policy=Policy(
-            processes.trainers, config, resolved.world_size, partial(forward_flops, resolved.shape)
-        ),
+        journal=records.journal,
+        policy=Policy(processes.trainers, config, resolved.world_size, flops),
         engines=engines,
         reporter=reporter,
         disk=disk,

@@ -21,7 +21,8 @@ from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.inputs import Inputs, Judges
 from megatron_ibpo.run.processes import Backend
 from megatron_ibpo.run.resolve import ResolvedConfig
-from megatron_ibpo.run.user_code import check_user_code, scored_by_verifiers, try_user_code
+from megatron_ibpo.run.run_data import scored_by_verifiers
+from megatron_ibpo.run.user_code import check_user_code, try_user_code
 from megatron_ibpo.weights.formats.retention import kept_bytes
 from megatron_ibpo.weights.formats.weight_files import has_weights
 

@@ -47,7 +47,6 @@ class ResolvedConfig:
     """All settings, with every default filled in."""
     foundation: Foundation
     placement: Placement
-    overrides: Overrides
     engine_start: EngineStart | None = None
     """None without engine processes."""
     engine_note: str | None = None
@@ -57,6 +56,11 @@ class ResolvedConfig:
     def shape(self) -> ModelShape:
         """The model's shape."""
         return self.foundation.shape
+
+    @cached_property
+    def overrides(self) -> Overrides:
+        """Values of --model-override and --optimizer-override."""
+        return read_overrides(self.config)
 
     @cached_property
     def logprob_readers(self) -> tuple[str, ...]:
@@ -176,8 +180,9 @@ def resolve(
         check_model(config.rollout, shape, on_gpu=on_gpu)
         start = engine_start(config, foundation.hf_dir, shape, on_gpu=on_gpu, trains=trains)
     if placement.engines and trains:
-        check_truncation(config, all_readers(config), on_gpu=on_gpu)
-    return ResolvedConfig(config, foundation, placement, read_overrides(config), start, note)
+        readers = all_readers(config)
+        check_truncation(config, readers, on_gpu=on_gpu)
+    return ResolvedConfig(config, foundation, placement, start, note)
 
 
 def _refuse_layout(problems: list[str]) -> None:

@@ -19,7 +19,9 @@ from megatron_ibpo.credit import (
     part_in_prompt,
 )
 from megatron_ibpo.data import PromptSource, ResponseText
+from megatron_ibpo.data.row_prompts import with_system_prompt
 from megatron_ibpo.engines import AsyncEngine
+from megatron_ibpo.environments import Sessions
 from megatron_ibpo.evaluate import (
     Asked,
     Corrector,
@@ -34,6 +36,7 @@ from megatron_ibpo.evaluate import (
 from megatron_ibpo.journal import ClosedBatch, LostStepError
 from megatron_ibpo.report import load_groups, rollout_path
 from megatron_ibpo.rewards import Verifier
+from megatron_ibpo.run.inputs import Judges
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig
 from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.sampling.ahead import Ahead, Pace
@@ -152,6 +155,26 @@ def open_rollouts(
     )
     with sampler:
         yield LiveRollouts(config, foundation, data, engines, sampler, memory, state or {})
+
+
+def open_episodes(config: Config, judges: Judges, sessions: Sessions | None) -> Episodes | None:
+    """Return what plays the run's episodes; None if no prompt names an environment.
+
+    Args:
+        config: the configuration with everything resolved that depends on the devices.
+        sessions: the places where environments run.
+    """
+    if sessions is None or judges.chat is None:
+        return None
+    return Episodes(
+        sessions,
+        judges.chat,
+        config.environment,
+        config.run.seed,
+        config.data.reward_threshold,
+        config.rollout.rollout_max_context_len,
+        partial(with_system_prompt, data=config.data),
+    )
 
 
 @dataclass

@@ -1,12 +1,12 @@
 """The data of a run: its tokenizer, its prompts, and the parts of the vocabulary that credit needs."""
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_ibpo.basics.records import Prompt, TokenIds
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, EnvironmentConfig, environment_in
 from megatron_ibpo.credit import AnswerStart, Operator, ThinkingMarks, Vocabulary
 from megatron_ibpo.credit.importance import SpanMasking
 from megatron_ibpo.data import (
@@ -19,9 +19,8 @@ from megatron_ibpo.data import (
     load_tokenizer,
     open_pass_rates,
     open_sources,
-    thinking_marks,
 )
-from megatron_ibpo.data.tokenizer import date_notes
+from megatron_ibpo.data.tokenizer import TEMPLATE_DAY, DataError, has_unknown
 from megatron_ibpo.evaluate import EvalSet, open_eval_sets
 from megatron_ibpo.rewards import (
     CHECKED_AT_START,
@@ -83,6 +82,8 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
     context, operator, texts = foundation.max_context, foundation.method.operator, TokenTexts(tokenizer)
     placeholder = _placeholder(operator, tokenizer)
     answer_start = _answer_start(config, operator, tokenizer, texts)
+    marks = thinking_marks(operator, tokenizer)
+    template_notes = date_notes(tokenizer) if config.data.apply_chat_template else ()
     suffixes = PromptSuffixes(tokenizer, config.rollout.rollout_prompt_suffixes)
     replays = config.run.load_debug_rollout_data is not None
     return RunData(
@@ -93,12 +94,30 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
         Vocabulary(
             CorrectionTemplate(tokenizer, operator.ibpo_k),
             texts,
-            ThinkingMarks(*thinking_marks(tokenizer)) if operator.ibpo_strip_thinking else None,
+            marks,
             placeholder,
             answer_start,
         ),
-        date_notes(tokenizer) if config.data.apply_chat_template else (),
+        template_notes,
     )
+
+
+def environments_of(prompts: Sequence[Prompt], settings: EnvironmentConfig) -> dict[str, Prompt]:
+    """Return each environment that a prompt names, with the first such prompt.
+
+    Raises:
+        ConfigError: a row names one that the user did not allow.
+    """
+    named: dict[str, Prompt] = {}
+    for prompt in prompts:
+        if (name := environment_in(prompt.metadata, settings)) is not None:
+            named.setdefault(name, prompt)
+    return named
+
+
+def scored_by_verifiers(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts that a verifier scores."""
+    return [prompt for prompt in prompts if prompt.environment is None]
 
 
 def training_prompts(config: Config, tokenizer: Tokenizer, max_context: int) -> PromptSource:
@@ -144,6 +163,33 @@ def _answer_start(
         return None if place is None else bisect_right(list(accumulate(map(len, pieces))), place)
 
     return start
+
+
+def thinking_marks(operator: Operator, tokenizer: Tokenizer) -> ThinkingMarks | None:
+    """Return the ids of <think> and of </think>; None without --ibpo-strip-thinking.
+
+    Raises:
+        DataError: the tokenizer cannot express them.
+    """
+    if not operator.ibpo_strip_thinking:
+        return None
+    opening, closing = (tuple(tokenizer.encode(mark)) for mark in ("<think>", "</think>"))
+    if has_unknown(tokenizer, (*opening, *closing)):
+        raise DataError(
+            "--ibpo-strip-thinking: the tokenizer has no tokens for <think> and </think>; drop the flag"
+        )
+    return ThinkingMarks(opening, closing)
+
+
+def date_notes(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the line to print if the chat template writes a date."""
+    template = getattr(getattr(tokenizer, "library", None), "chat_template", None)
+    if "strftime_now" not in str(template):
+        return ()
+    return (
+        f"the chat template writes today's date; prompts have {TEMPLATE_DAY:%d %b %Y} on every day, so that "
+        "a run that resumes has the same",
+    )
 
 
 def _placeholder(operator: Operator, tokenizer: Tokenizer) -> int | None:

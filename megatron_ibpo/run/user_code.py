@@ -1,13 +1,12 @@
 """Every function of the user is called once on one row before engines start, so that a fault in it costs a
 second and not the start of a cluster."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_ibpo.basics.records import Prompt, token_ids
-from megatron_ibpo.config import Config, EnvironmentConfig, environment_in
+from megatron_ibpo.config import Config
 from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.credit import CreditContext
 from megatron_ibpo.credit.trial import credit_functions, try_credit
@@ -20,7 +19,7 @@ from megatron_ibpo.environments.trial import try_environment
 from megatron_ibpo.rewards import Pool, WorkerPool, check_labels, named_rm_types, reward_functions
 from megatron_ibpo.rewards.trial import try_rewards
 from megatron_ibpo.run.resolve import read_foundation
-from megatron_ibpo.run.run_data import RunData, open_run_data
+from megatron_ibpo.run.run_data import RunData, environments_of, open_run_data, scored_by_verifiers
 
 _MADE_UP = Prompt(0, token_ids([0]), 1, "1", "made up", "1")
 """Prompt of a run that has none, such as a replay."""
@@ -91,24 +90,6 @@ def check_user_code(config: Config) -> str | None:
             environments = stack.enter_context(EnvironmentPool(config.environment))
         try_user_code(config, foundation.max_context, data, pool, environments, trains=True, logs=None)
     return None
-
-
-def environments_of(prompts: Sequence[Prompt], settings: EnvironmentConfig) -> dict[str, Prompt]:
-    """Return each environment that a prompt names, with the first such prompt.
-
-    Raises:
-        ConfigError: a row names one that the user did not allow.
-    """
-    named: dict[str, Prompt] = {}
-    for prompt in prompts:
-        if (name := environment_in(prompt.metadata, settings)) is not None:
-            named.setdefault(name, prompt)
-    return named
-
-
-def scored_by_verifiers(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts that a verifier scores."""
-    return [prompt for prompt in prompts if prompt.environment is None]
 
 
 def _has_user_code(config: Config) -> bool:

@@ -26,12 +26,12 @@ from megatron_ibpo.data import (
     Tokenizer,
     TokenTexts,
     load_tokenizer,
-    thinking_marks,
 )
 from megatron_ibpo.engines import ThreadedEngine
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import Response, open_verifier
 from megatron_ibpo.run.resolve import read_foundation
+from megatron_ibpo.run.run_data import thinking_marks
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling import Sampler, scorer
 from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
@@ -192,8 +192,7 @@ class _Asker:
         # corrects only some, such as examples/credit/gated.py
         own = fields(CompareAndCorrect) if isinstance(method, CompareAndCorrect) else ()
         self.operator = CompareAndCorrect(**{field.name: getattr(method, field.name) for field in own})
-        strips = self.operator.ibpo_strip_thinking
-        self.thinking = ThinkingMarks(*thinking_marks(tokenizer)) if strips else None
+        self.thinking = thinking_marks(self.operator, tokenizer)
 
     def groups(self, count: int, seed: int) -> tuple[list[Group], list[list[float]]]:
         """Return (groups of held-out prompts, scored and with corrections; φ of every response)."""

@@ -9,14 +9,13 @@ from typing import Any
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config, as_specs
-from megatron_ibpo.credit import ThinkingMarks, Vocabulary
+from megatron_ibpo.credit import Vocabulary
 from megatron_ibpo.data import (
     CorrectionTemplate,
     ResponseText,
     Tokenizer,
     load_tokenizer,
     open_source,
-    thinking_marks,
 )
 from megatron_ibpo.engines import Engine, ThreadedEngine
 from megatron_ibpo.engines.registry import (
@@ -29,6 +28,7 @@ from megatron_ibpo.engines.registry import (
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.run.operator_skill import Asking, operator_skill, try_corrections
 from megatron_ibpo.run.resolve import Foundation, read_foundation
+from megatron_ibpo.run.run_data import thinking_marks
 from megatron_ibpo.sampling import Sampler, scorer
 
 
@@ -113,8 +113,8 @@ def skill_of_checkpoint(
             stall_timeout=config.rollout.engine_stall_timeout,
             max_context=context,
         )
-        thinking = ThinkingMarks(*thinking_marks(tokenizer)) if operator.ibpo_strip_thinking else None
-        vocabulary = Vocabulary(CorrectionTemplate(tokenizer, operator.ibpo_k), thinking=thinking)
+        marks = thinking_marks(operator, tokenizer)
+        vocabulary = Vocabulary(CorrectionTemplate(tokenizer, operator.ibpo_k), thinking=marks)
         asking = Asking(operator.ibpo_k, config.rollout, vocabulary, context, seed, targets)
         with sampler:
             return operator_skill(sampler.run(try_corrections(sampler, asked, asking)))

@@ -8,8 +8,7 @@ from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import Score, Verifier, named_rm_types, open_pool
 from megatron_ibpo.rewards.verifier import rm_type_of
-from megatron_ibpo.run.run_data import open_run_data
-from megatron_ibpo.run.user_code import scored_by_verifiers
+from megatron_ibpo.run.run_data import open_run_data, scored_by_verifiers
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
 

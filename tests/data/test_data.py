@@ -18,10 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.config import DataConfig
+from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.data import CorrectionTemplate, DataError, load_tokenizer, open_source, open_sources
 from megatron_ibpo.data.demonstrations import DemonstrationReader
 from megatron_ibpo.data.row_prompts import read_jsonl
-from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer, thinking_marks
+from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_ibpo.run.run_data import thinking_marks
 from support.byte_tokenizers import byte_level
 from support.credit_cases import plain
 from support.paths import ROOT
@@ -112,7 +114,8 @@ def test_a_complete_tokenizer_json_is_read_and_nothing_beside_it_and_what_cannot
         (tmp_path / "hf" / beside).write_text("not to be read")
     assert load_tokenizer(tmp_path / "hf").encode("4+9=") == load_tokenizer(model).encode("4+9=")
     tokenizer = byte_level()
-    assert list(map(tokenizer.decode, thinking_marks(tokenizer))) == ["<think>", "</think>"]
+    marks = thinking_marks(CompareAndCorrect(ibpo_strip_thinking=True), tokenizer)
+    assert [tokenizer.decode(ids) for ids in (marks.opening, marks.closing)] == ["<think>", "</think>"]
     # one that cannot be loaded is named
     settings = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
     for files in ({"tokenizer.json": "{}", "tokenizer_config.json": settings}, {"tokenizer.model": "x"}, {}):

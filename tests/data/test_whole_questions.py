@@ -23,8 +23,9 @@ from megatron_ibpo.data.demonstrations import DemonstrationReader
 from megatron_ibpo.data.inspection import inspect_source
 from megatron_ibpo.data.layouts import plain_row
 from megatron_ibpo.data.prompts import chat_prompt, plain_prompt
-from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer, date_notes
+from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.environments.chat import TemplateChat
+from megatron_ibpo.run.run_data import date_notes
 from support.byte_tokenizers import FAMILIES, byte_level, family_tokenizer
 
 MARKS = "<|im_start|>{{ m.role }}\n", "<|im_end|>\n"
@@ -381,5 +382,5 @@ def test_what_is_put_into_a_prompt_has_no_space_of_its_own(kind):
 
 def open_prompt(tokenizer):
     data, rows = DataConfig(apply_chat_template=True), [("row 0", {"prompt": ASKED, "label": "5"})]
-    source = prompts_of_rows(rows, tokenizer, data, spec="rows", shuffled=False, max_prompt_len=None)
+    source = prompts_of_rows(rows, tokenizer, data, spec="rows", max_prompt_len=None)
     return source.at(0)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_ibpo.config import Config, ConfigError, LossConfig
 from megatron_ibpo.loss import make_objective, policy_loss
 from megatron_ibpo.policy import planning
+from megatron_ibpo.policy.group import data_parallel_rank
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics, is_rejected
 from megatron_ibpo.policy.packing import ALONE, Context, lay_out, pack
 from megatron_ibpo.policy.planning import MicroBatch, plan_forward, plan_measure, plan_update
@@ -259,7 +260,7 @@ def test_ranks_are_counted_tensor_parallel_first_and_pipeline_last():
     for tp, cp, pp, world in ((1, 1, 1, 4), (2, 1, 2, 8), (2, 2, 2, 16)):
         own = layout(tp=tp, cp=cp, pp=pp)
         once = [share for share in range(world // (tp * cp * pp)) for _ in range(tp * cp)]
-        assert [planning.data_parallel_rank(rank, own, world) for rank in range(world)] == once * pp
+        assert [data_parallel_rank(rank, own, world) for rank in range(world)] == once * pp
 
 
 def test_a_rank_is_sent_only_what_it_reads():
