@@ -31,7 +31,7 @@ from megatron_ibpo.verify.small_run import described, small_run
 from megatron_ibpo.verify.split import check_split, compared
 from megatron_ibpo.verify.tokens import Turn, as_turn, check_cut, check_samples, check_tokens
 
-ALONE: dict[str, Callable[[Subject], Iterable[Row]]] = {
+WITHOUT_ENGINE: dict[str, Callable[[Subject], Iterable[Row]]] = {
     "rewards": check_rewards,
     "data": check_data,
     "tokens": check_tokens,
@@ -53,30 +53,30 @@ def run_checks(
     with tempfile.TemporaryDirectory(prefix="ibpo-verify-") as scratch:
         small = small_run(config, Path(scratch), full=full)
         subject = Subject(config, small, full)
-        for name, check in ALONE.items():
+        for name, check in WITHOUT_ENGINE.items():
             if name in only:
-                rows += _told(name, partial(check, subject))
+                rows += _reported(name, partial(check, subject))
         needs_run = [name for name in LIVE if name in only]
         if "split" in only and (small.cluster.num_trainers or 1) > 1:
             needs_run.append("split")
         if needs_run:
-            rows += _told(needs_run[0], partial(check_live, subject, only))
+            rows += _reported(needs_run[0], partial(check_live, subject, only))
         about = described(config, small)
     missing = set(only) - {row.check.partition(":")[0] for row in rows}
     rows += [Row(name, "not checked", reason="the run ended before it") for name in missing]
     return in_order(rows), about | {"full": full, "seconds": round(time.monotonic() - began, 1)}
 
 
-def _told(name: str, check: Callable[[], Iterable[Row]]) -> list[Row]:
-    """Return the rows of a check, and tell of each as soon as it is there."""
+def _reported(name: str, check: Callable[[], Iterable[Row]]) -> list[Row]:
+    """Return the rows of a check, and print each as soon as it is there."""
 
-    def told() -> Iterator[Row]:
+    def rows() -> Iterator[Row]:
         for row in check():
             print(f"  {row.verdict}: {row.check}", file=sys.stderr, flush=True)
             yield row
 
     print(f"checking {name} …", file=sys.stderr, flush=True)
-    return attempted(name, told)
+    return attempted(name, rows)
 
 
 @dataclass
@@ -134,8 +134,8 @@ def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
         saving.save_if_due(run)
         run.policy.saved(wait=True)
         live.sample()
-        after = live.export("after")
-        yield from rows("engine: after", lambda: engine_rows("after an update", run, live.groups[1], after))
+        updated = live.export("updated")
+        yield from rows("engine: after", lambda: engine_rows("after an update", run, live.groups[1], updated))
         live.train()
         yield from rows("memory", lambda: check_memory(run))
         undisturbed = live.export("undisturbed")
@@ -150,7 +150,7 @@ def _layout(live: LiveRun, initial: Path) -> Iterator[Row]:
     if not any(s.has_advantage for s in sequences):
         raise NotCheckedError("no response has an advantage: all rewards of a prompt are the same")
     lr = live.metrics[0]["learning_rate"]
-    moved = changes(weights_in(initial), weights_in(live.export("first")), lr)
-    own = update_on_one_rank(config, sequences)
+    change = changes(weights_in(initial), weights_in(live.export("first")), lr)
+    on_one_rank = update_on_one_rank(config, sequences)
     check = f"split: the run's layout, {config.cluster.num_trainers} ranks"
-    yield compared(check, Update(moved, live.metrics[0], ROUNDING / lr), own, live.subject)
+    yield compared(check, Update(change, live.metrics[0], ROUNDING / lr), on_one_rank, live.subject)
