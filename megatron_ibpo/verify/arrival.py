@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_ibpo.basics.records import Floats, Group, SampleRequest, TokenIds, TrainSequence, token_ids
+from megatron_ibpo.basics.records import Floats, Group, SampleRequest, TokenIds, TrainSequence
 from megatron_ibpo.run import loop
 from megatron_ibpo.run.recovery import sleep_engines
 from megatron_ibpo.run.state import Run
@@ -67,7 +67,7 @@ def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> 
         run.policy.load_weights(changed)
         sent[kind] = _send_and_sample(subject, run)
         if number == 0:  # a policy so random that its samples tell much
-            yield drawn_row("arrival: the draw", changed, sent[kind].sequences)
+            yield drawn_row("arrival: the draw", loaded(changed, torch.float64), sent[kind].sequences)
             yield _seeds_row(loop.sample(run))
             sleep_engines(run)
     run.policy.load_weights(origin)
@@ -143,11 +143,7 @@ def _send_and_sample(subject: Subject, run: Run) -> _Sent:
 
 def _prompts(subject: Subject) -> list[TokenIds]:
     """Return the run's first prompts, and twice a long one made of many, as caches keep whole blocks only."""
-    assert subject.data.prompts is not None
     room = subject.foundation.max_context - LONGEST - 1
-    prompts = [
-        prompt.token_ids if len(prompt.token_ids) else token_ids([1, 2, 3])  # an environment writes its own
-        for prompt in subject.data.prompts.batch(0, 8 * PROMPTS)
-    ]
+    prompts = subject.prompt_ids(8 * PROMPTS)
     long_prompt = np.concatenate(prompts)[: min(BLOCK + PROMPTS, room)]
     return [*prompts[:PROMPTS], long_prompt, long_prompt]

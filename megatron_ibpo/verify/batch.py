@@ -12,6 +12,7 @@ from megatron_ibpo.basics.records import (
     Group,
     Sample,
     SampleRequest,
+    TokenIds,
     TrainSequence,
     token_ids,
 )
@@ -68,11 +69,11 @@ class Subject:
         with policy_on_one_rank(self.small) as (policy, _):
             context = _context(self, policy)
             groups = list(_groups(self, context))
-            made = assign_credit(groups, context).sequences
-            again = assign_credit(groups[::-1], context).sequences
-            if not any(s.has_advantage for s in made):
+            credited = assign_credit(groups, context).sequences
+            credited_reversed = assign_credit(groups[::-1], context).sequences
+            if not any(s.has_advantage for s in credited):
                 raise NotCheckedError("no sequence of the batch has an advantage")
-            holed = [_with_hole(s) if i % 3 == 2 else s for i, s in enumerate(made)]
+            holed = [_with_hole(s) if i % 3 == 2 else s for i, s in enumerate(credited)]
             near = _with_engine_logprobs(holed, policy.logprobs(holed), self.small.loss.eps_clip or 0.05)
         unscored = {
             (group.prompt.index, "response", index)
@@ -80,7 +81,19 @@ class Subject:
             for index, sample in enumerate(group.responses)
             if sample.reward is None
         }
-        return Batch(near, made, again, unscored)
+        return Batch(near, credited, credited_reversed, unscored)
+
+    def prompt_ids(self, count: int) -> list[TokenIds]:
+        """Return the ids of the run's first prompts. Environments write their own, so that these have others
+        in their place.
+
+        Raises:
+            NotCheckedError: there are no prompts.
+        """
+        if self.data.prompts is None:
+            raise NotCheckedError("the run replays recorded rollouts, which have a batch of their own")
+        prompts = self.data.prompts.batch(0, count)
+        return [prompt.token_ids if len(prompt.token_ids) else token_ids([1, 2, 3]) for prompt in prompts]
 
     @property
     def sequences(self) -> list[TrainSequence]:
@@ -102,27 +115,26 @@ def _context(subject: Subject, policy: Policy) -> CreditContext:
 def _groups(subject: Subject, context: CreditContext) -> Iterator[Group]:
     """Yield groups of made-up responses, with what the run's operator asks for."""
     config, operator = subject.small, subject.foundation.method.operator
-    if subject.data.prompts is None:
-        raise NotCheckedError("the run replays recorded rollouts, which have a batch of their own")
     rng = np.random.default_rng(config.run.seed)
-    for drawn in subject.data.prompts.batch(0, config.rollout.rollout_batch_size):
-        # an environment writes its own
-        prompt = drawn if len(drawn.token_ids) else replace(drawn, token_ids=token_ids([1, 2]), head_length=1)
+    all_ids = subject.prompt_ids(config.rollout.rollout_batch_size)
+    assert subject.data.prompts is not None  # prompt_ids has looked
+    for prompt, ids in zip(subject.data.prompts.batch(0, len(all_ids)), all_ids, strict=True):
+        prompt = replace(prompt, token_ids=ids, head_length=prompt.head_length or 1)
         count = max(2, config.rollout.n_samples_per_prompt)
         request = SampleRequest(prompt.token_ids, 0, LONGEST, config.rollout.rollout_temperature)
         group = Group(prompt, [_sample(request, i, subject, rng) for i in range(count)])
-        if drawn.index == 0 and count > 2:
+        if prompt.index == 0 and count > 2:
             group.responses[-1] = _unscored(group.responses[-1])
         follow_ups = operator.follow_ups(group, context)
-        samples = [_sample(each.request, i, subject, rng) for i, each in enumerate(follow_ups)]
+        samples = [_sample(follow_up.request, i, subject, rng) for i, follow_up in enumerate(follow_ups)]
         operator.attach(group, follow_ups, samples)
         yield group
 
 
 def _sample(request: SampleRequest, index: int, subject: Subject, rng: np.random.Generator) -> Sample:
     """Return a response of random tokens; every second one is right."""
-    most = min(LONGEST, subject.small.rollout.rollout_max_response_len)
-    length = int(rng.integers(min(2, most), most + 1))
+    longest = min(LONGEST, subject.small.rollout.rollout_max_response_len)
+    length = int(rng.integers(min(2, longest), longest + 1))
     drawn = rng.integers(1, subject.foundation.shape.vocab_size, length)
     ids = token_ids(np.where(drawn == subject.data.tokenizer.pad_id, 0, drawn))  # no gradient elsewhere
     correct = index % 2 == 0
@@ -145,12 +157,14 @@ def _with_hole(sequence: TrainSequence) -> TrainSequence:
 
 
 def _with_engine_logprobs(
-    made: Sequence[TrainSequence], logprobs: Sequence[Floats], clip: float
+    sequences: Sequence[TrainSequence], logprobs: Sequence[Floats], clip: float
 ) -> list[TrainSequence]:
     """Return the sequences with log-probs of an engine so near the policy's that the loss clips some of them
     and not others."""
     shifts = (-3.0, -0.4, 0.4, 3.0)
     return [
-        replace(s, rollout_logprobs=np.where(s.loss_mask, own + clip * shifts[i % 4], 0).astype(np.float32))
-        for i, (s, own) in enumerate(zip(made, logprobs, strict=True))
+        replace(
+            s, rollout_logprobs=np.where(s.loss_mask, policy + clip * shifts[i % 4], 0).astype(np.float32)
+        )
+        for i, (s, policy) in enumerate(zip(sequences, logprobs, strict=True))
     ]

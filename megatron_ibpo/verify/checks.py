@@ -3,14 +3,13 @@
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.basics.records import Group, TrainSequence
+from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines.registry import samples_in_trainer
 from megatron_ibpo.run import loop, saving
@@ -31,7 +30,7 @@ from megatron_ibpo.verify.small_run import described, small_run
 from megatron_ibpo.verify.split import check_split, compared
 from megatron_ibpo.verify.tokens import Turn, as_turn, check_cut, check_samples, check_tokens
 
-ALONE: dict[str, Callable[[Subject], Iterable[Row]]] = {
+WITHOUT_ENGINE: dict[str, Callable[[Subject], Iterable[Row]]] = {
     "rewards": check_rewards,
     "data": check_data,
     "tokens": check_tokens,
@@ -53,104 +52,89 @@ def run_checks(
     with tempfile.TemporaryDirectory(prefix="ibpo-verify-") as scratch:
         small = small_run(config, Path(scratch), full=full)
         subject = Subject(config, small, full)
-        for name, check in ALONE.items():
+        for name, check in WITHOUT_ENGINE.items():
             if name in only:
-                rows += _told(name, partial(check, subject))
+                rows += _reported(name, partial(check, subject))
         needs_run = [name for name in LIVE if name in only]
         if "split" in only and (small.cluster.num_trainers or 1) > 1:
             needs_run.append("split")
         if needs_run:
-            rows += _told(needs_run[0], partial(check_live, subject, only))
+            rows += _reported(needs_run[0], partial(check_live, subject, only))
         about = described(config, small)
     missing = set(only) - {row.check.partition(":")[0] for row in rows}
     rows += [Row(name, "not checked", reason="the run ended before it") for name in missing]
     return in_order(rows), about | {"full": full, "seconds": round(time.monotonic() - began, 1)}
 
 
-def _told(name: str, check: Callable[[], Iterable[Row]]) -> list[Row]:
-    """Return the rows of a check, and tell of each as soon as it is there."""
+def _reported(name: str, check: Callable[[], Iterable[Row]]) -> list[Row]:
+    """Return the rows of a check, and print each as soon as it is there."""
 
-    def told() -> Iterator[Row]:
+    def rows() -> Iterator[Row]:
         for row in check():
             print(f"  {row.verdict}: {row.check}", file=sys.stderr, flush=True)
             yield row
 
     print(f"checking {name} …", file=sys.stderr, flush=True)
-    return attempted(name, told)
-
-
-@dataclass
-class LiveRun:
-    """A run in progress, with what its steps left."""
-
-    subject: Subject
-    run: Run
-    groups: list[list[Group]] = field(default_factory=list)
-    """Groups of each step."""
-    sequences: list[list[TrainSequence]] = field(default_factory=list)
-    """Sequences that each step trained on."""
-    turns: set[Turn] = field(default_factory=set)
-    """All that engines wrote."""
-    metrics: list[dict[str, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.run.rollouts, LiveRollouts):  # a recording has no sampler
-            self.run.rollouts.sampler.on_sample = lambda sample: self.turns.add(as_turn(sample))
-
-    def sample(self) -> None:
-        """Sample the next step, and assign its credit."""
-        self.groups.append(loop.sample(self.run))
-        self.sequences.append(loop.credit(self.run, self.groups[-1]).sequences)
-
-    def train(self) -> None:
-        """Take the step's update, and send the weights to the engines."""
-        self.metrics.append(loop.update(self.run, self.sequences[-1]))
-        loop.sync(self.run)
-
-    def export(self, name: str) -> Path:
-        """Write the present weights; return their directory."""
-        directory = self.subject.small.run.run_dir.parent / name
-        self.run.policy.save_hf(directory)
-        return directory
+    return attempted(name, rows)
 
 
 def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
     """Open the run, take two steps, and make the checks named in `only`."""
+    turns: set[Turn] = set()
 
     def rows(check: str, work: Callable[[], Iterable[Row]]) -> list[Row]:
         return attempted(check, work) if check.partition(":")[0] in only else []
 
     with redirect_stdout(sys.stderr), open_run(subject.small) as run:
-        live = LiveRun(subject, run)
-        initial = live.export("initial")
-        live.sample()
-        (groups,), (sequences,) = live.groups, live.sequences
-        yield from rows("engine: before", partial(engine_rows, "before an update", run, groups, initial))
-        yield from rows("tokens: samples", lambda: check_samples(subject, groups, sequences, live.turns))
+        if isinstance(run.rollouts, LiveRollouts):  # a recording has no sampler
+            run.rollouts.sampler.on_sample = lambda sample: turns.add(as_turn(sample))
+        export = partial(_export, run)
+        initial = export("initial")
+        groups = loop.sample(run)
+        sequences = loop.credit(run, groups).sequences
+        yield from rows("engine: before", lambda: engine_rows("before an update", run, groups, initial))
+        yield from rows("tokens: samples", lambda: check_samples(subject, groups, sequences, turns))
         yield from rows("tokens: cut responses", lambda: check_cut(subject, run))
-        live.train()
+        metrics = _train(run, sequences)
+        updated = export("updated")
         if not samples_in_trainer(subject.small.rollout.rollout_backend):
-            yield from rows("split: the run's layout", lambda: _layout(live, initial))
+            step = partial(_layout_row, subject, run.config, sequences, metrics, initial, updated)
+            yield from rows("split: the run's layout", lambda: [step()])
         saving.save_if_due(run)
         run.policy.saved(wait=True)
-        live.sample()
-        after = live.export("after")
-        yield from rows("engine: after", lambda: engine_rows("after an update", run, live.groups[1], after))
-        live.train()
+        second = loop.sample(run)
+        second_sequences = loop.credit(run, second).sequences
+        yield from rows("engine: after", lambda: engine_rows("after an update", run, second, updated))
+        _train(run, second_sequences)
         yield from rows("memory", lambda: check_memory(run))
-        undisturbed = live.export("undisturbed")
-        yield from rows("arrival", lambda: check_arrival(subject, run, live.export))
+        undisturbed = export("undisturbed")
+        yield from rows("arrival", lambda: check_arrival(subject, run, export))
     with redirect_stdout(sys.stderr):
-        yield from rows("resume", lambda: check_resume(subject.small, live.groups, undisturbed))
+        yield from rows("resume", lambda: check_resume(subject.small, [groups, second], undisturbed))
 
 
-def _layout(live: LiveRun, initial: Path) -> Iterator[Row]:
+def _train(run: Run, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """Take the step's update, and send the weights to the engines. Return the update's metrics."""
+    metrics = loop.update(run, sequences)
+    loop.sync(run)
+    return metrics
+
+
+def _export(run: Run, name: str) -> Path:
+    """Write the present weights; return their directory."""
+    directory = run.config.run.run_dir.parent / name
+    run.policy.save_hf(directory)
+    return directory
+
+
+def _layout_row(
+    subject: Subject, config: Config, sequences: Sequence[TrainSequence], metrics: dict[str, float],
+    initial: Path, updated: Path,
+) -> Row:  # fmt: skip
     """Compare the first step of the run's ranks with the same step of one rank in this process."""
-    sequences, config = live.sequences[0], live.run.config
     if not any(s.has_advantage for s in sequences):
         raise NotCheckedError("no response has an advantage: all rewards of a prompt are the same")
-    lr = live.metrics[0]["learning_rate"]
-    moved = changes(weights_in(initial), weights_in(live.export("first")), lr)
-    own = update_on_one_rank(config, sequences)
+    lr = metrics["learning_rate"]
+    update = Update(changes(weights_in(initial), weights_in(updated), lr), metrics, ROUNDING / lr)
     check = f"split: the run's layout, {config.cluster.num_trainers} ranks"
-    yield compared(check, Update(moved, live.metrics[0], ROUNDING / lr), own, live.subject)
+    return compared(check, update, update_on_one_rank(config, sequences), subject)

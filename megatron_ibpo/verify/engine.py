@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,22 +36,25 @@ def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> I
     trainer = run.policy.logprobs(sequences)
     gaps = differences([sample.logprobs for sample in samples], trainer, sequences)
     dtype = engine_dtype(run)
-    exact = logprobs_of(loaded(hf_dir, torch.float64), sequences)
+    model = loaded(hf_dir, torch.float64)
+    exact = logprobs_of(model, sequences)
     spreads = differences(logprobs_of(loaded(hf_dir, dtype), sequences), exact, sequences)
     mean, spread = float(np.concatenate(gaps).mean()), float(np.concatenate(spreads).mean())
     bound = max(FLOOR, SPREADS * spread)
-    source = f"{SPREADS:.0f} x the spread of transformers in {_name(dtype)}, {spread:.1e}"
+    source = (
+        f"{SPREADS:.0f} x the spread of transformers in {str(dtype).removeprefix('torch.')}, {spread:.1e}"
+    )
     next_step = "temperature, top-p and top-k of both, the engine's precision, weight updates (arrival)"
     yield measured(
         f"engine: {when}", mean, bound, source,
         f"mean |difference| in nats over {sum(map(len, gaps))} tokens of {len(samples)} samples, largest "
-        f"{max(own.max() for own in gaps):.1e}", next_step,
+        f"{max(gap.max() for gap in gaps):.1e}", next_step,
     )  # fmt: skip
-    place, where = furthest(gaps)
+    largest, place = furthest(gaps)
     allowed, _ = furthest(spreads)
     yield measured(
-        f"engine: {when}, by place", place, max(2 * FLOOR, 2 * SPREADS * max(allowed, spread)), source,
-        f"largest mean over {where}", "positions, a cache that outlives its weights, a state not reset",
+        f"engine: {when}, by place", largest, max(2 * FLOOR, 2 * SPREADS * max(allowed, spread)), source,
+        f"largest mean over {place}", "positions, a cache that outlives its weights, a state not reset",
     )  # fmt: skip
     if all(sample.sampling_mask is None for sample in samples):  # the reference knows no cut distribution
         yield measured(
@@ -58,29 +62,27 @@ def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> I
             "mean |difference| in nats between the trainer and transformers on the weights that it wrote",
             "the export in Hugging Face format",
         )  # fmt: skip
-    yield drawn_row(f"engine: {when}, the draw", hf_dir, sequences)
+    yield drawn_row(f"engine: {when}, the draw", model, sequences)
 
 
-def drawn_row(check: str, hf_dir: Path, sequences: Sequence[TrainSequence]) -> Row:
+def drawn_row(check: str, model: Any, sequences: Sequence[TrainSequence]) -> Row:
     """Tokens are drawn from the distribution that is reported. The ratio of their probability at another
     temperature to that at their own has the mean 1, so a large ratio has at most its inverse as its chance.
 
     Args:
-        hf_dir: the weights that they were sampled with.
+        model: transformers' model with the weights that they were sampled with.
     """
     if any(s.sampling_mask is not None for s in sequences):
         return Row(
-            check, "not checked", reason="top-p or top-k cuts the distribution, which nothing else has"
+            check, "not checked", reason="top-p or top-k cuts what is drawn from, which only the engine has"
         )
-    model = loaded(hf_dir, torch.float64)
-    at_own = logprobs_of(model, sequences)
-    log_ratios = {}
-    for factor in OTHER_TEMPERATURES:
-        at_other = logprobs_of(model, [replace(s, temperature=s.temperature * factor) for s in sequences])
-        log_ratios[factor] = sum(
-            float((other - own)[s.loss_mask].sum())
-            for other, own, s in zip(at_other, at_own, sequences, strict=True)
-        )
+
+    def total_logprob(factor: float) -> float:
+        scaled = [replace(s, temperature=s.temperature * factor) for s in sequences]
+        pairs = zip(logprobs_of(model, scaled), sequences, strict=True)
+        return sum(float(logprobs[s.loss_mask].sum()) for logprobs, s in pairs)
+
+    log_ratios = {factor: total_logprob(factor) - total_logprob(1.0) for factor in OTHER_TEMPERATURES}
     likeliest = max(log_ratios, key=lambda factor: log_ratios[factor])
     return measured(
         check, log_ratios[likeliest], SURE, "chance of 1 in a million",
@@ -114,24 +116,21 @@ def engine_dtype(run: Run) -> torch.dtype:
 
 def furthest(gaps: Sequence[Array]) -> tuple[float, str]:
     """Return the largest mean over a part, and that part: positions, or responses of a length."""
-    longest = max(map(len, gaps))
     parts = {
-        f"tokens {start} to {start + BIN - 1}": [own[start : start + BIN] for own in gaps]
-        for start in range(0, longest, BIN)
+        f"tokens {start} to {start + BIN - 1}": [gap[start : start + BIN] for gap in gaps]
+        for start in range(0, max(map(len, gaps)), BIN)
     }
     by_length = sorted(gaps, key=len)
-    for number in range(4):
-        own = by_length[number * len(gaps) // 4 : (number + 1) * len(gaps) // 4]
-        if own:
-            parts[f"responses of {len(own[0])} to {len(own[-1])} tokens"] = own
+    for quarter in range(4):
+        part = by_length[quarter * len(gaps) // 4 : (quarter + 1) * len(gaps) // 4]
+        if part:
+            parts[f"responses of {len(part[0])} to {len(part[-1])} tokens"] = part
     means = {
-        name: float(np.concatenate(own).mean()) for name, own in parts.items() if sum(map(len, own)) >= FEWEST
+        name: float(np.concatenate(part).mean())
+        for name, part in parts.items()
+        if sum(map(len, part)) >= FEWEST
     }
     if not means:
         return float(np.concatenate(gaps).mean()), "all tokens"
-    where = max(means, key=lambda name: means[name])
-    return means[where], where
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    worst = max(means, key=lambda name: means[name])
+    return means[worst], worst

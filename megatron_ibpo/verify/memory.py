@@ -22,7 +22,7 @@ def check_memory(run: Run) -> Iterator[Row]:
     """Compare the sum over trainers and engines."""
     if torch.cuda.is_available():
         raise NotCheckedError("on GPUs: metrics.jsonl has the peak of each rank, `ibpo plan` the prediction")
-    used = sum(_held().values())
+    used = sum(_bytes_held().values())
     if not used:
         raise NotCheckedError("trainer and engine are this process, which does much else")
     config, shape = run.config, run.foundation.shape
@@ -37,11 +37,11 @@ def check_memory(run: Run) -> Iterator[Row]:
     )  # fmt: skip
 
 
-def _held() -> dict[int, int]:
+def _bytes_held() -> dict[int, int]:
     """Return the bytes that each trainer, each engine, and the processes that these started hold alone."""
     actors = [p for p in psutil.Process(os.getpid()).children(recursive=True) if _is_actor(p)]
-    own = {p.pid: p for actor in actors for p in (actor, *actor.children(recursive=True))}
-    return {pid: process.memory_full_info().uss for pid, process in own.items() if process.is_running()}
+    processes = {p.pid: p for actor in actors for p in (actor, *actor.children(recursive=True))}
+    return {pid: process.memory_full_info().uss for pid, process in processes.items() if process.is_running()}
 
 
 def _is_actor(process: psutil.Process) -> bool:

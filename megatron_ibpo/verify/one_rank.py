@@ -47,10 +47,10 @@ def policy_on_one_rank(config: Config) -> Iterator[tuple[Policy, Any]]:
 def update_on_one_rank(config: Config, sequences: Sequence[TrainSequence]) -> Update:
     """Take one update of the sequences in this process, from the initial weights."""
     with policy_on_one_rank(config) as (policy, rank):
-        before = copies(rank)
+        initial = copies(rank)
         metrics = policy.update(sequences)
         lr = metrics["learning_rate"]
-        return Update(changes(before, copies(rank), lr), metrics, ROUNDING / lr)
+        return Update(changes(initial, copies(rank), lr), metrics, ROUNDING / lr)
 
 
 def with_lr(config: Config, lr: float = READ_OFF) -> Config:
@@ -61,9 +61,9 @@ def with_lr(config: Config, lr: float = READ_OFF) -> Config:
     return replace(config, optimizer=optimizer, loss=loss)
 
 
-def changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:
+def changes(initial: Mapping[str, Tensor], updated: Mapping[str, Tensor], lr: float) -> dict[str, Tensor]:
     """Return how far each weight moved against its gradient, over the learning rate."""
-    return {name: (before[name] - after[name]) / lr for name in before}
+    return {name: (initial[name] - updated[name]) / lr for name in initial}
 
 
 def step_of(gradient: Tensor) -> Tensor:
@@ -102,13 +102,13 @@ def largest_difference(
     if tensors.keys() != expected.keys():
         names = sorted(tensors.keys() ^ expected.keys())
         raise ValueError(f"{len(names)} tensors are on one side only: {', '.join(names[:3])}")
-    worst, where, compared = 0.0, "", 0
-    for name, wanted in expected.items():
-        scale = max(wanted.abs().max().item(), tensors[name].abs().max().item())
+    largest, furthest, count = 0.0, "", 0
+    for name, reference in expected.items():
+        scale = max(reference.abs().max().item(), tensors[name].abs().max().item())
         if scale <= 100 * rounding:
             continue
-        compared += 1
-        gap = max(0.0, (tensors[name] - wanted).abs().max().item() - rounding) / scale
-        if not gap <= worst:  # NaN too
-            worst, where = gap, name
-    return worst, where, compared
+        count += 1
+        gap = max(0.0, (tensors[name] - reference).abs().max().item() - rounding) / scale
+        if not gap <= largest:  # NaN too
+            largest, furthest = gap, name
+    return largest, furthest, count

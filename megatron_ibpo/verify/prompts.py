@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -25,12 +24,12 @@ from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, meas
 
 READING_TIMEOUT_S = 300.0
 FEW_HELD_OUT = 128
-MOST, PAIRS, SCANNED = 512, 64, 20_000
+MOST, LABELLED, SCANNED = 512, 64, 20_000
 """Prompts that are compared, those that are looked for in their file, and its rows that are searched."""
 
 
 def check_data(subject: Subject) -> Iterator[Row]:
-    """Read the run's own prompts here and in another process."""
+    """Read the run's own prompts, here and in another process."""
     config = _with_few_held_out(subject.config)
     foundation = read_foundation(config)
     data = open_run_data(config, foundation)
@@ -56,35 +55,25 @@ def _with_few_held_out(config: Config) -> Config:
 
 
 def _readings(prompts: Sequence[Prompt], config: Config) -> Row:
-    """The prompts are the same in a second reading, and in another process with another seed of Python's
-    hashes, whichever is read first."""
-    ours = [_digest(prompt) for prompt in prompts]
-    readings = {
-        "a second reading": digests(config, len(prompts)),
-        "another process that reads from the end": _digests_elsewhere(config, len(prompts)),
-    }
+    """The prompts are the same in another process, where Python's hashes have another seed."""
+    with get_context("spawn").Pool(1) as pool:
+        theirs = pool.apply_async(digests, (config, len(prompts))).get(READING_TIMEOUT_S)
     faults = [
-        f"prompt {i} is another in {where}"
-        for where, theirs in readings.items()
-        for i, (first, second) in enumerate(zip(ours, theirs, strict=True))
-        if first != second
+        f"prompt {prompt.index} is another in a second reading"
+        for prompt, digest in zip(prompts, theirs, strict=True)
+        if _digest(prompt) != digest
     ]
     faults += [f"prompt {i} has the index {p.index}" for i, p in enumerate(prompts) if p.index != i]
     reason = f"{len(prompts)} prompts have the same ids, labels and order in two processes"
     return counted_faults("data: two readings", faults, reason)
 
 
-def digests(config: Config, count: int, *, from_the_end: bool = False) -> list[str]:
-    """Return a digest of each of the run's first prompts, in order.
-
-    Args:
-        from_the_end: read the last of them first, since a prompt depends on its position alone.
-    """
+def digests(config: Config, count: int) -> list[str]:
+    """Return a digest of each of the run's first prompts, in order. The last is read first, since a prompt
+    depends on its position alone."""
     source = open_run_data(config, read_foundation(config)).prompts
     assert source is not None  # checked by the caller
-    if from_the_end:
-        return [_digest(source.at(position)) for position in reversed(range(count))][::-1]
-    return [_digest(prompt) for prompt in source.batch(0, count)]
+    return [_digest(source.at(position)) for position in reversed(range(count))][::-1]
 
 
 def _digest(prompt: Prompt) -> str:
@@ -93,72 +82,46 @@ def _digest(prompt: Prompt) -> str:
     return hashlib.sha256(repr(content).encode(errors="replace")).hexdigest()
 
 
-def _digests_elsewhere(config: Config, count: int) -> list[str]:
-    before = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = "11" if before != "11" else "12"
-    try:
-        with get_context("spawn").Pool(1) as pool:
-            reading = pool.apply_async(digests, (config, count), {"from_the_end": True})
-            return reading.get(READING_TIMEOUT_S)
-    finally:
-        os.environ.pop("PYTHONHASHSEED")
-        if before is not None:
-            os.environ["PYTHONHASHSEED"] = before
-
-
 def _rows(config: Config, source: PromptSource, prompts: Sequence[Prompt], held_out: int) -> Iterator[Row]:
     """Compare the prompts with the rows of their file: each has text and label of a row, and a row that is
     no prompt is counted."""
-    spec, *others = [read_spec(spec) for spec in config.data.prompt_data]
-    if others or "://" in spec.location:
+    spec, *further_specs = [read_spec(spec) for spec in config.data.prompt_data]
+    if further_specs or "://" in spec.location:
         return
     keys = spec.input_key or config.data.input_key, spec.label_key or config.data.label_key
     columns = sorted(fields_read(*keys))
-    num_rows, pairs = 0, [_Pair(prompt) for prompt in prompts[:PAIRS]]
-    for _, read in each_row(chosen_files(Path(spec.location), "train", spec.split), columns):
-        num_rows += 1
-        if num_rows > SCANNED:
-            continue
-        with suppress(DataError):  # of a row that is left out and counted
-            row = read()
-            letters = _letters([row.get(column) for column in columns])
-            for pair in pairs:
-                pair.look_at(letters)
-    yield _labels_row(pairs)
+    num_rows, rows = 0, list[str]()
+    for num_rows, (_, read) in enumerate(
+        each_row(chosen_files(Path(spec.location), "train", spec.split), columns), start=1
+    ):
+        if num_rows <= SCANNED:
+            with suppress(DataError):  # of a row that is left out and counted
+                row = read()
+                rows.append(_letters([row.get(column) for column in columns]))
+    yield _labels_row(prompts[:LABELLED], rows)
     if not (spec.only or config.data.deduplicate or config.data.filter_pass_rate):
-        size, counted = source.num_prompts(), sum(sum(tally.counts.values()) for tally in source.tallies)
-        there = size + counted + (held_out if config.holds_out else 0)
+        size, left_out = source.num_prompts(), sum(sum(tally.counts.values()) for tally in source.tallies)
+        accounted = size + left_out + (held_out if config.holds_out else 0)
         yield measured(
-            "data: rows", abs(num_rows - there), 0, "exact",
-            f"{num_rows} rows, of which {size} are prompts, {counted} are counted as left out", "ibpo data",
+            "data: rows", abs(num_rows - accounted), 0, "exact",
+            f"{num_rows} rows, of which {size} are prompts, {left_out} are counted as left out", "ibpo data",
         )  # fmt: skip
 
 
-class _Pair:
-    """A prompt's text and label, which are looked for in the rows of its file."""
-
-    def __init__(self, prompt: Prompt):
-        self.prompt, self.text, self.label = prompt, _letters(prompt.text), _letters(prompt.label)
-        self.together = self.has_text = self.has_label = False
-
-    def look_at(self, row: str) -> None:
-        if not self.together:
-            has_text, has_label = self.text in row, self.label in row
-            self.has_text, self.has_label = self.has_text or has_text, self.has_label or has_label
-            self.together = has_text and has_label
-
-
-def _labels_row(pairs: Sequence[_Pair]) -> Row:
-    there = [pair for pair in pairs if pair.has_text and pair.has_label]
-    if not there:
+def _labels_row(prompts: Sequence[Prompt], rows: Sequence[str]) -> Row:
+    """A prompt's label is in a row that has its text, if the rows have both."""
+    faults, num_prompts = [], 0
+    for prompt in prompts:
+        text, label = _letters(prompt.text), _letters(prompt.label)
+        with_text = [row for row in rows if text in row]
+        if with_text and any(label in row for row in rows):
+            num_prompts += 1
+            if not any(label in row for row in with_text):
+                faults.append(f"prompt {prompt.index} has the label {prompt.label[:60]!r} of another row")
+    if not num_prompts:
         reason = "texts and labels of prompts are not in the file as they are"
         return Row("data: labels", "not checked", reason=reason)
-    faults = [
-        f"prompt {pair.prompt.index} has the label {pair.prompt.label[:60]!r} of another row"
-        for pair in there
-        if not pair.together
-    ]
-    return counted_faults("data: labels", faults, f"{len(there)} prompts have text and label of one row")
+    return counted_faults("data: labels", faults, f"{num_prompts} prompts have text and label of one row")
 
 
 def _letters(value: object) -> str:

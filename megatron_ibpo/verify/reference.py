@@ -131,10 +131,10 @@ def _gradient_row(subject: Subject, config: Config, model: Any) -> Row:
         if name in update.change
     }
     compared = {name: update.change[name] for name in expected}
-    gap, where, count = largest_difference(compared, expected, update.rounding)
+    gap, furthest, count = largest_difference(compared, expected, update.rounding)
     return measured(
         "reference: gradient", gap, 5 * bound_of(subject), "float32, relative to the largest of a tensor",
-        f"{count} tensors against autograd of the loss in plain torch on transformers; furthest: {where}",
+        f"{count} tensors against autograd of the loss in plain torch on transformers; furthest: {furthest}",
         "the loss's mask, shift by one, temperature and normaliser; the trainer's packing",
     )  # fmt: skip
 

@@ -27,25 +27,25 @@ def check_resume(config: Config, steps: Sequence[Sequence[Group]], undisturbed: 
         steps: groups of the two steps of the run that ended.
         undisturbed: the weights after them.
     """
-    again = replace(config, run=replace(config.run, load=config.run.run_dir))
-    with open_run(again) as run:
+    resumed = replace(config, run=replace(config.run, load=config.run.run_dir))
+    with open_run(resumed) as run:
         faults = [] if run.progress.step == 1 else [f"it goes on after step {run.progress.step}, not 1"]
         second = loop.sample(run)
         faults += _different(steps[1], second)
         loop.update(run, loop.credit(run, second).sequences)
         run.policy.save_hf(undisturbed.parent / "resumed")
     yield counted_faults("resume: journal", faults, "the second step is that of the journal")
-    gap, where, _ = largest_difference(
+    gap, furthest, _ = largest_difference(
         weights_in(undisturbed.parent / "resumed"), weights_in(undisturbed), 0.0
     )
     on_gpu = torch.cuda.is_available()
     yield measured(
         "resume: weights", gap, ON_GPU if on_gpu else 0.0, "stated for GPUs" if on_gpu else "bit for bit",
-        f"largest difference after step 2; {where or 'no tensor differs'}",
+        f"largest difference after step 2; {furthest or 'no tensor differs'}",
         "the checkpoint's optimizer state, learning rate and step; the journal",
     )  # fmt: skip
     shutil.rmtree(config.run.run_dir / JOURNAL)
-    with open_run(again) as run:
+    with open_run(resumed) as run:
         second = loop.sample(run)
     faults = _different(steps[1], second, exactly=False)
     if config.algorithm.group_filter is None:  # a filter takes further prompts
@@ -57,15 +57,15 @@ def check_resume(config: Config, steps: Sequence[Sequence[Group]], undisturbed: 
     )
 
 
-def _different(steps: Sequence[Group], again: Sequence[Group], *, exactly: bool = True) -> list[str]:
+def _different(groups: Sequence[Group], repeated: Sequence[Group], *, exactly: bool = True) -> list[str]:
     """Return the samples that differ from those of the run that ended.
 
     Args:
         exactly: in log-probs too, whose last bits depend on what an engine computed together.
     """
     first, second = (
-        [_content(sample, exactly=exactly) for group in groups for sample in group.samples]
-        for groups in (steps, again)
+        [_content(sample, exactly=exactly) for group in step for sample in group.samples]
+        for step in (groups, repeated)
     )
     if len(first) != len(second):
         return [f"{len(second)} samples in place of {len(first)}"]

@@ -12,7 +12,7 @@ from megatron_ibpo.run.run_data import open_run_data, scored_by_verifiers
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
 
-MOST = 32
+NUM_PROMPTS = 32
 """Prompts whose labels are tried."""
 FORMS: tuple[Callable[[str], str], ...] = (
     lambda label: rf"Step by step, I find \boxed{{{label}}}, and so this is the result.",
@@ -30,12 +30,11 @@ def check_rewards(subject: Subject) -> Iterator[Row]:
     """Score labels, wrong answers, nothing, and cut answers, each twice; then let a function fail."""
     config = replace(subject.small, data=subject.config.data)
     data = config.data
-    prompts = scored_by_verifiers(open_run_data(config, subject.foundation).first_prompts)[:MOST]
+    prompts = scored_by_verifiers(open_run_data(config, subject.foundation).first_prompts)[:NUM_PROMPTS]
     if not prompts:
         raise NotCheckedError("environments score this run's responses, and no verifier")
     with Verifier(open_pool(data, named_rm_types(prompts, data)), data) as verifier:
         form, full = _best_form(verifier, prompts, data)
-        right = [form(prompt.label) for prompt in prompts]
         missed = [_named(p, s) for p, s in zip(prompts, full, strict=True) if not s.correct]
         if len(missed) == len(prompts) and not _labels_are_answers(prompts, data):
             raise NotCheckedError(
@@ -45,8 +44,8 @@ def check_rewards(subject: Subject) -> Iterator[Row]:
         shown = f"{len(prompts)} labels as answers, such as {form('LABEL')!r}, earn full marks"
         yield counted_faults("rewards: labels", missed, shown)
         yield _must_not_count(verifier, prompts, form)
-        yield _twice(verifier, prompts, right, full)
-        yield _time(verifier, prompts, right, data)
+        answers = [(prompt, form(prompt.label)) for prompt in prompts]
+        yield from _repeated(verifier, answers, full, data.reward_timeout)
     yield _failing(data, prompts[0])
 
 
@@ -65,18 +64,18 @@ def _labels_are_answers(prompts: Sequence[Prompt], data: DataConfig) -> bool:
 
 def _must_not_count(verifier: Verifier, prompts: Sequence[Prompt], form: Callable[[str], str]) -> Row:
     """An empty, a wrong and a truncated answer are not correct."""
-    others = [next((p.label for p in prompts if p.label != prompt.label), "") for prompt in prompts]
+    other_labels = [next((p.label for p in prompts if p.label != prompt.label), "") for prompt in prompts]
     wrong = {
         "nothing": ["" for _ in prompts],
-        "another prompt's label": [form(other) if other else "" for other in others],
+        "another prompt's label": [form(label) if label else "" for label in other_labels],
         "its label with a 7 behind it": [form(f"{prompt.label}7") for prompt in prompts],
         "its label cut by a digit": [form(p.label[:-1]) if _is_long(p.label) else "" for p in prompts],
         "half of its answer": [form(p.label)[: (len(form(p.label)) - len(p.label)) // 2] for p in prompts],
         "a response cut before its answer": ["First, I look at the question. Then" for _ in prompts],
     }  # fmt: skip
     faults = [
-        f"{what} counts for {_named(prompt, score)}"
-        for what, texts in wrong.items()
+        f"{kind} counts for {_named(prompt, score)}"
+        for kind, texts in wrong.items()
         for prompt, score in zip(prompts, verifier.score(list(zip(prompts, texts, strict=True))), strict=True)
         if score.correct
     ]
@@ -87,41 +86,36 @@ def _is_long(label: str) -> bool:
     return len(label) > 2 and label.removeprefix("-").isdigit()
 
 
-def _twice(
-    verifier: Verifier, prompts: Sequence[Prompt], texts: Sequence[str], first: Sequence[Score]
-) -> Row:
-    """The same text twice has the same reward, in another order too."""
-    again = verifier.score(list(zip(prompts, texts, strict=True))[::-1])[::-1]
-    faults = [
-        f"{a.reward} and then {b.reward} for prompt {p.index}"
-        for p, a, b in zip(prompts, first, again, strict=True)
-        if a.reward != b.reward
-    ]
-    return counted_faults(
-        "rewards: twice", faults, f"{len(prompts)} responses, scored again in reverse order"
-    )
-
-
-def _time(verifier: Verifier, prompts: Sequence[Prompt], texts: Sequence[str], data: DataConfig) -> Row:
+def _repeated(
+    verifier: Verifier, pairs: Sequence[tuple[Prompt, str]], scores: Sequence[Score], timeout: float
+) -> Iterator[Row]:
+    """The same text twice has the same reward, in another order too; how long it takes."""
     began = time.monotonic()
-    scores = verifier.score(list(zip(prompts, texts, strict=True)))
-    seconds = (time.monotonic() - began) / len(scores)
-    errors = [score.error for score in scores if score.error is not None]
+    repeated = verifier.score(pairs[::-1])[::-1]
+    seconds = (time.monotonic() - began) / len(pairs)
+    faults = [
+        f"{first.reward} and then {second.reward} for prompt {prompt.index}"
+        for (prompt, _), first, second in zip(pairs, scores, repeated, strict=True)
+        if first.reward != second.reward
+    ]
+    yield counted_faults("rewards: twice", faults, f"{len(pairs)} responses, scored again in reverse order")
+    errors = [score.error for score in repeated if score.error is not None]
     if errors:
-        return counted_faults("rewards: seconds", errors, f"{len(errors)} errors")
-    return measured(
-        "rewards: seconds", seconds, data.reward_timeout, "--reward-timeout", "seconds per response"
+        yield counted_faults("rewards: seconds", errors, f"{len(errors)} errors")
+        return
+    yield measured(
+        "rewards: seconds", seconds, timeout, "--reward-timeout", "seconds per response"
     )  # fmt: skip
 
 
 def _failing(data: DataConfig, prompt: Prompt) -> Row:
     """A function that raises, or that does not end, gives an error and no reward of 0."""
-    own = replace(prompt, metadata={k: v for k, v in prompt.metadata.items() if k != "rm_type"})
+    unnamed = replace(prompt, metadata={k: v for k, v in prompt.metadata.items() if k != "rm_type"})
     faults = []
     for target in (BROKEN, HANGING):
         failing = replace(data, rm_type=target, reward_part=(), reward_timeout=1.0)
         with Verifier(open_pool(failing), failing) as verifier:
-            (score,) = verifier.score([(own, "1")])
+            (score,) = verifier.score([(unnamed, "1")])
         if score.reward is not None or not score.error:
             faults.append(f"{target.partition(':')[2]}: the reward {score.reward}")
     return counted_faults(

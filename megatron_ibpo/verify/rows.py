@@ -37,15 +37,17 @@ class Row:
     """What was measured, why it was not, or what to look at next."""
 
 
-def measured(check: str, figure: float, bound: float, bound_from: str, reason: str, after: str = "") -> Row:
+def measured(
+    check: str, figure: float, bound: float, bound_from: str, reason: str, next_step: str = ""
+) -> Row:
     """Return the row of a figure that is right up to `bound`.
 
     Args:
         reason: what the figure is.
-        after: what to look at next if it is wrong.
+        next_step: what to look at next if it is wrong.
     """
     is_right = math.isfinite(figure) and figure <= bound
-    text = reason if is_right or not after else f"{reason}; look at {after}"
+    text = reason if is_right or not next_step else f"{reason}; look at {next_step}"
     return Row(check, "right" if is_right else "wrong", figure, bound, bound_from, text)
 
 

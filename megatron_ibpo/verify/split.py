@@ -35,7 +35,7 @@ def check_split(subject: Subject) -> Iterator[Row]:
     sequences = subject.sequences
     yield _credit_row(subject)
     config = from_engine(with_lr(subject.small))
-    together = update_on_one_rank(_cut(config, 10**9), sequences)
+    uncut = update_on_one_rank(_cut(config, 10**9), sequences)
     half = sum(s.num_tokens for s in sequences) // 3
     longest = max(s.num_tokens for s in sequences)
     cuts = {
@@ -43,35 +43,35 @@ def check_split(subject: Subject) -> Iterator[Row]:
         f"micro-batches of {half} tokens": (_cut(config, max(half, longest)), sequences),
         "the reverse order": (_cut(config, 10**9), sequences[::-1]),
     }
-    for name, (cut, own) in cuts.items():
-        yield compared(f"split: {name}", update_on_one_rank(cut, own), together, subject)
+    for name, (cut_config, batch) in cuts.items():
+        yield compared(f"split: {name}", update_on_one_rank(cut_config, batch), uncut, subject)
     if subject.small.model.lora_rank is None:  # adapters' gradient is not that of the weights
-        yield _clipping_row(subject, config, together)
+        yield _clipping_row(subject, config, uncut)
     yield _repeated_row(subject)
     yield _direction_row(subject)
     if subject.small.loss.kl_coef:
         yield _kl_row(subject)
 
 
-def _clipping_row(subject: Subject, config: Config, together: Update) -> Row:
+def _clipping_row(subject: Subject, config: Config, unclipped: Update) -> Row:
     """The norm is that of the gradient that a step's change shows, and half of it as --clip-grad halves the
     gradient."""
-    norm = together.metrics["grad_norm"]
+    norm = unclipped.metrics["grad_norm"]
     gradient = {
         name: gradient_of(change)
-        for name, change in together.change.items()
+        for name, change in unclipped.change.items()
         if not name.endswith("e_score_correction_bias")  # it has a rule of its own
     }
     clipped = replace(config, optimizer=replace(config.optimizer, clip_grad=norm / 2))
     changed = update_on_one_rank(clipped, subject.sequences).change
-    expected = {name: step_of(own / 2) for name, own in gradient.items()}
-    gap, where, _ = largest_difference({n: changed[n] for n in expected}, expected, together.rounding)
-    seen_norm = math.sqrt(sum(own.double().square().sum().item() for own in gradient.values()))
-    if abs(seen_norm - norm) / norm > gap:
-        gap, where = abs(seen_norm - norm) / norm, f"the norm, {norm:.4g} in place of {seen_norm:.4g}"
+    expected = {name: step_of(tensor / 2) for name, tensor in gradient.items()}
+    gap, furthest, _ = largest_difference({n: changed[n] for n in expected}, expected, unclipped.rounding)
+    exact_norm = math.sqrt(sum(tensor.double().square().sum().item() for tensor in gradient.values()))
+    if abs(exact_norm - norm) / norm > gap:
+        gap, furthest = abs(exact_norm - norm) / norm, f"the norm, {norm:.4g} in place of {exact_norm:.4g}"
     return measured(
         "split: clipping", gap, 5 * bound_of(subject), "float32, relative to the largest of a tensor",
-        f"gradients with --clip-grad {norm / 2:.3g}; furthest: {where or 'none'}", "the gradient's norm",
+        f"gradients with --clip-grad {norm / 2:.3g}; furthest: {furthest or 'none'}", "the gradient's norm",
     )  # fmt: skip
 
 
@@ -93,19 +93,19 @@ def _direction_row(subject: Subject) -> Row:
     """Check that what earns more has the larger advantage, and that an update makes it likelier."""
     sequences = [s for s in subject.batch.credited if s.has_advantage and s.loss_mask.any()]
     with policy_on_one_rank(with_lr(subject.small, SMALL_LR)) as (policy, _):
-        before = policy.logprobs(sequences)
+        initial = policy.logprobs(sequences)
         policy.update([
-            replace(s, rollout_logprobs=logprobs) for s, logprobs in zip(sequences, before, strict=True)
+            replace(s, rollout_logprobs=logprobs) for s, logprobs in zip(sequences, initial, strict=True)
         ])  # fmt: skip
-        after = policy.logprobs(sequences)
+        updated = policy.logprobs(sequences)
     products = [
         ((s.advantage if s.token_advantages is None else s.token_advantages) * np.subtract(new, old))[
             s.loss_mask
         ]
-        for s, old, new in zip(sequences, before, after, strict=True)
+        for s, old, new in zip(sequences, initial, updated, strict=True)
     ]
     # a sum over tokens, and one over sequences: --loss-aggregation decides which of them an update raises
-    rise = max(float(sum(own.sum() for own in products)), float(sum(own.mean() for own in products)))
+    rise = max(float(sum(p.sum() for p in products)), float(sum(p.mean() for p in products)))
     faults = [] if rise > 0 else [f"advantage times rise of the log-prob is {rise:.2g}"]
     right, wrong = (_mean_advantage(sequences, right=right) for right in (True, False))
     if right < wrong:
@@ -140,45 +140,50 @@ def _mean_advantage(sequences: Sequence[TrainSequence], *, right: bool) -> float
 
 
 def _credit_row(subject: Subject) -> Row:
-    """Advantages and weights do not depend on the order of the groups."""
+    """Advantages and weights do not depend on the order of the groups, and a failed verifier gives none."""
     batch = subject.batch
-    others = {(s.prompt_index, s.kind, s.index): s for s in batch.credited_reversed}
-    pairs = [(s, others.get((s.prompt_index, s.kind, s.index))) for s in batch.credited]
+    reordered = {_identity(s): s for s in batch.credited_reversed}
     faults = [
         f"prompt {s.prompt_index}, {s.kind} {s.index}: advantage {s.advantage:.6g}, or none or another"
-        for s, other in pairs
-        if other is None or not _same_credit(s, other)
+        for s in batch.credited
+        if _identity(s) not in reordered or not _same_credit(s, reordered[_identity(s)])
     ]
     faults += [
         f"prompt {s.prompt_index}, response {s.index} has the advantage {s.advantage:.3g}, and no reward"
         for s in batch.credited
-        if s.has_advantage and (s.prompt_index, s.kind, s.index) in batch.unscored
+        if s.has_advantage and _identity(s) in batch.unscored
     ]
-    return counted_faults("split: credit", faults, f"{len(pairs)} sequences, of groups in either order")
+    reason = f"{len(batch.credited)} sequences, of groups in either order"
+    return counted_faults("split: credit", faults, reason)
+
+
+def _identity(s: TrainSequence) -> tuple[int, str, int]:
+    return s.prompt_index, s.kind, s.index
 
 
 def _same_credit(first: TrainSequence, second: TrainSequence) -> bool:
-    ours, theirs = (
-        [own for own in (s.advantage, s.weight, s.token_weights, s.token_advantages) if own is not None]
-        for s in (first, second)
+    pairs = [
+        (getattr(first, name), getattr(second, name))
+        for name in ("advantage", "weight", "token_weights", "token_advantages")
+    ]
+    return all(
+        a is b if a is None or b is None else np.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in pairs
     )
-    if len(ours) != len(theirs):
-        return False
-    return all(np.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in zip(ours, theirs, strict=True))
 
 
-def compared(check: str, own: Update, expected: Update, subject: Subject) -> Row:
+def compared(check: str, update: Update, expected: Update, subject: Subject) -> Row:
     """Return the row of two updates that should be the same."""
     if not expected.metrics.get("grad_norm"):
         raise NotCheckedError("the batch has no gradient")
-    gap, where, count = largest_difference(own.change, expected.change, max(own.rounding, expected.rounding))
-    scalars = _scalar_gaps(own.metrics, expected.metrics)
+    rounding = max(update.rounding, expected.rounding)
+    gap, furthest, count = largest_difference(update.change, expected.change, rounding)
+    scalars = _scalar_gaps(update.metrics, expected.metrics)
     worst = max(scalars, key=lambda name: scalars[name])
     if scalars[worst] > gap:
-        gap, where = scalars[worst], f"metric {worst}"
+        gap, furthest = scalars[worst], f"metric {worst}"
     return measured(
         check, gap, bound_of(subject), "float32, relative to the largest of a tensor",
-        f"gradients of {count} tensors and {len(scalars)} metrics; furthest: {where or 'none'}", NEXT,
+        f"gradients of {count} tensors and {len(scalars)} metrics; furthest: {furthest or 'none'}", NEXT,
     )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """Tokens: prompts are the rendered text, and only what the policy wrote has a gradient."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from megatron_ibpo.basics.records import (
     SampleRequest,
     TokenIds,
     TrainSequence,
-    token_ids,
 )
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.data.row_prompts import template_settings
@@ -30,8 +28,8 @@ from megatron_ibpo.verify.small_run import STAND_IN
 from megatron_ibpo.verify.split import from_engine
 from megatron_ibpo.verify.stand_in_reward import score
 
-MOST, CUT = 64, 8
-"""Prompts that are looked at, and those whose responses are cut."""
+NUM_PROMPTS, NUM_CUT = 64, 8
+"""Prompts that are compared with their text, and prompts whose responses are cut."""
 
 Turn = tuple[bytes, bytes]
 """Ids and log-probs of what an engine wrote at once."""
@@ -40,7 +38,7 @@ Turn = tuple[bytes, bytes]
 def check_tokens(subject: Subject) -> Iterator[Row]:
     """Look at the prompts, and at the gradient of what the policy did not write."""
     data = open_run_data(subject.config, subject.foundation)
-    prompts = data.first_prompts[:MOST]
+    prompts = data.first_prompts[:NUM_PROMPTS]
     faults = [fault for prompt in prompts for fault in _prompt_faults(prompt, data.tokenizer)]
     yield counted_faults(
         "tokens: prompts", faults, f"{len(prompts)} prompts show their text, and begin as they should"
@@ -63,25 +61,24 @@ def check_samples(
         turns: `as_turn` of all that engines returned, before episodes and prefixes were put together of it.
     """
     count = sum(len(group.samples) for group in groups)
-    cut = sum(s.finish_reason == "length" for group in groups for s in group.samples)
-    yield counted_faults(
-        "tokens: samples", _located(groups, partial(_sample_faults, subject)),
-        f"{count} samples: prompt, ends, log-probs and masks fit; {cut} end at a limit of length",
-    )  # fmt: skip
-    yield counted_faults(
-        "tokens: turns", _located(groups, lambda group, number, sample: _strange_turns(sample, turns)),
-        f"what {count} samples have as the policy's is what {len(turns)} turns of engines were, and no more",
-    )  # fmt: skip
-    yield counted_faults(
-        "tokens: rewards",
-        _located(groups, lambda group, number, sample: _reward_faults(subject, group.prompt, sample)),
-        "every sample has the reward of its own text",
-    )
-    yield counted_faults(
-        "tokens: training",
-        list(_trained_faults(groups, trained)),
-        f"{len(trained)} sequences are those sampled",
-    )
+    cut = sum(sample.finish_reason == "length" for group in groups for sample in group.samples)
+    looked_at = {
+        "samples": f"{count} samples: prompt, ends, log-probs and masks fit; {cut} end at a limit of length",
+        "turns": f"what {count} samples have as the policy's is what {len(turns)} turns of engines were, and "
+        "no more",
+        "rewards": "every sample has the reward of its own text",
+    }
+    faults: dict[str, list[str]] = {name: [] for name in looked_at}
+    for group in groups:
+        for number, sample in enumerate(group.samples):
+            place = f"prompt {group.prompt.index}, sample {number}"
+            faults["samples"] += [f"{place}: {f}" for f in _sample_faults(subject, group, number, sample)]
+            faults["turns"] += [f"{place}: {f}" for f in _turn_faults(sample, turns)]
+            faults["rewards"] += [f"{place}: {f}" for f in _reward_faults(subject, group.prompt, sample)]
+    for name, reason in looked_at.items():
+        yield counted_faults(f"tokens: {name}", faults[name], reason)
+    differing = list(_trained_faults(groups, trained))
+    yield counted_faults("tokens: training", differing, f"{len(trained)} sequences are those sampled")
 
 
 def check_cut(subject: Subject, run: Run) -> Iterator[Row]:
@@ -90,12 +87,10 @@ def check_cut(subject: Subject, run: Run) -> Iterator[Row]:
         raise NotCheckedError("recorded rollouts are replayed, so there is no engine")
     eos = set(read_eos_token_ids(subject.foundation.hf_dir))
     temperature = subject.small.rollout.rollout_temperature
-    prompts = subject.data.prompts.batch(0, CUT)
     requests = [
-        SampleRequest(own, seed, 1 + seed % 3, temperature)
-        for seed, prompt in enumerate(prompts)
-        if len(own := prompt.token_ids)  # an environment writes its own
-    ] or [SampleRequest(token_ids([1, 2, 3]), seed, 2, temperature) for seed in range(CUT)]
+        SampleRequest(ids, seed, 1 + seed % 3, temperature)
+        for seed, ids in enumerate(subject.prompt_ids(NUM_CUT))
+    ]
     samples = engine_samples(run, requests)
     faults = [
         f"request {i}: {fault}"
@@ -123,12 +118,11 @@ def _end_faults(sample: Sample, limit: int, eos: set[int]) -> Iterator[str]:
 
 def _prompt_faults(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[str]:
     where = f"prompt {prompt.index}"
-    shown = tokenizer.decode_all(prompt.token_ids)
     if not 0 < prompt.head_length <= len(prompt.token_ids):
         yield f"{where}: candidate solutions would go to token {prompt.head_length}"
     if _doubled_start(prompt.token_ids, tokenizer):
         yield f"{where}: begins with {tokenizer.decode_all(prompt.token_ids[:1])} twice"
-    if "".join(prompt.text.split()) not in "".join(shown.split()):
+    if "".join(prompt.text.split()) not in "".join(tokenizer.decode_all(prompt.token_ids).split()):
         yield f"{where}: its ids do not show its text, {prompt.text[:60]!r} (--apply-chat-template?)"
 
 
@@ -156,12 +150,12 @@ def _rendering(subject: Subject, prompts: Sequence[Prompt], tokenizer: Tokenizer
             chat = [{"role": "user", "content": prompt.text}]
             settings = {"add_generation_prompt": True, "tokenize": False, **template_settings(data)}
             text = theirs.apply_chat_template(chat, **settings)
-            tail, ours = (
-                text.rpartition(prompt.text.strip())[2].strip(),
-                tokenizer.decode_all(prompt.tail_ids),
-            )
-            if tail != ours.strip():
-                faults.append(f"prompt {prompt.index} ends in {ours!r}, and with transformers in {tail!r}")
+            tail = tokenizer.decode_all(prompt.tail_ids).strip()
+            expected = text.rpartition(prompt.text.strip())[2].strip()
+            if tail != expected:
+                faults.append(
+                    f"prompt {prompt.index} ends in {tail!r}, and with transformers in {expected!r}"
+                )
             begin = theirs(text, add_special_tokens=False)["input_ids"][0]
         else:
             begin = theirs(prompt.text)["input_ids"][0]
@@ -209,16 +203,6 @@ def _loud(s: TrainSequence) -> TrainSequence:
     )
 
 
-def _located(groups: Sequence[Group], faults_of: Callable[[Group, int, Sample], Iterable[str]]) -> list[str]:
-    """Return the faults of all samples, each with its place."""
-    return [
-        f"prompt {group.prompt.index}, sample {number}: {fault}"
-        for group in groups
-        for number, sample in enumerate(group.samples)
-        for fault in faults_of(group, number, sample)
-    ]
-
-
 def _sample_faults(subject: Subject, group: Group, number: int, sample: Sample) -> Iterator[str]:
     rollout, prompt = subject.small.rollout, group.prompt
     yield from _array_faults(sample)
@@ -241,14 +225,14 @@ def _array_faults(sample: Sample) -> Iterator[str]:
     if len(lengths) != 1:
         yield f"ids, log-probs and mask have lengths {sorted(lengths)}"
         return
-    own, others = sample.logprobs[sample.loss_mask], sample.logprobs[~sample.loss_mask]
-    if not np.isfinite(own).all() or (own > 1e-4).any():
+    logprobs = sample.logprobs[sample.loss_mask]
+    if not np.isfinite(logprobs).all() or (logprobs > 1e-4).any():
         yield "log-probs that are none"
-    if others.any():
+    if sample.logprobs[~sample.loss_mask].any():
         yield "tokens that the policy did not write have log-probs"
 
 
-def _strange_turns(sample: Sample, turns: Container[Turn]) -> Iterator[str]:
+def _turn_faults(sample: Sample, turns: Container[Turn]) -> Iterator[str]:
     edges = np.flatnonzero(np.diff(sample.loss_mask, prepend=False, append=False))
     for start, end in edges.reshape(-1, 2).tolist():
         if (sample.token_ids[start:end].tobytes(), sample.logprobs[start:end].tobytes()) not in turns:
