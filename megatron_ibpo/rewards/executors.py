@@ -108,9 +108,9 @@ class LocalExecutor:
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
         """Run the program as `Executor` says."""
-        given = stdin.encode(errors="surrogatepass")
+        stdin_bytes = stdin.encode(errors="surrogatepass")
         with Process(
-            "program", program, [first], stdin=given, limits=limits, isolated=self._isolated
+            "program", program, [first], stdin=stdin_bytes, limits=limits, isolated=self._isolated
         ) as process:
             return process.finish()
 
@@ -124,10 +124,10 @@ class LocalExecutor:
         total: float,
     ) -> Iterator[Call]:
         """Call the function as `Executor` says."""
-        given = _requests(arguments)
+        requests = _requests(arguments)
         longest = replace(limits, seconds=min(total, limits.seconds * len(arguments)))
         with Process(
-            "calls", program, [first, name], stdin=given, limits=longest, isolated=self._isolated
+            "calls", program, [first, name], stdin=requests, limits=longest, isolated=self._isolated
         ) as process:
             read = 0
             for _ in arguments:
@@ -258,7 +258,9 @@ def _execution(answer: Any) -> Execution:
 
 
 def _requests(arguments: Sequence[list[Any]]) -> bytes:
-    lines = (json.dumps(each, default=lambda digits: f"{_LONG}{digits}") for each in arguments)
+    lines = (
+        json.dumps(call_arguments, default=lambda digits: f"{_LONG}{digits}") for call_arguments in arguments
+    )
     return b"".join(_LONG_INTEGER.sub(r"\1", line).encode() + b"\n" for line in lines)
 
 

@@ -286,7 +286,7 @@ def test_what_code_does_in_a_judge_ends_with_it_and_touches_no_other(sandbox):
     for code, kind in cases.items():
         verdicts = sandbox.judge(EVALUATES, [evaluated(code), LABEL, evaluated("3")])
         assert [verdict.kind for verdict in verdicts] == [kind, "right", "wrong"], (code, verdicts)
-        assert len(verdicts[0].why) <= judges.LONGEST_TEXT, (code, kind)
+        assert len(verdicts[0].reason) <= judges.LONGEST_TEXT, (code, kind)
 
 
 @needs_sandbox

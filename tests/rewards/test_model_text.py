@@ -49,7 +49,7 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "thinking": thinking.after_thinking,
     "thinking of a prompt": thinking.open_at_end,
     "label": labels_read,
-    "judge's question": lambda text: http_judge._filled("{{response}}", Question("", text, ""), None),
+    "judge's question": lambda text: http_judge._fill_template("{{response}}", Question("", text, ""), None),
     "judge": lambda text: http_judge.score(text, None),
     "judge's JSON": lambda text: http_judge.score(text, "score"),
     "steps": lambda text: spans.split_spans(list(text)),
