@@ -39,7 +39,7 @@ class Owner(Protocol):
         """Count a fault, and return its exception."""
         ...
 
-    def ended(self, *, hangs: bool) -> None:
+    def give_back_place(self, *, hangs: bool) -> None:
         """Take back the session's place.
 
         Args:
@@ -104,7 +104,7 @@ class ProcessSession:
                 hangs = False
         finally:
             self._connection.close()
-            self._owner.ended(hangs=hangs)
+            self._owner.give_back_place(hangs=hangs)
 
     async def _call(self, value_in: Callable[[Any], T], method: str, *arguments: Any) -> T:
         """Return what a method of the environment returned, as `value_in` reads it."""

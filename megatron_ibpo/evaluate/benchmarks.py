@@ -63,27 +63,27 @@ class BenchmarkRows:
         """
         places: dict[str, str] = {}
         names: Counter[str] = Counter()
-        for where, row in benchmark_rows(self.path):
+        for location, row in benchmark_rows(self.path):
             try:
                 parsed = self.benchmark.row(row)
             except ValueError as error:
                 raise DataError(
-                    f"{where}: {error}. A row of {self.benchmark.title} has {self.benchmark.layout} (found: "
-                    f"{listed([repr(name)[:40] for name in row], most=20) or 'nothing'}); see {PAGE}"
+                    f"{location}: {error}. A row of {self.benchmark.title} has {self.benchmark.layout} (found"
+                    f": {listed([repr(name)[:40] for name in row], most=20) or 'nothing'}); see {PAGE}"
                 ) from None
             if parsed is None:
                 self.outside += 1
                 continue
             own_id, question, label = parsed
-            if (first := places.setdefault(question, where)) is not where:
-                raise DataError(f"{where}: repeats the problem at {first}; see {PAGE}")
+            if (first := places.setdefault(question, location)) is not location:
+                raise DataError(f"{location}: repeats the problem at {first}; see {PAGE}")
             problem = str(self.read) if own_id is None else own_id
             names[problem] += 1
             if names[problem] > 1:
                 problem = f"{problem}-{names[problem]}"
             self.read += 1
             yield (
-                where,
+                location,
                 {
                     "prompt": question,
                     "label": label,
@@ -113,7 +113,7 @@ class BenchmarkRows:
 
 def _competition(row: Row) -> ParsedRow:
     """Parse AIME and HMMT in the layouts of several publishers."""
-    question = _one_of(row, ("problem", "question"))
+    question = _text_of_any(row, ("problem", "question"))
     problem = next((str(row[name]) for name in ("problem_idx", "id") if name in row), None)
     return problem, _boxed(question), _answer(row)
 
@@ -141,7 +141,7 @@ def _mbpp(row: Row) -> ParsedRow | None:
     number = row.get("task_id")
     if type(number) is not int:
         raise ValueError("field 'task_id' must be a whole number")
-    task = _one_of(row, ("text", "prompt"))
+    task = _text_of_any(row, ("text", "prompt"))
     tests = _texts(row, "test_list")
     setup = [row["test_setup_code"]] if row.get("test_setup_code") else list(row.get("test_imports") or [])
     if not 11 <= number <= 510:
@@ -225,7 +225,7 @@ def _texts(row: Row, name: str) -> list[str]:
     return value
 
 
-def _one_of(row: Row, names: tuple[str, ...]) -> str:
+def _text_of_any(row: Row, names: tuple[str, ...]) -> str:
     return _text(row, next((name for name in names if name in row), names[0]))
 
 

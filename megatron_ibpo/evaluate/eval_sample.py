@@ -82,7 +82,7 @@ class EvalSample:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvalRequest:
     """A sample to be generated."""
 
     key: Key
@@ -97,7 +97,7 @@ def problem_id(prompt: Prompt) -> str:
 
 def eval_sample(
     name: str,
-    asked: Asked,
+    request: EvalRequest,
     sample: Sample,
     response: str | Response,
     answer: Callable[[Prompt, str | Response], str | None] | None,
@@ -110,7 +110,7 @@ def eval_sample(
         name: the set.
         answer: extracts the answer of a response to a prompt; None if no verifier of the set defines that.
     """
-    prompt, (kind, index, number) = asked.prompt, asked.key
+    prompt, (kind, index, number) = request.prompt, request.key
     tokens = sample.num_trained_tokens
     logprob = math.fsum(sample.logprobs[sample.loss_mask].tolist()) / tokens if tokens else None
     return EvalSample(

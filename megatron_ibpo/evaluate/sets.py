@@ -293,18 +293,18 @@ def _field_names(path: Path) -> Iterator[str]:
 
 
 def finish_results(
-    directory: Path, evaluated: Sequence[SetEvaluation], more: dict[str, Any]
+    directory: Path, evaluated: Sequence[SetEvaluation], further_entries: dict[str, Any]
 ) -> dict[str, Any]:
     """Write the results of these sets beside existing results of others, and return all of them.
 
     Args:
-        more: entries beside the sets, such as seconds.
+        further_entries: entries beside the sets, such as seconds.
     """
     content = read_results(directory)
     for set_evaluation in evaluated:
         content["sets"][set_evaluation.set.name] |= results_of_set(set_evaluation)
     finished = all("measures" in entry for entry in content["sets"].values())
-    content |= {"status": FINISHED if finished else UNFINISHED, **more}
+    content |= {"status": FINISHED if finished else UNFINISHED, **further_entries}
     write_results(directory, content)
     return content
 

@@ -17,7 +17,7 @@ from megatron_ibpo.basics.record_lines import append_record, open_records, recor
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.user_files import RECORD_BYTES, read_json_file
-from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample, Key
+from megatron_ibpo.evaluate.eval_sample import EvalRequest, EvalSample, Key
 
 RESULTS_FILE = "results.json"
 UNFINISHED, FINISHED = "unfinished", "finished"
@@ -115,10 +115,10 @@ class KeptSamples:
         return scored
 
 
-def answered(
-    requests: Sequence[Asked],
-    found: Mapping[Key, EvalSample],
-    ask: Callable[[Sequence[Asked], Callable[[int, EvalSample], None]], None],
+def complete_samples(
+    requests: Sequence[EvalRequest],
+    stored: Mapping[Key, EvalSample],
+    ask: Callable[[Sequence[EvalRequest], Callable[[int, EvalSample], None]], None],
     add: Callable[[EvalSample], None],
 ) -> list[EvalSample]:
     """Return a sample for every request, in order: stored ones, and the rest from `ask`.
@@ -128,7 +128,7 @@ def answered(
             it is scored.
         add: called at once with every new sample.
     """
-    samples = {key: found[key] for key in (request.key for request in requests) if key in found}
+    samples = {key: stored[key] for key in (request.key for request in requests) if key in stored}
     missing = [request for request in requests if request.key not in samples]
 
     def take(index: int, sample: EvalSample) -> None:
@@ -204,14 +204,14 @@ def _read(path: Path, own_hash: str | None) -> list[EvalSample]:
         own_hash: hash of the settings that every line must have been made with; None accepts any.
     """
     samples = []
-    for where, line in record_lines(path):
+    for location, line in record_lines(path):
         try:
             row = read_json(line)
             sample = EvalSample.from_json(row)
         except (ValueError, TypeError, KeyError) as error:
-            raise KeptError(f"{where}: no sample of an evaluation: {error!r:.200}") from error
+            raise KeptError(f"{location}: no sample of an evaluation: {error!r:.200}") from error
         if own_hash is not None and row.get("settings") != own_hash:
-            raise KeptError(f"{where}: made by other settings than results.json says; remove the file")
+            raise KeptError(f"{location}: made by other settings than results.json says; remove the file")
         samples.append(sample)
     return samples
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ibpo.credit.break_even import ACCOMPANIED, ALONE, skill_needed
 from megatron_ibpo.evaluate.pass_at_k import wilson
 
-_WHERE = {ALONE: "no other response", ACCOMPANIED: "another response"}
+_COMPOSITIONS = {ALONE: "no other response", ACCOMPANIED: "another response"}
 _VERDICT = {
     True: ", so these are",
     False: ", so these are not",
@@ -36,22 +36,22 @@ def break_even(steps: Sequence[Row]) -> dict[str, Any] | None:
         composition.
     """
     # runs of version 0.1 recorded a price beside the suffixes of reset-groups, which are no corrections
-    known = [row for row in steps if row.get("correction_price") is not None and "corrections" in row]
-    if not known:
+    priced_rows = [row for row in steps if row.get("correction_price") is not None and "corrections" in row]
+    if not priced_rows:
         return None
 
     def total(name: str) -> float:
-        return fsum(row[name] for row in known)
+        return fsum(row[name] for row in priced_rows)
 
-    price = fsum(row["correction_price"] * row["corrections"] for row in known) / total("corrections")
-    found: dict[str, Any] = {"price": price}
+    price = fsum(row["correction_price"] * row["corrections"] for row in priced_rows) / total("corrections")
+    result: dict[str, Any] = {"price": price}
     for composition in (ALONE, ACCOMPANIED):
         responses, corrections = total(f"responses_{composition}"), total(f"corrections_{composition}")
         if responses and corrections:
             resample = _share(total(f"responses_{composition}_correct"), responses)
             skill = _share(total(f"corrections_{composition}_correct"), corrections)
-            found[composition] = _standing(resample, skill, price, first=composition == ALONE)
-    return found
+            result[composition] = _standing(resample, skill, price, first=composition == ALONE)
+    return result
 
 
 def _standing(
@@ -71,19 +71,21 @@ def _share(successes: float, trials: float) -> dict[str, float]:
     return {"estimate": successes / trials, "low": max(low, 0.0), "high": min(high, 1.0)}
 
 
-def break_even_lines(found: dict[str, Any] | None) -> list[str]:
+def break_even_lines(comparison: dict[str, Any] | None) -> list[str]:
     """Return the same in sentences for the user, and where they come from; empty if there is nothing to
     say."""
-    said = [_sentence(name, found[name]) for name in _WHERE if found and name in found]
-    if not found or not said:
+    sentences = [
+        _sentence(name, comparison[name]) for name in _COMPOSITIONS if comparison and name in comparison
+    ]
+    if not comparison or not sentences:
         return []
-    return [f"A correction costs as much as {found['price']:.1f} responses.", *said, _ORIGIN]
+    return [f"A correction costs as much as {comparison['price']:.1f} responses.", *sentences, _ORIGIN]
 
 
 def _sentence(composition: str, standing: dict[str, Any]) -> str:
     skill, resample, needed = standing["skill"], standing["resample"], standing["needed"]
     rates = (
-        f"If {_WHERE[composition]} to the prompt is right, {skill['estimate']:.0%} of corrections and "
+        f"If {_COMPOSITIONS[composition]} to the prompt is right, {skill['estimate']:.0%} of corrections and "
         f"{resample['estimate']:.0%} of retries succeed."
     )
     if resample["estimate"] == 0:

@@ -15,7 +15,7 @@ from megatron_ibpo.evaluate.sets import finish_results
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE, samples_path
 from megatron_ibpo.report.display import open_console
 from megatron_ibpo.report.run_curves import STYLE
-from megatron_ibpo.report.run_dir import whole
+from megatron_ibpo.report.run_dir import atomic_path
 from megatron_ibpo.report.run_report import measure_name
 from megatron_ibpo.report.summary import measures
 
@@ -47,10 +47,14 @@ def report_evaluation(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    for one in evaluated:
-        say(f"{one.set.name}: {one.evaluation}")
-    console.print(_table(content["sets"], [one.set.name for one in evaluated]))
-    files = [RESULTS_FILE, *(samples_path(run_dir, one.set.name).name for one in evaluated), PLOT_FILE]
+    for set_evaluation in evaluated:
+        say(f"{set_evaluation.set.name}: {set_evaluation.evaluation}")
+    console.print(_table(content["sets"], [set_evaluation.set.name for set_evaluation in evaluated]))
+    files = [
+        RESULTS_FILE,
+        *(samples_path(run_dir, set_evaluation.set.name).name for set_evaluation in evaluated),
+        PLOT_FILE,
+    ]
     for file in files:
         say(str(run_dir / file))
 
@@ -73,7 +77,7 @@ def _table(sets: Mapping[str, Any], names: Sequence[str]) -> Table:
     return table
 
 
-_SHOWN = {
+_MEASURE_LABELS = {
     "accuracy": "sampled",
     "greedy_accuracy": "greedy",
     "majority_accuracy": "maj@n",
@@ -96,14 +100,14 @@ def plot_evaluation(sets: Mapping[str, Mapping[str, Any]], path: Path, *, title:
         _draw_measures(figure.add_subplot(1, 2 if curves else 1, 1), done)
         if curves:
             _draw_pass_at(figure.add_subplot(1, 2, 2), curves)
-        with whole(path) as unfinished:
+        with atomic_path(path) as unfinished:
             figure.savefig(unfinished, format="png")
 
 
 def _draw_measures(axes: Axes, sets: Mapping[str, Mapping[str, Any]]) -> None:
     axes.set_title("Accuracy, 95 % intervals")
     names = list(sets)
-    for place, (measure, label) in enumerate(_SHOWN.items()):
+    for place, (measure, label) in enumerate(_MEASURE_LABELS.items()):
         having = [number for number, name in enumerate(names) if measure in sets[name]["measures"]]
         if not having:
             continue

@@ -36,8 +36,8 @@ class Stages:
             yield
         finally:
             elapsed = time.perf_counter() - start
-            own = elapsed - self._inner.pop()
-            self._seconds[name] = self._seconds.get(name, 0.0) + own
+            own_seconds = elapsed - self._inner.pop()
+            self._seconds[name] = self._seconds.get(name, 0.0) + own_seconds
             if self._inner:
                 self._inner[-1] += elapsed
 
@@ -47,8 +47,8 @@ class Stages:
 
     def take(self) -> dict[str, float]:
         """Return the seconds by stage since the last call."""
-        taken, self._seconds = self._seconds, {}
-        return taken
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
 
 SAMPLING, TRAINING, WEIGHTS, STEP = "sampling", "training", "weights", "step"
@@ -74,12 +74,14 @@ def measured_seconds(rows: Sequence[Row]) -> dict[str, float] | None:
     steps = [row["seconds"] for row in rows if row["kind"] == "step" and row.get("seconds")][1:]
     if not steps:
         return None
-    found = {
+    medians = {
         name: median(sum(seconds.get(stage, 0.0) for stage in stages) for seconds in steps)
         for name, stages in _STAGES.items()
     }
-    whole = (sum(value for stage, value in seconds.items() if stage not in FREE_STAGES) for seconds in steps)
-    return found | {STEP: median(whole)}
+    step_seconds = (
+        sum(value for stage, value in seconds.items() if stage not in FREE_STAGES) for seconds in steps
+    )
+    return medians | {STEP: median(step_seconds)}
 
 
 def prediction_error(predicted: Mapping[str, float], rows: Sequence[Row]) -> dict[str, float] | None:

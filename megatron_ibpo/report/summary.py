@@ -107,11 +107,11 @@ def _accuracies(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, float | 
         end = evaluations[-1]
     if start and end and _numbers_of_prompts(start) != _numbers_of_prompts(end):
         start = {}
-    known = {name: metric for row in (start, end) if row for name, metric in measures(row).items()}
-    known = known or _EVALUATED
+    metric_of = {name: metric for row in (start, end) if row for name, metric in measures(row).items()}
+    metric_of = metric_of or _EVALUATED
     return {
         f"{name}_{when}": row.get(metric) if name in measures(row) else None
-        for name, metric in known.items()
+        for name, metric in metric_of.items()
         for when, row in (("start", start), ("end", end))
     }
 
@@ -120,14 +120,14 @@ def measures(evaluation: Row) -> dict[str, str]:
     """Return the measures of one evaluation and the metrics that hold them. Measures of named sets are called
     SET/MEASURE; those of a set without a name come first."""
     sets = list(dict.fromkeys(name.split("/")[1] for name in evaluation if name.startswith(_OF_SET)))
-    is_alone = not sets or "accuracy" in evaluation
-    found = _measures_of_set(evaluation) if is_alone else {}
+    is_unnamed = not sets or "accuracy" in evaluation
+    metric_of = _measures_of_set(evaluation) if is_unnamed else {}
     for name in sets:
         prefix = f"{_OF_SET}{name}/"
-        own = {key.removeprefix(prefix): key for key in evaluation if key.startswith(prefix)}
-        of_set = _measures_of_set({key: evaluation[metric] for key, metric in own.items()})
-        found |= {f"{name}/{measure}": own[metric] for measure, metric in of_set.items()}
-    return found
+        metrics_of_set = {key.removeprefix(prefix): key for key in evaluation if key.startswith(prefix)}
+        of_set = _measures_of_set({key: evaluation[metric] for key, metric in metrics_of_set.items()})
+        metric_of |= {f"{name}/{measure}": metrics_of_set[metric] for measure, metric in of_set.items()}
+    return metric_of
 
 
 def _measures_of_set(evaluation: Row) -> dict[str, str]:

@@ -134,11 +134,11 @@ def _draw_drops(axes: Axes, responses: Sequence[AuditedResponse], min_drop: floa
 
 def _draw_agreement(axes: Axes, findings: dict[str, Any]) -> None:
     bars = {name: measured["auc"] for name, measured in findings["mask"].items()}
-    shown = {name: bar for name, bar in bars.items() if bar is not None}
-    for place, bar in enumerate(reversed(shown.values())):
+    defined_bars = {name: bar for name, bar in bars.items() if bar is not None}
+    for place, bar in enumerate(reversed(defined_bars.values())):
         low, high = bar["estimate"] - bar["low"], bar["high"] - bar["estimate"]
         axes.errorbar(bar["estimate"], place, xerr=[[max(low, 0)], [max(high, 0)]], fmt="o", capsize=3)
-    axes.set_yticks(range(len(shown)), list(reversed(shown)))
+    axes.set_yticks(range(len(defined_bars)), list(reversed(defined_bars)))
     axes.axvline(0.5, color="grey", linewidth=0.8)
     axes.set_xlim(0, 1)
     axes.set_title("Agreement with the drop, AUC and 95 % interval")

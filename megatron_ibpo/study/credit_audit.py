@@ -26,7 +26,7 @@ Credit = Callable[["AuditedResponse"], list[Array]]
 RESAMPLES = 1000
 RANDOM = "random masks of the same size"
 SIBLING = "difference to a correct sibling, same responses"
-ALONE = "difference to a correct sibling, wherever there is one"
+SIBLING_ANYWHERE = "difference to a correct sibling, wherever there is one"
 RANDOM_MASKS = 20
 
 
@@ -93,7 +93,7 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
     located = [r for r in responses if len(r.values) > 2 and r.drops.max() >= min_drop]
     masked = [r for r in located if r.modified is not None]
     with_sibling = [r for r in located if r.sibling is not None]
-    both = [r for r in masked if r.sibling is not None]
+    masked_with_sibling = [r for r in masked if r.sibling is not None]
     rng = np.random.default_rng(0)
     drawn = {id(r): [rng.permutation(_mask(r)) for _ in range(RANDOM_MASKS)] for r in masked}
     credits: dict[str, Credit] = {
@@ -118,15 +118,15 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
         "largest_drop": _mean(located, lambda r: float(r.drops.max())),
         "position_of_the_drop": _mean(located, _position),
         "mask": {
-            name: _scores(both if name == SIBLING else masked, credit, measures)
+            name: _scores(masked_with_sibling if name == SIBLING else masked, credit, measures)
             for name, credit in credits.items()
         }
-        | {ALONE: _scores(with_sibling, _sibling, measures)}
+        | {SIBLING_ANYWHERE: _scores(with_sibling, _sibling, measures)}
         | {"ceiling: drops of the other rollouts": {"auc": _mean(masked, _ceiling_auc)}},
         "mask_above_random_auc": _mean(
             masked, lambda r: _averaged(credits["mask"], _auc, r) - _averaged(credits[RANDOM], _auc, r)
         ),
-        "mask_equals_sibling": _mean(both, lambda r: float(r.modified == r.sibling)),
+        "mask_equals_sibling": _mean(masked_with_sibling, lambda r: float(r.modified == r.sibling)),
         "phi": {
             "positive": float(np.mean([r.phi > 0 for r in responses])),
             "rank_correlation": _of_prompts(responses, _phi_rank),
@@ -149,7 +149,7 @@ def _sibling(response: AuditedResponse) -> list[Array]:
 def _scores(
     responses: Sequence[AuditedResponse], credit: Credit, measures: dict[str, Measure]
 ) -> dict[str, dict[str, float] | None]:
-    return {what: _mean(responses, partial(_averaged, credit, measure)) for what, measure in measures.items()}
+    return {name: _mean(responses, partial(_averaged, credit, measure)) for name, measure in measures.items()}
 
 
 def _averaged(credit: Credit, measure: Measure, response: AuditedResponse) -> float:
@@ -239,7 +239,7 @@ def _of_prompts(
         return {"estimate": estimate, "low": float("nan"), "high": float("nan")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # a statistic may be constant
-        found = stats.bootstrap(
+        bounds = stats.bootstrap(
             (np.arange(len(groups)),),
             lambda drawn: statistic([response for i in drawn for response in groups[i]]),
             n_resamples=RESAMPLES,
@@ -247,4 +247,4 @@ def _of_prompts(
             vectorized=False,
             rng=np.random.default_rng(0),
         ).confidence_interval
-    return {"estimate": estimate, "low": float(found.low), "high": float(found.high)}
+    return {"estimate": estimate, "low": float(bounds.low), "high": float(bounds.high)}

@@ -164,12 +164,14 @@ def break_even_figure(points: Sequence[Point]) -> Figure:
 def _draw_law(axes: Axes, points: Sequence[Point], composition: str) -> None:
     names = dict.fromkeys((point.task, point.method) for point in points)
     for task, method in names:
-        own = [point for point in points if (point.task, point.method) == (task, method)]
-        skill = np.array([point.skill for point in own])
-        wings = np.array([[p.skill - p.skill_low for p in own], [p.skill_high - p.skill for p in own]])
+        method_points = [point for point in points if (point.task, point.method) == (task, method)]
+        skill = np.array([point.skill for point in method_points])
+        wings = np.array(
+            [[p.skill - p.skill_low for p in method_points], [p.skill_high - p.skill for p in method_points]]
+        )
         label = f"{task}: {method}" if task else method
         axes.errorbar(
-            [point.resample for point in own],
+            [point.resample for point in method_points],
             skill,
             yerr=np.maximum(wings, 0),
             fmt="o",

@@ -70,12 +70,15 @@ def _page(findings: Findings, all_tables: Sequence[Table], pictures: Sequence[tu
         size += f" {counted(findings.runs_left, 'run')} to go."
     power = in_words(findings.power) if findings.power is not None else "power: no pilot was run."
     drawn = [{"title": title, "picture": picture} for title, picture in pictures]
-    head, rest = [asdict(table) for table in all_tables[:2]], [asdict(table) for table in all_tables[2:]]
+    first_tables, later_tables = (
+        [asdict(table) for table in all_tables[:2]],
+        [asdict(table) for table in all_tables[2:]],
+    )
     overview = {
         "name": study.name,
         "lines": [size, power],
         "tasks": [f"{task.name}: {task.kind}" for task in study.tasks if task.name and task.kind],
-        "sections": [*head, *drawn, *rest],
+        "sections": [*first_tables, *drawn, *later_tables],
     }
     runs = {"version": "", "runs": [], "comparison": comparison([]), "study": overview}
     return page(study.name, f'{{"runs":{embedded(runs)}}}')

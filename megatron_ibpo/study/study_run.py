@@ -182,7 +182,9 @@ class _Conductor:
         by_seed: dict[int, list[float]] = {}
         for result in self._results(pilot):
             by_seed.setdefault(result.seed, []).append(result.accuracy[-1][1])
-        accuracies = [statistics.fmean(of) for of in by_seed.values() if len(of) == len(self.study.tasks)]
+        accuracies = [
+            statistics.fmean(by_task) for by_task in by_seed.values() if len(by_task) == len(self.study.tasks)
+        ]
         return analyse(
             accuracies,
             seeds=len(self.study.seeds),

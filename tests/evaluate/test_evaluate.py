@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import EvalSampling
-from megatron_ibpo.evaluate import Corrector, KeptError, KeptSamples, answered, eval_sample, evaluate
+from megatron_ibpo.evaluate import Corrector, KeptError, KeptSamples, complete_samples, eval_sample, evaluate
 from megatron_ibpo.evaluate import pass_at_k as measures
 from megatron_ibpo.evaluate.stored_samples import read_results, read_samples, samples_path
 from support.credit_cases import plain
@@ -252,7 +252,7 @@ def evaluated(directory, engine=None, settings=SETTINGS, *, corrects=True):
         return token_ids([prompt.index, *(s.token_ids[0] for s in shown), 9])
 
     def ask(asked):
-        return answered(asked, kept.found("sums"), engine or SimulatedEngine(), kept.add)
+        return complete_samples(asked, kept.found("sums"), engine or SimulatedEngine(), kept.add)
 
     corrector, sampling = Corrector(prompt_ids, 2, 64) if corrects else None, EvalSampling(4, 8, 0.6, 1.0, -1)
     with KeptSamples(directory, "/models/a", {"sums": settings}) as kept:

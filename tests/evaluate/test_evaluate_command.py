@@ -255,7 +255,7 @@ def left(tmp_path):
 def test_two_evaluations_are_compared_problem_by_problem(left):
     worse, better = left(lambda index, number: False), left(lambda index, number: number == 0)
     (one,) = compare_evaluations(worse, better, "accuracy")
-    assert (one.first, one.second, one.difference.mean, one.problems, one.alone) == (0, 0.5, 0.5, 12, 0)
+    assert (one.first, one.second, one.difference.mean, one.problems, one.unpaired) == (0, 0.5, 0.5, 12, 0)
     assert one.p == pytest.approx(2 / 2**12), "all twelve signs alike, of 2^12"
     assert one.settings == (), "the policies may differ"
     first = left(lambda index, number: index < 6)

@@ -349,7 +349,9 @@ def recorded_group():
 
 def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of_them(tmp_path, monkeypatch):
     def kept(num_steps, count):
-        return [step for step in range(1, num_steps + 1) if recordings.is_kept(step, num_steps, count)]
+        return [
+            step for step in range(1, num_steps + 1) if recordings.is_recorded_step(step, num_steps, count)
+        ]
 
     assert kept(60, 8) == [1, 9, 18, 26, 35, 43, 52, 60]
     assert kept(3, 8) == [1, 2, 3]

@@ -63,11 +63,11 @@ def page_script() -> str:
         order.append(name)
 
     take("main")
-    joined = "".join(
+    script = "".join(
         f"// {name}.js\n" + re.sub(r"^export ", "", _IMPORT.sub("", _read(f"{name}.js")), flags=re.MULTILINE)
         for name in order
     )
-    return f"\n{joined}"
+    return f"\n{script}"
 
 
 def embedded(data: Any) -> str:
