@@ -22,8 +22,7 @@ from megatron_ibpo.basics.entry_point import command, parsed
 from megatron_ibpo.report import jsonable
 from megatron_ibpo.report.display import open_console
 from megatron_ibpo.study.audit_run import audit_responses
-from megatron_ibpo.study.audit_table import audit_page, plot_audit
-from megatron_ibpo.study.credit_audit import audit
+from megatron_ibpo.study.credit_audit import audit, audit_page, plot_audit
 
 
 @dataclass

@@ -214,8 +214,8 @@ def _stored(path: Path) -> Path | None:
 
 @contextmanager
 def _with_weights(policy: Policy) -> Iterator[Config]:
-    """Give the configuration with a Hugging Face checkpoint of the policy. A Megatron checkpoint is converted
-    into a temporary directory."""
+    """Yield the configuration with a Hugging Face checkpoint of the policy. A Megatron checkpoint is
+    converted into a temporary directory."""
     config = policy.config
     if policy.stored is None:
         yield config
@@ -247,8 +247,8 @@ def _with_weights(policy: Policy) -> Iterator[Config]:
 
 @contextmanager
 def _progress(opened: "OpenEvaluation", config: Config) -> Iterator[Callable[[], None]]:
-    """Give a function to call while the evaluation runs. It lets restarted engines join, and shows the number
-    of samples on a terminal."""
+    """Yield a function to call while the evaluation runs. It lets restarted engines join, and shows the
+    number of samples on a terminal."""
     stored_samples = opened.kept
     assert stored_samples is not None  # the policy has a name
     ways = 2 if config.run.eval_compare_and_correct else 1

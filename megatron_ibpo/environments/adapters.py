@@ -15,10 +15,9 @@ from megatron_ibpo.environments.frameworks import (
     TextArenaEnvironment,
     TrlEnvironment,
     arguments_of,
-    trl_tools,
 )
 from megatron_ibpo.environments.protocol import Environment
-from megatron_ibpo.environments.trl_rewards import RewardFunctions, load_reward_functions
+from megatron_ibpo.environments.trl import RewardFunctions, load_reward_functions, trl_tools
 from megatron_ibpo.environments.verifiers_environment import VerifiersEnvironment, is_verifiers
 
 FLAG = "--environment"
@@ -93,7 +92,7 @@ def _adapted(target: str, functions: RewardFunctions, make: Callable[[], Any]) -
 def _adapter(
     target: str, functions: RewardFunctions, kind: type, environment: Any = None
 ) -> Callable[[Callable[..., Any]], Environment]:
-    """Return the function that turns what makes an environment into one of our protocol.
+    """Return a function that wraps a factory of environments in this project's protocol.
 
     Args:
         functions: reward functions of the run.

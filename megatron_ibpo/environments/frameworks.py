@@ -12,9 +12,8 @@ from typing import Any
 
 from megatron_ibpo.basics.reward_value import read_reward
 from megatron_ibpo.environments.episode import seed_generators
-from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Tool, Turn
-from megatron_ibpo.environments.tool_schema import tool_of
-from megatron_ibpo.environments.trl_rewards import RewardFunctions, call_reward_functions
+from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Turn
+from megatron_ibpo.environments.trl import RewardFunctions, call_reward_functions, trl_tools
 
 _SEEDS = 2**31
 
@@ -56,7 +55,6 @@ class TrlEnvironment:
         return Opening([_user(question + observation_text)], self._tools)
 
     def step(self, message: Message) -> Turn:
-        """Answer each call of a tool."""
         calls = message.get("tool_calls") or []
         tool_messages = [self._answer(call) for call in calls]
         self._completion += [message, *tool_messages]
@@ -125,7 +123,6 @@ class SkyRLEnvironment:
         return Opening(messages)
 
     def step(self, message: Message) -> Turn:
-        """Give it the text of the policy's message."""
         turn = self._environment.step(message_text(message))
         self._total += read_reward(turn["reward"])[0]
         return Turn(turn["observations"] or [_user("")], bool(turn["done"]))
@@ -137,7 +134,6 @@ class SkyRLEnvironment:
         return numbers | {"score": self._total}
 
     def close(self) -> None:
-        """Close the environment, if it was made."""
         _close(getattr(self, "_environment", None))
 
 
@@ -155,7 +151,6 @@ class GymEnvironment:
         return _opening(question, _text(observation, "reset()"))
 
     def step(self, message: Message) -> Turn:
-        """Give it the text of the policy's message."""
         names = "observation, reward, terminated, truncated, info"
         text, reward, terminated, truncated, _ = _parts(
             self._environment.step(message_text(message)), "step", names
@@ -164,11 +159,9 @@ class GymEnvironment:
         return Turn([_user(_text(text, "step()"))], bool(terminated or truncated))
 
     def score(self) -> float:
-        """Return the sum of rewards."""
         return self._total
 
     def close(self) -> None:
-        """Close the environment, if it has a method for that."""
         _close(self._environment)
 
 
@@ -191,12 +184,10 @@ class TextArenaEnvironment:
         return _opening(question, self._observation())
 
     def step(self, message: Message) -> Turn:
-        """Make the move that is the text of the policy's message."""
         done, _ = _parts(self._environment.step(message_text(message)), "step", "done, info")
         return Turn(done=True) if done else Turn([_user(self._observation())])
 
     def score(self) -> dict[str, Any]:
-        """Return the player's reward."""
         self._closed = True
         rewards, _ = _parts(self._environment.close(), "close", "rewards, info")
         return {"score": rewards[0] if rewards else 0.0, "unfinished": 0.0 if rewards else 1.0}
@@ -216,20 +207,6 @@ class TextArenaEnvironment:
         new = text.removeprefix(self._shown) if text.startswith(f"{self._shown}\n") else text
         self._shown = text
         return new
-
-
-def trl_tools(kind: type) -> list[Tool]:
-    """Return the tools of a class as TRL takes them.
-
-    Raises:
-        ValueError: as `tool_of`.
-    """
-    methods = inspect.getmembers(kind, inspect.isfunction)
-    return [
-        tool_of(method)
-        for name, method in methods
-        if not name.startswith("_") and name not in ("reset", "get_reward")
-    ]
 
 
 def tool_answer(call: Mapping[str, Any], content: str) -> Message:

@@ -118,7 +118,6 @@ class EnvironmentPool:
         return session
 
     def close(self) -> None:
-        """End all episodes and their processes."""
         self._closed = True
         for zygote in list(self._zygotes.values()):
             zygote.kill()  # a start that is under way fails
@@ -142,7 +141,7 @@ class EnvironmentPool:
         return EpisodeFaultError(kind, text)
 
     async def _forked(self, target: str) -> tuple[_Zygote, socket.socket]:
-        """Return the zygote, and the connection to a new process of its."""
+        """Return a zygote of the environment, and the connection to the process that it has forked."""
         with self._lock:
             self.opened += 1
         for _ in range(_STARTS):
@@ -288,7 +287,6 @@ class _Zygote:
         self._ready = True
 
     def is_ready(self) -> bool:
-        """Return whether it can fork."""
         if not self._ready:
             return False
         try:

@@ -79,11 +79,9 @@ class ProcessSession:
         self._opening = await self._call(wire.opening_in, "reset", question, label, dict(metadata), seed)
 
     async def step(self, message: Message) -> Turn:
-        """See `protocol.Session`."""
         return await self._call(wire.turn_in, "step", message)
 
     async def score(self) -> EpisodeScore:
-        """See `protocol.Session`."""
         return await self._call(wire.score_in, "score")
 
     async def close(self) -> None:

@@ -53,7 +53,6 @@ class PolicyServer:
         return self._requests.get()
 
     def reply(self, message: Message) -> None:
-        """Answer the last request."""
         assert self._loop is not None  # `next` gave a request
         self._loop.call_soon_threadsafe(self._replies.put_nowait, message)
 

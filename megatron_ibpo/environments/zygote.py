@@ -115,7 +115,6 @@ class _Zygote:
                     os.kill(child.pid, signal.SIGKILL)
 
     def _begin(self, connection: socket.socket) -> None:
-        """Have a process serve an episode."""
         try:
             pid = self._handed_over(connection) or self._fork(lambda: connection)
         except OSError as error:  # too many processes, or no memory
@@ -212,13 +211,12 @@ class _Zygote:
 
 
 def _close(connection: socket.socket, reason: str) -> None:
-    """Close the connection to an episode's owner, and tell it why."""
+    """Send the reason to the episode's owner, and close the connection."""
     with connection, suppress(OSError):  # the owner is gone, or reads nothing
         connection.send(DEATH + reason.encode() + b"\n", socket.MSG_DONTWAIT)
 
 
 def _children() -> set[int]:
-    """Return the process ids of this process's children."""
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
 

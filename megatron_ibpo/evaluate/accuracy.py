@@ -14,8 +14,8 @@ from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import EvalSampling
-from megatron_ibpo.evaluate.eval_sample import EvalRequest, EvalSample, Key
 from megatron_ibpo.evaluate.pass_at_k import Outcomes, best_of, interval, majority, mean_over_prompts, pass_at
+from megatron_ibpo.evaluate.stored_samples import EvalRequest, EvalSample, Key
 
 Ask = Callable[[Sequence[EvalRequest]], Sequence[EvalSample]]
 """Requests → scored samples, in order. Stored samples are reused without asking an engine again."""

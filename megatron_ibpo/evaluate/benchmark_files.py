@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def benchmark_rows(path: str) -> Iterator[tuple[str, Row]]:
-    """Yield (where, row) for every row; the files of a directory in the order of their names.
+    """Yield (location, row) for every row; the files of a directory in the order of their names.
 
     Raises:
         DataError: nothing there, or a file in another format than its name says; with file and line.

@@ -32,12 +32,13 @@ from megatron_ibpo.engines.registry import sampling_precision
 from megatron_ibpo.evaluate.accuracy import Evaluation, unknown_as_nan
 from megatron_ibpo.evaluate.benchmark_files import checksums
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
-from megatron_ibpo.evaluate.eval_sample import EvalSample, problem_id
 from megatron_ibpo.evaluate.pass_at_k import interval_over_prompts
 from megatron_ibpo.evaluate.stored_samples import (
     FINISHED,
     UNFINISHED,
+    EvalSample,
     Settings,
+    problem_id,
     prompts_digest,
     read_results,
     write_results,

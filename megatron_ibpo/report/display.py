@@ -66,7 +66,6 @@ class ProgressDisplay:
         self.console.print(content, highlight=False, markup=False, soft_wrap=isinstance(content, str))
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """Show a completed step."""
         if self._step == self._first_step:
             self._start = time.monotonic() - sum(seconds.values())  # start-up is not part of the estimate
         self._step = step

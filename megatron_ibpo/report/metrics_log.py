@@ -160,7 +160,6 @@ class Columns:
             self.add(row)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row of metrics.jsonl."""
         values = {name: value for name, value in row.items() if name not in ("kind", "step", "seconds")}
         values |= {f"seconds/{stage}": value for stage, value in row.get("seconds", {}).items()}
         for name in values:

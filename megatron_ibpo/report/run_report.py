@@ -19,7 +19,6 @@ from megatron_ibpo.basics.redaction import without_keys
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.evaluate import SetEvaluation
-from megatron_ibpo.report.correction_value import break_even_lines
 from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
 from megatron_ibpo.report.metrics_log import MetricsLog
 from megatron_ibpo.report.run_dir import (
@@ -31,7 +30,7 @@ from megatron_ibpo.report.run_dir import (
     write_whole,
 )
 from megatron_ibpo.report.stages import Forecast, error_line
-from megatron_ibpo.report.summary import HELD_OUT_LOSS, summarise
+from megatron_ibpo.report.summary import HELD_OUT_LOSS, break_even_lines, summarise
 
 
 class Report:

@@ -107,7 +107,6 @@ class LocalExecutor:
         self._isolated = isolated
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
-        """Run the program as `Executor` says."""
         stdin_bytes = stdin.encode(errors="surrogatepass")
         with Process(
             "program", program, [first], stdin=stdin_bytes, limits=limits, isolated=self._isolated
@@ -123,7 +122,6 @@ class LocalExecutor:
         limits: Limits,
         total: float,
     ) -> Iterator[Call]:
-        """Call the function as `Executor` says."""
         requests = _requests(arguments)
         longest = replace(limits, seconds=min(total, limits.seconds * len(arguments)))
         with Process(
@@ -179,7 +177,6 @@ class RemoteExecutor:
         self._url = server_url("--code-executor", url) + "/run_code"
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
-        """Run the program as `Executor` says."""
         return self._post(_script("program", program, first), stdin, limits)
 
     def call(

@@ -79,7 +79,6 @@ class JudgeWire:
         return [content["choices"][0]["message"]["content"] or ""]
 
     def reading(self, answer: str) -> tuple[str, str | None]:
-        """Return the arguments of `score`."""
         return answer, self._place
 
     def trial(self) -> tuple[str, None]:

@@ -31,7 +31,6 @@ class ScoreWire:
                 raise ConfigError(f"{flag}: only http_judge uses it, and --rm-url is for http_score")
 
     def body(self, questions: Sequence[Question], *, insists: bool = False) -> Any:
-        """Return the texts."""
         texts = [asdict(question) for question in questions]
         return texts if self.batch_size > 1 else texts[0]
 
@@ -43,7 +42,6 @@ class ScoreWire:
         return scores
 
     def reading(self, answer: Any) -> tuple[Any]:
-        """Return the argument of `score`."""
         return (answer,)
 
     def trial(self) -> tuple[str, Any]:

@@ -371,5 +371,4 @@ def _plain(text: str) -> str:
 
 
 def _depth(text: str) -> int:
-    """Return the depth of nested braces."""
     return max(accumulate((brace == "{") - (brace == "}") for brace in text), default=0)

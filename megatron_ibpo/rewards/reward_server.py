@@ -333,7 +333,6 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _api_key() -> str:
-    """Return the key."""
     key = os.environ.get(API_KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(f"{API_KEY}: has characters that no HTTP header can hold; set it to the key alone")
@@ -372,7 +371,7 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _understood(read: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a wire makes of the content of an answer."""
+    """Return what the wire reads from the content of an answer."""
     try:
         return read(*arguments)
     except (ValueError, LookupError, TypeError, AttributeError) as error:

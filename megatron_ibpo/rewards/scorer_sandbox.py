@@ -201,7 +201,6 @@ class ScorerSandbox:
         return content
 
     def close(self) -> None:
-        """End everything in it."""
         with suppress(ValueError):
             _opened.remove(self)
         self._socket.close()
@@ -212,7 +211,7 @@ _LENGTH, _HEAD = struct.Struct("<I"), struct.Struct("<cH")
 
 
 def _first_pickled(attempts: Sequence[Attempt]) -> list[bytes]:
-    """Return as many of the first asks as one request may have, at least one."""
+    """Return as many of the first attempts, pickled, as one request may have; at least one."""
     pickled, size = list[bytes](), 0
     for attempt in attempts[:_ATTEMPTS_PER_REQUEST]:
         pickled.append(pickle.dumps(attempt))
@@ -223,7 +222,6 @@ def _first_pickled(attempts: Sequence[Attempt]) -> list[bytes]:
 
 
 def _verdicts(content: bytes, count: int) -> list[Verdict]:
-    """Return the verdicts that the sandbox sends."""
     verdicts = []
     while content:
         if len(content) < _HEAD.size:
@@ -247,7 +245,7 @@ def _packages() -> tuple[str, ...]:
 
 
 def _import_paths() -> str:
-    """Return Python that lets the packages be imported."""
+    """Return Python code that makes the packages importable."""
     directories = sorted({str(Path(path).parent) for path in _packages()})
     return f"import sys; sys.path += {directories!r}"
 

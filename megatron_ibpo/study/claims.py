@@ -79,8 +79,8 @@ def _accuracy(method: _Runs, baseline: _Runs, _: float) -> list[float]:
 
 
 def _cost(method: _Runs, baseline: _Runs, threshold: float) -> list[float]:
-    """Return log₂(cost to the threshold of the other, over that of the method). A run that never reached it
-    counts as if it had at its end, which favours it; seeds where neither did are left out."""
+    """Return log₂(cost to the threshold of the baseline, over that of the method). A run that never reached
+    it counts as if it had at its end, which favours it; seeds where neither did are left out."""
     differences = []
     for seed in sorted(method.keys() & baseline.keys()):
         costs = [cost_to_threshold(runs[seed], threshold) for runs in (method, baseline)]

@@ -12,8 +12,8 @@ from typing import Any
 from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, check_user_file, read_user_file
 from megatron_ibpo.report import jsonable
 from megatron_ibpo.study.plan import Choice, PublishedClaim, Study, Task, Tried, Tuning, choose
-from megatron_ibpo.study.power import PowerAnalysis
 from megatron_ibpo.study.run_results import RunResult
+from megatron_ibpo.study.statistics import PowerAnalysis
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import yaml
 
 from megatron_ibpo.basics.user_files import JSON_BYTES, read_user_file
 from megatron_ibpo.report import load_outcomes, outcomes_path, read_rows
-from megatron_ibpo.report.correction_value import break_even
 from megatron_ibpo.report.run_dir import SKILL_FILE
+from megatron_ibpo.report.summary import break_even
 from megatron_ibpo.study.plan import PlannedRun, Study
 from megatron_ibpo.study.statistics import (
     WINDOW_RESPONSES,

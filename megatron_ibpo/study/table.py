@@ -8,8 +8,7 @@ from typing import Any
 from megatron_ibpo.study.claims import SEEDS_TO_REPEAT, ClaimOutcome, Comparison
 from megatron_ibpo.study.findings import Findings
 from megatron_ibpo.study.plan import Study
-from megatron_ibpo.study.power import in_words
-from megatron_ibpo.study.statistics import WINDOW_RESPONSES, estimate, shown_p
+from megatron_ibpo.study.statistics import WINDOW_RESPONSES, estimate, in_words, shown_p
 
 
 @dataclass(frozen=True)

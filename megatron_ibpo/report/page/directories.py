@@ -168,7 +168,6 @@ class RunSource:
         return self._content(key, lambda step: matches(step.groups, text, self._reader()))
 
     def recorded(self) -> list[int]:
-        """Return the steps with recorded rollouts."""
         names = (path.stem.removeprefix("step_") for path in self._records().glob("step_*.json"))
         return sorted(int(step) for step in names if step.isascii() and step.isdigit())
 

@@ -24,9 +24,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from megatron_ibpo.report.page.comparison import comparison
 from megatron_ibpo.report.page.directories import NotThere, Source
-from megatron_ibpo.report.page.html import embedded, page, policy
+from megatron_ibpo.report.page.html import comparison, embedded, page, policy
 
 ADDRESS = "127.0.0.1"
 _HOSTS = [ADDRESS, "localhost"]

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.data import Tokenizer
-from megatron_ibpo.report.page.comparison import comparison
 from megatron_ibpo.report.page.directories import RunSource, Source, open_source
-from megatron_ibpo.report.page.html import embedded, page
+from megatron_ibpo.report.page.html import comparison, embedded, page
 
 MOST_BYTES = 32 * 2**20
 """Bytes of samples in a page: above this, browsers take seconds to open the file."""

@@ -3,10 +3,10 @@ judges, in which the library's scorers judge answers.
 
 It imports nothing of the package. `scorer_sandbox` starts it with its socket as stdin, and sends the filter
 of a judge's system calls. It answers with one message, empty if it is ready and a judge is confined, else
-what a judge can do. Then it answers every request, (task, whether its judge is kept, parameters, asks), with
-one record for each ask.
+what a judge can do. Then it answers every request, (task, whether its judge is kept, parameters, attempts),
+with one record for each attempt.
 
-This process reads only what the owner has made. The parameters and each ask, (answer, entry), are pickles
+This process reads only what the owner has made. The parameters and each attempt, (answer, entry), are pickles
 that only a judge opens, after it has given up nearly every system call (`computing_filter`). A judge has one
 descriptor, its socket. It ends after one answer, unless its task's scorer evaluates nothing.
 """
@@ -151,8 +151,8 @@ def serve(control: int, program: _Program) -> None:
 def answer(
     judge: "Judge | None", attempts: "list[bytes]", task: str, parameters: bytes, program: _Program
 ) -> "tuple[list[tuple[bytes, bytes]], Judge]":
-    """Return the records of asks up to the first at which the judge fails, and the judge: a new one unless
-    this one lives."""
+    """Return the records of attempts up to the first at which the judge fails, and the judge: a new one
+    unless this one lives."""
     if judge is not None and not judge.is_alive():
         judge.end()
         judge = None
@@ -192,7 +192,7 @@ class Judge:
         self._poll.register(self.socket, select.POLLIN)
 
     def ask(self, attempts: "list[bytes]") -> "list[tuple[bytes, bytes]]":
-        """Return its records of asks, up to the first at which it fails."""
+        """Return its records of the attempts, up to the first at which it fails."""
         try:
             _send(self.socket.fileno(), *attempts)
         except OSError as error:
@@ -254,14 +254,12 @@ class Judge:
         )
 
     def is_alive(self) -> bool:
-        """Return whether it has not ended."""
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.code = os.waitstatus_to_exitcode(status) if pid else None
         return self.code is None
 
     def end(self) -> None:
-        """Kill it."""
         if self.is_alive():
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)

@@ -169,5 +169,5 @@ def _refuse(error: int) -> bytes:
 
 
 def _step(code: int, value: int, skip_if_true: int = 0, skip_if_false: int = 0) -> bytes:
-    """Return one instruction; a test skips `then` instructions if it holds, else `unless`."""
+    """Return one instruction; a test skips one of the two numbers of instructions."""
     return struct.pack("<HBBI", code, skip_if_true, skip_if_false, value)
