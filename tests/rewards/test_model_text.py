@@ -105,7 +105,7 @@ def fragments():
 @pytest.mark.parametrize(
     "door", [pytest.param(door, marks=pytest.mark.slow if door == "math, in a box" else ()) for door in DOORS]
 )
-def test_much_of_one_character_and_of_what_patterns_look_for_is_read(door, fragments):
+def test_repeated_characters_and_pattern_parts_are_read(door, fragments):
     """What is linear takes less than 0.1 s; 8 ns for each pair of characters would be too much."""
     DOORS[door]("\\(xx" * 100)  # which imports what is needed at the first use
     texts = [character * 20_000 + "?" for character in " \n1a,.-=`(}{\\é\x00"]
@@ -128,7 +128,7 @@ def test_boxes_within_boxes_take_no_more_memory_than_the_text():
     assert peak < 60e6, "each box as a text of its own would take 7 GB"
 
 
-def test_a_program_longer_than_any_is_wrong_and_counted_and_never_parsed_here():
+def test_an_overlong_program_is_wrong_and_never_parsed_here():
     program = "x = [" + "1, " * code.LONGEST_PROGRAM + "]"
     label = '{"inputs": [""], "outputs": ["1"]}'
     with pytest.raises(ResponseError, match=r"a program of 600,007 characters; more than 200,000"):
