@@ -79,14 +79,6 @@ def peak_bytes(pid: int | None = None) -> int:
     return _status(pid, "VmHWM")
 
 
-def cpu_seconds() -> float:
-    """Return the processor time of this process, of its descendants, and of those that have ended."""
-    import psutil  # GPU benchmarks run where it is not installed
-
-    root = psutil.Process()
-    return sum(sum(process.cpu_times()[:4]) for process in (root, *root.children(recursive=True)))
-
-
 def _status(pid: int | None, field: str) -> int:
     lines = Path(f"/proc/{pid or 'self'}/status").read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)

@@ -1,7 +1,7 @@
 """Display of a run on the terminal: the table of sizes, and the progress of the steps."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group
@@ -31,6 +31,14 @@ class Size:
     name: str
     value: str | int
     meaning: str = ""
+
+
+def plain_table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    """Return a table without edges, with these columns of text and then these of numbers."""
+    table = Table(*texts, show_edge=False, pad_edge=False)
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
 
 
 def sizes_table(sizes: Iterable[Size]) -> Table:

@@ -7,13 +7,12 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo.evaluate import SetEvaluation
 from megatron_ibpo.evaluate.sets import finish_results
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE, samples_path
-from megatron_ibpo.report.display import open_console
+from megatron_ibpo.report.display import open_console, plain_table
 from megatron_ibpo.report.run_curves import STYLE
 from megatron_ibpo.report.run_dir import atomic_path
 from megatron_ibpo.report.run_report import measure_name
@@ -29,7 +28,6 @@ def report_evaluation(
     *,
     seconds: Mapping[str, float],
     counts: Mapping[str, int],
-    console: Console | None = None,
 ) -> None:
     """Finish results.json, draw evaluation.png, and show the measures.
 
@@ -38,8 +36,7 @@ def report_evaluation(
         seconds: seconds of this process by stage.
         counts: numbers of deaths.
     """
-
-    console = console or open_console()
+    console = open_console()
     rounded = {name: round(value, 2) for name, value in seconds.items()}
     content = finish_results(run_dir, evaluated, {"seconds_by_stage": rounded, "counts": dict(counts)})
     plot_evaluation(content["sets"], run_dir / PLOT_FILE, title=Path(policy).name)
@@ -61,9 +58,7 @@ def report_evaluation(
 
 def _table(sets: Mapping[str, Any], names: Sequence[str]) -> Table:
     """Return a table with a line per measure of each set."""
-    table = Table("set", "", show_edge=False, pad_edge=False)
-    for column in ("share", "95 % interval"):
-        table.add_column(column, justify="right")
+    table = plain_table(("set", ""), ("share", "95 % interval"))
     for name in names:
         entry = sets[name]
         for measure, metric in measures(entry["measures"]).items():

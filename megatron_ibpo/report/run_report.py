@@ -19,7 +19,7 @@ from megatron_ibpo.basics.redaction import without_keys
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.evaluate import SetEvaluation
-from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
+from megatron_ibpo.report.display import ProgressDisplay, Size, plain_table, sizes_table
 from megatron_ibpo.report.metrics_log import MetricsLog
 from megatron_ibpo.report.run_dir import (
     METRICS_FILE,
@@ -231,9 +231,7 @@ def _write_summary(summary: dict[str, Any], path: Path) -> bool:
 def _results_table(summary: dict[str, Any]) -> Table:
     """Return a table with the start and end of each measure of the summary that was measured at either; "–"
     for the other."""
-    table = Table("", show_edge=False, pad_edge=False)
-    for column in ("start", "end"):
-        table.add_column(column, justify="right")
+    table = plain_table(("",), ("start", "end"))
     for key in (key.removesuffix("_start") for key in summary if key.endswith("_start")):
         values = summary[f"{key}_start"], summary[f"{key}_end"]
         if values != (None, None):
@@ -256,9 +254,7 @@ def measure_name(key: str) -> str:
 
 
 def _seconds_table(summary: dict[str, Any]) -> Table:
-    table = Table("stage", show_edge=False, pad_edge=False)
-    for column in ("seconds", "share"):
-        table.add_column(column, justify="right")
+    table = plain_table(("stage",), ("seconds", "share"))
     total = summary["seconds_total"]
     by_time = sorted(summary["seconds_by_stage"].items(), key=lambda item: -item[1])
     for stage, seconds in by_time:
@@ -363,9 +359,7 @@ def supervised_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     Args:
         rows: metrics.jsonl. Measures without values are left out.
     """
-    table = Table("", show_edge=False, pad_edge=False)
-    for column in ("first", "last"):
-        table.add_column(column, justify="right")
+    table = plain_table(("",), ("first", "last"))
     for metric, (name, kind) in _BEFORE_AND_AFTER.items():
         values = [row[metric] for row in rows if row["kind"] == kind and metric in row]
         if values:

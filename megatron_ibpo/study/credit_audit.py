@@ -22,6 +22,8 @@ from rich.console import Group
 from rich.table import Table
 from scipy import stats
 
+from megatron_ibpo.report.display import plain_table
+
 Array = npt.NDArray[np.float64]
 
 Measure = Callable[[Array, Array], float]
@@ -297,10 +299,7 @@ def _sampled(counts: Mapping[str, int], findings: Mapping[str, Any]) -> Iterator
 
 
 def _agreement(findings: Mapping[str, Any]) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("does credit lie on the error?")
-    for measure in _MEASURES.values():
-        table.add_column(measure, justify="right")
+    table = plain_table(("does credit lie on the error?",), [*_MEASURES.values()])
     for name, scores in findings["mask"].items():
         table.add_row(_CREDITS.get(name, name), *(_number(scores.get(measure)) for measure in _MEASURES))
     return table

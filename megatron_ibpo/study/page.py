@@ -155,15 +155,15 @@ def _draw(
         axes.fill_between(grid, mean - half, mean + half, alpha=0.15, color=color, linewidth=0)
 
 
-def band(curves: Sequence[Points], points: int = 100) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def band(curves: Sequence[Points]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (spent, mean, half width of the 95 % interval) on a common grid that all curves cover. The
     interval is Student's t over the curves; the width is 0 for a single curve."""
     start = max(curve[0][0] for curve in curves)
     end = min(curve[-1][0] for curve in curves)
-    grid = np.linspace(start, end, points)
+    grid = np.linspace(start, end, 100)
     values = np.array([np.interp(grid, [s for s, _ in curve], [v for _, v in curve]) for curve in curves])
     if len(curves) == 1:
-        return grid, values[0], np.zeros(points)
+        return grid, values[0], np.zeros(len(grid))
     half = stats.t.ppf(0.975, len(curves) - 1) * stats.sem(values, axis=0)
     return grid, values.mean(axis=0), half
 

@@ -11,6 +11,7 @@ from scipy import stats
 from megatron_ibpo.basics.text import counted, listed, shown
 from megatron_ibpo.evaluate.accuracy import unknown_as_nan
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE, read_results
+from megatron_ibpo.report.display import plain_table
 from megatron_ibpo.study.statistics import Array, Estimate, estimate, shown_p
 
 
@@ -55,16 +56,8 @@ def compare_evaluations(first: Path, second: Path, measure: str) -> list[Compare
 
 def comparison_table(compared: list[Compared]) -> Table:
     """Return a table with one line per set."""
-    table = Table("set", show_edge=False, pad_edge=False)
-    for column in (
-        "problems",
-        "first",
-        "second",
-        "difference",
-        "95 % interval",
-        "p",
-    ):
-        table.add_column(column, justify="right")
+    numbers = ("problems", "first", "second", "difference", "95 % interval", "p")
+    table = plain_table(("set",), numbers)
     for comparison in compared:
         d = comparison.difference
         bounds = f"{d.low:+.3f} to {d.high:+.3f}"
