@@ -36,7 +36,7 @@ class Edit:
     """Text of the place, with as many lines around it as make it unique in its file."""
     new: str
     """Replacement of `old`."""
-    shown: str
+    summary: str
     """The expression or statement and its replacement, for a table."""
 
 
@@ -195,6 +195,6 @@ def named_edits(edits: Sequence[tuple[str, Path, Edit]], root: Path) -> Iterator
     occurrences: Counter[str] = Counter()
     for room, path, edit in edits:
         file = path.relative_to(root).as_posix()
-        name = f"{file}:{edit.line}: {edit.shown}"
+        name = f"{file}:{edit.line}: {edit.summary}"
         occurrences[name] += 1
         yield name if occurrences[name] == 1 else f"{name} ({occurrences[name]})", room, file, edit

@@ -204,7 +204,7 @@ class KeptSamples:
         """Number of samples that an earlier process made."""
         return sum(map(len, self._found.values()))
 
-    def found(self, name: str) -> Mapping[Key, EvalSample]:
+    def stored(self, name: str) -> Mapping[Key, EvalSample]:
         """Return the samples of a set that an earlier process made, without those whose verifier failed."""
         return self._found[name]
 

@@ -98,7 +98,7 @@ class Report:
 
     def predicted(self, forecast: Forecast) -> None:
         """Show the predicted time of a step, and keep it for the end of the run."""
-        self.note(forecast.said)
+        self.note(forecast.text)
         if forecast.seconds is None:
             return
         self._predicted = {name: round(float(value), 4) for name, value in forecast.seconds.items()}

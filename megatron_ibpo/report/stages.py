@@ -64,7 +64,7 @@ class Forecast:
 
     seconds: Mapping[str, float] | None
     """Seconds of a step and of its parts, by the names here."""
-    said: str
+    text: str
     """The same as text for the user."""
 
 

@@ -73,7 +73,7 @@ class CodeExecution:
     """Difference up to which a real number equals the expected one, where the label names none."""
 
     @classmethod
-    def of(cls, data: DataConfig) -> CodeExecution:
+    def from_config(cls, data: DataConfig) -> CodeExecution:
         return cls(
             data.code_executor,
             data.unsafe_code_execution,

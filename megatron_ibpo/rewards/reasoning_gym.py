@@ -62,7 +62,7 @@ class _Item:
     entry: dict[str, Any]
 
     @classmethod
-    def of(cls, prompt: str, label: str, metadata: dict[str, Any]) -> _Item:
+    def from_row(cls, prompt: str, label: str, metadata: dict[str, Any]) -> _Item:
         """Return the item of a prompt.
 
         Raises:
@@ -99,7 +99,7 @@ def score(
         LabelError: a prompt does not come from reasoning_gym, or the scorer fails on its label.
         SandboxError: the scorer cannot run here.
     """
-    items = [_Item.of(*row) for row in zip(prompts, labels, metadata, strict=True)]
+    items = [_Item.from_row(*row) for row in zip(prompts, labels, metadata, strict=True)]
     answers = [extract_answer(*pair) for pair in zip(responses, metadata, strict=True)]
     return _graded(items, answers)
 
@@ -112,7 +112,7 @@ def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
     """Return why an item cannot be graded: its own answer does not get full marks, or a wrong one does."""
     answers = (label, *_NO_ANSWERS)
     try:
-        item = _Item.of("", label, metadata)
+        item = _Item.from_row("", label, metadata)
         extracted = [extract_answer(answer, metadata) for answer in answers]
         values = _graded([item] * len(answers), extracted, checks_labels=True)
     except (LabelError, SandboxError) as error:

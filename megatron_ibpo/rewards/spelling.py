@@ -27,7 +27,7 @@ _GREEK = {
 _TABLE = str.maketrans(_SYMBOLS | _GREEK)
 _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱˣ", "0123456789+-=()nix", strict=True))
 _LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙₖᵢₓ", "0123456789+-=()nkix", strict=True))
-_RAISED_RUN, _LOWERED_RUN = (re.compile(f"[{''.join(each)}]+") for each in (_RAISED, _LOWERED))
+_RAISED_RUN, _LOWERED_RUN = (re.compile(f"[{''.join(characters)}]+") for characters in (_RAISED, _LOWERED))
 _VULGAR = re.compile("[¼-¾⅐-⅞↉]")
 _ROOT = re.compile(r"(√|∛)\s*(?:\(([^()]{1,200})\)|\{([^{}]{1,200})\}|(\d+(?:\.\d+)?|\\pi|[A-Za-z]))")
 _WORD_ROOT = re.compile(r"(?<![A-Za-z\\])sqrt\s*(?:\(([^()]{1,200})\)|\{([^{}]{1,200})\}|\[([^][]{1,200})\])")

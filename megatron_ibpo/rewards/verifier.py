@@ -197,7 +197,7 @@ class Verifier:
         that."""
         if target != VERIFIERS["code"]:
             return prompt.metadata
-        return prompt.metadata | CodeExecution.of(self._data).as_metadata()
+        return prompt.metadata | CodeExecution.from_config(self._data).as_metadata()
 
     def _combined_score(self, scoring: _Scoring, outcomes: Sequence[Outcome]) -> Score:
         if scoring.refused is not None:
@@ -263,7 +263,7 @@ def open_pool(data: DataConfig, rm_types: Iterable[str] = ()) -> WorkerPool:
     targets = reward_functions(data, rm_types)
     pool = WorkerPool(targets, size=worker_count(data), timeout=data.reward_timeout)
     if VERIFIERS["code"] in targets:
-        checked = pool.submit(CHECK, ("", "", "", CodeExecution.of(data).as_metadata())).result()
+        checked = pool.submit(CHECK, ("", "", "", CodeExecution.from_config(data).as_metadata())).result()
         if checked.error is not None:
             pool.close()
             raise ConfigError(f"code rewards: {checked.error}")

@@ -369,7 +369,7 @@ class LiveRollouts:
             own.prompts,
             partial(
                 complete_samples,
-                stored={} if kept is None else kept.found(own.name),
+                stored={} if kept is None else kept.stored(own.name),
                 ask=partial(self._ask_evaluated, own, meanwhile),
                 add=(lambda _: None) if kept is None else kept.add,
             ),

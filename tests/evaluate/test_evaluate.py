@@ -252,7 +252,7 @@ def evaluated(directory, engine=None, settings=SETTINGS, *, corrects=True):
         return token_ids([prompt.index, *(s.token_ids[0] for s in shown), 9])
 
     def ask(asked):
-        return complete_samples(asked, kept.found("sums"), engine or SimulatedEngine(), kept.add)
+        return complete_samples(asked, kept.stored("sums"), engine or SimulatedEngine(), kept.add)
 
     corrector, sampling = Corrector(prompt_ids, 2, 64) if corrects else None, EvalSampling(4, 8, 0.6, 1.0, -1)
     with KeptSamples(directory, "/models/a", {"sums": settings}) as kept:

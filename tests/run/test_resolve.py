@@ -74,7 +74,7 @@ def test_too_little_memory_is_refused():
     _, foundation, settled = settings()
     resolved = resolve(settled, foundation, machine(1, gpus=False))
     weights = TrainedWeights({"model.embed_tokens.weight": 10**9})
-    assert preflight(resolved, weights, {})("CPU").said.startswith("no time is predicted")
+    assert preflight(resolved, weights, {})("CPU").text.startswith("no time is predicted")
     with pytest.raises(ValueError, match=r"10\.0\.0\.1 has 1\.0 GiB of main memory"):
         preflight(resolved, weights, {0: 2**30})
 
