@@ -42,9 +42,9 @@ def write(path: Path | None, content: Mapping[str, Any], *, keeping: bool = Fals
     """
     if path is None:
         return
-    kept = json.loads(path.read_text(encoding="utf-8")) if keeping and path.exists() else {}
+    stored = json.loads(path.read_text(encoding="utf-8")) if keeping and path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(kept | dict(content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(stored | dict(content), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def in_turns(kinds: Sequence[T], rounds: int) -> Iterator[T]:
@@ -77,14 +77,6 @@ def peak_bytes(pid: int | None = None) -> int:
     """Return a process's peak resident memory so far, by default of this one. It is the kernel's figure for
     its own memory map. ru_maxrss, which wait4 reports too, starts from the parent's memory."""
     return _status(pid, "VmHWM")
-
-
-def cpu_seconds() -> float:
-    """Return the processor time of this process, of its descendants, and of those that have ended."""
-    import psutil  # GPU benchmarks run where it is not installed
-
-    this = psutil.Process()
-    return sum(sum(process.cpu_times()[:4]) for process in (this, *this.children(recursive=True)))
 
 
 def _status(pid: int | None, field: str) -> int:

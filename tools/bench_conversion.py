@@ -108,12 +108,12 @@ def measure(family: Family, arguments: Convert, scratch: Path) -> list[dict[str,
     """Measure both directions for one model."""
     hf, stored = scratch / "hf", scratch / "stored"
     largest = make_checkpoint(hf, family, int(arguments.gigabytes * 1e9))
-    there = ["convert_hf_to_megatron.py", "--hf-checkpoint", hf, *arguments.flags]
+    to_megatron = ["convert_hf_to_megatron.py", "--hf-checkpoint", hf, *arguments.flags]
     peer = arguments.peer if family in arguments.peer_families else None
-    first = compare("HF to Megatron", hf, there, scratch, arguments.rounds, peer)
-    run_converter([*there, "--save", stored])
-    back = ["convert_megatron_to_hf.py", "--load", stored]
-    second = compare("Megatron to HF", stored, back, scratch, arguments.rounds)
+    first = compare("HF to Megatron", hf, to_megatron, scratch, arguments.rounds, peer)
+    run_converter([*to_megatron, "--save", stored])
+    to_hf = ["convert_megatron_to_hf.py", "--load", stored]
+    second = compare("Megatron to HF", stored, to_hf, scratch, arguments.rounds)
     return [{"family": family, "largest_tensor_bytes": largest, **row} for row in (first, second)]
 
 
@@ -137,9 +137,9 @@ def compare(
                 subprocess.run(command, shell=True, check=True, capture_output=True)
                 sync(target)
             else:
-                peak, own = run_converter([*tool, "--save", target])
+                peak, seconds_inside = run_converter([*tool, "--save", target])
                 peaks.append(peak)
-                inside.append(own)
+                inside.append(seconds_inside)
             seconds[kind].append(time.perf_counter() - started)
     shares = [cp / ours for cp, ours in zip(seconds["cp"], seconds["tool"], strict=True)]
     return {
@@ -183,11 +183,11 @@ def run_converter(command: list[Any]) -> tuple[int, float]:
             peak = max(peak, bench.peak_bytes(process.pid))
             time.sleep(LOOK_EVERY_S)
         output.seek(0)
-        said = output.read()
+        output_text = output.read()
     if process.returncode:
-        raise RuntimeError(f"{command[0]} failed:\n{said}")
-    seconds = re.search(r"GB in ([\d.]+) s", said)
-    assert seconds is not None, said
+        raise RuntimeError(f"{command[0]} failed:\n{output_text}")
+    seconds = re.search(r"GB in ([\d.]+) s", output_text)
+    assert seconds is not None, output_text
     return peak, float(seconds[1])
 
 

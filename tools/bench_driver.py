@@ -90,7 +90,7 @@ class Load:
     """Batches after which the clock is stopped."""
 
     @property
-    def wanted(self) -> int:
+    def groups_per_batch(self) -> int:
         """Groups of a batch."""
         return self.in_flight // GROUP // (STALENESS + 1)
 
@@ -111,7 +111,7 @@ class Clock:
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @contextmanager
-    def of(self, name: str) -> Iterator[None]:
+    def measuring(self, name: str) -> Iterator[None]:
         began = time.thread_time()
         try:
             yield
@@ -120,7 +120,7 @@ class Clock:
 
     def timed(self, name: str, function: Callable[..., T]) -> Callable[..., T]:
         def called(*arguments: Any) -> T:
-            with self.of(name):
+            with self.measuring(name):
                 return function(*arguments)
 
         return called
@@ -139,7 +139,7 @@ class StandIn:
     _version: int = 0
 
     async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
-        with self.clock.of("stand-ins"):
+        with self.clock.measuring("stand-ins"):
             now, self._version = asyncio.get_running_loop().time(), version
             for number, request in requests:
                 heapq.heappush(self._ends, (now + seconds(request.seed), number, request))
@@ -166,18 +166,18 @@ class StandIn:
     async def abort(self, numbers: Collection[int]) -> None:
         self._aborted |= set(numbers)
 
-    async def kill(self, why: str) -> None:
-        raise AssertionError(f"no stand-in stops answering: {why}")
+    async def kill(self, reason: str) -> None:
+        raise AssertionError(f"no stand-in stops answering: {reason}")
 
     def _finished(self, now: float) -> list[tuple[int, Sample]]:
         finished: list[tuple[int, Sample]] = []
         if not self._ends or self._ends[0][0] > now:
             return finished
-        with self.clock.of("stand-ins"):
+        with self.clock.measuring("stand-ins"):
             while self._ends and self._ends[0][0] <= now:
                 _, number, request = heapq.heappop(self._ends)
                 if number not in self._aborted:
-                    finished.append((number, answered(request, self.tokens, self._version)))
+                    finished.append((number, sample_for(request, self.tokens, self._version)))
         return finished
 
 
@@ -187,7 +187,7 @@ def seconds(seed: int) -> float:
     return MEAN_SECONDS * min(LONGEST, drawn)
 
 
-def answered(request: SampleRequest, tokens: int, version: int) -> Sample:
+def sample_for(request: SampleRequest, tokens: int, version: int) -> Sample:
     """Return a sample with arrays of its own, as in a run."""
     return Sample(
         prompt_token_ids=request.prompt_token_ids,
@@ -278,7 +278,9 @@ def measure(load: Load, directory: Path) -> Row:
     tokenizer = make_tokenizer()
     tokenizer.decode([300, 301])
     rollout = RolloutConfig(
-        rollout_batch_size=load.wanted, n_samples_per_prompt=GROUP, rollout_max_response_len=load.tokens
+        rollout_batch_size=load.groups_per_batch,
+        n_samples_per_prompt=GROUP,
+        rollout_max_response_len=load.tokens,
     )
     context = CreditContext(
         credit_of("ibpo"), rollout, Vocabulary(correction_prompt), 4 * load.tokens + PROMPT_TOKENS, 0, 0
@@ -289,10 +291,10 @@ def measure(load: Load, directory: Path) -> Row:
     peaks: list[float] = []
 
     def draw(ordinal: int, attempt: int) -> tuple[Prompt, list[SampleRequest], CreditContext]:
-        own = prompt_ids.copy()
-        own[0] = ordinal % VOCABULARY
-        prompt = Prompt(ordinal, own, PROMPT_TOKENS - 1, "", "", "")
-        step = ordinal // load.wanted
+        own_ids = prompt_ids.copy()
+        own_ids[0] = ordinal % VOCABULARY
+        prompt = Prompt(ordinal, own_ids, PROMPT_TOKENS - 1, "", "", "")
+        step = ordinal // load.groups_per_batch
         return (
             prompt,
             group_requests([prompt], rollout, seed=0, step=step, attempt=attempt),
@@ -318,7 +320,7 @@ def measure(load: Load, directory: Path) -> Row:
         if journal is not None:
             with_room = clock.timed("journal", lambda write: write())
             memory = JournalMemory(journal, read_journal(directory, 0), with_room)
-        rules = Rules(load.wanted, 1, any_group, any_group)
+        rules = Rules(load.groups_per_batch, 1, any_group, any_group)
         groups = GroupSampler(sampler, find_operator(context.algorithm), rules, memory)
         ahead = Ahead(groups, draw, Pace(STALENESS), version=0)
         mark()
@@ -327,7 +329,7 @@ def measure(load: Load, directory: Path) -> Row:
             await asyncio.sleep(0.01)  # a tick of the virtual clock, in which everything is sent
             counts["open at start"] += round(sampler.take_metrics()["samples_in_flight"]) * (step == 0)
             batch = await started
-            with clock.of("meter"):
+            with clock.measuring("meter"):
                 meter.sampling(batch.sampled)
             if memory is not None:
                 memory.close(step + 1, batch)
@@ -339,7 +341,7 @@ def measure(load: Load, directory: Path) -> Row:
         peaks.append(bench.peak_bytes() / 2**20)
         await ahead.close()
 
-    before = bench.resident_bytes() / 2**20
+    memory_before = bench.resident_bytes() / 2**20
     if load.journal:
         with Journal(directory, 0, "", 0) as journal:
             in_virtual_time(loop(journal))
@@ -364,8 +366,8 @@ def measure(load: Load, directory: Path) -> Row:
         events_per_second=round(4 * samples / processor, 1),
         microseconds_per_sample={name: round(1e6 * s / samples, 2) for name, s in stages.items()},
         calls_per_sample={name: round(count[name] / samples, 4) for name in ("submits", "takes")},
-        peak_mb=round(peaks[0] - before, 1),
-        before_mb=round(before, 1),
+        peak_mb=round(peaks[0] - memory_before, 1),
+        before_mb=round(memory_before, 1),
         journal_mb=round(sum(path.stat().st_size for path in directory.iterdir()) / 2**20, 1),
     )
 
@@ -388,7 +390,7 @@ class Answering:
 
     def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
         for number, request in requests:
-            self._finished.put((number, answered(request, self._tokens, version)))
+            self._finished.put((number, sample_for(request, self._tokens, version)))
 
     def take(self, timeout: float) -> list[tuple[int, Sample]]:
         """Return one sample at a time, since most looks at an engine of a large model find one."""
@@ -505,17 +507,17 @@ def main(arguments: Arguments) -> None:
     if arguments.real_calls:
         keep(arguments.save, {"real_calls": through_ray()})
         return
-    before = about()
+    machine_state = about()
     rows: list[dict[str, Any]] = []
     for number in range(len(LOADS)):
         rows.append(in_own_process(number, arguments.directory))
-        keep(arguments.save, {"load": {"machine": before, "rows": rows}})
+        keep(arguments.save, {"load": {"machine": machine_state, "rows": rows}})
 
 
-def keep(path: Path | None, found: dict[str, Any]) -> None:
+def keep(path: Path | None, results: dict[str, Any]) -> None:
     """Print the results, and write them beside the other part's in the file."""
-    print(json.dumps(found, indent=1), flush=True)
-    bench.write(path, found, keeping=True)
+    print(json.dumps(results, indent=1), flush=True)
+    bench.write(path, results, keeping=True)
 
 
 if __name__ == "__main__":

@@ -97,14 +97,14 @@ class Texts:
     def pair(self, kind: str, length: int, edits: float) -> tuple[Ids, Ids]:
         """Return a sequence and a copy with this share of its tokens replaced, deleted or preceded by
         another."""
-        a, other = self.sequence(kind, length), self.sequence(kind, length)
+        a, replacements = self.sequence(kind, length), self.sequence(kind, length)
         if edits == UNRELATED:
-            return a, other
+            return a, replacements
         change = np.where(self.rng.random(length) < edits, self.rng.integers(1, 4, length), 0)
         copies = np.array([1, 1, 0, 2])[change]
         b = np.repeat(a, copies)
         changed = (change == 1) | (change == 3)
-        b[(np.cumsum(copies) - copies)[changed]] = other[changed]
+        b[(np.cumsum(copies) - copies)[changed]] = replacements[changed]
         return a, b
 
 
@@ -199,7 +199,7 @@ def compare_instruction_sets(texts: Texts, arguments: Arguments) -> list[Row]:
 
 def scaling(texts: Texts, arguments: Arguments) -> dict[str, float]:
     """Return wall time on one thread over that on two."""
-    found = {}
+    speedups = {}
     for length, edits in ((512, 0.2), (4096, 0.2), (32768, UNRELATED)):
         count = 4 if arguments.quick else 8 * PAIRS[length]
         pairs = [texts.pair("zipf", length, edits) for _ in range(count)]
@@ -210,8 +210,8 @@ def scaling(texts: Texts, arguments: Arguments) -> dict[str, float]:
                 started = time.perf_counter()
                 batch_distance(*a, *b, num_threads=threads)
                 values.append(time.perf_counter() - started)
-        found[f"zipf-{length}-{edits}"] = statistics.median(seconds[1]) / statistics.median(seconds[2])
-    return found
+        speedups[f"zipf-{length}-{edits}"] = statistics.median(seconds[1]) / statistics.median(seconds[2])
+    return speedups
 
 
 def full_context() -> dict[str, float]:

@@ -95,8 +95,8 @@ def predictions(arguments: Arguments) -> dict[str, Any]:
         for name, seconds in {"ours": logits_seconds, "ours, head fused": head_seconds}.items():
             floor = seconds(work, COPY_BANDWIDTH, MATMUL_FLOPS)
             predicted = seconds(work, SHARE * COPY_BANDWIDTH, MATMUL_FLOPS)
-            found = {"floor_ms": round(floor * 1e3, 3), "predicted_ms": round(predicted * 1e3, 3)}
-            rows.append({"contestant": name, **dataclasses.asdict(work), **found})
+            milliseconds = {"floor_ms": round(floor * 1e3, 3), "predicted_ms": round(predicted * 1e3, 3)}
+            rows.append({"contestant": name, **dataclasses.asdict(work), **milliseconds})
     return {
         "kind": "prediction: nothing here was measured",
         "basis": {"copy_bytes_per_s": COPY_BANDWIDTH, "matmul_flops_per_s": MATMUL_FLOPS, "share": SHARE},
@@ -116,7 +116,7 @@ def errors(arguments: Arguments) -> list[dict[str, Any]]:
 
     device = torch.device(arguments.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    found = []
+    rows = []
     for fused_head in (False, True):
         batch = make_batch(4, 64, 4099, 128, 0.25, dtype, device, fused_head)
         exact: dict[tuple[str, bool], tuple[float, list[Any]]] = {}
@@ -128,9 +128,9 @@ def errors(arguments: Arguments) -> list[dict[str, Any]]:
             if (case := (contestant.variant, contestant.has_sets)) not in exact:
                 exact[case] = _exact(batch, contestant)
             row = {"contestant": name, "dtype": str(dtype).removeprefix("torch.")}
-            found.append(row | _attempt(partial(_error, contestant, batch, exact[case])))
-            _say(found[-1])
-    return found
+            rows.append(row | _attempt(partial(_error, contestant, batch, exact[case])))
+            _say(rows[-1])
+    return rows
 
 
 def _exact(batch: Any, contestant: Any) -> tuple[float, list[Any]]:
@@ -183,8 +183,8 @@ def ceilings() -> dict[str, float]:
 
     pair_2N = torch.empty(2, 2**31, dtype=torch.bfloat16, device="cuda")
     copied = pair_2N.numel() * BYTES / _seconds(lambda: pair_2N[0].copy_(pair_2N[1]), 10)
-    left, right = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    flops = 2 * 8192**3 / _seconds(lambda: left @ right, 20)
+    matrix_a, matrix_b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    flops = 2 * 8192**3 / _seconds(lambda: matrix_a @ matrix_b, 20)
     return {"copy_bytes_per_s": copied, "matmul_flops_per_s": flops}
 
 
@@ -223,7 +223,7 @@ def _time(contestant: Any, batch: Any, repeats: int) -> dict[str, float]:
     for repeat in range(repeats + 3):
         prepared.restore()
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        memory_before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         marks[0].record()
@@ -235,7 +235,7 @@ def _time(contestant: Any, batch: Any, repeats: int) -> dict[str, float]:
         if repeat >= 3:
             forward.append(marks[0].elapsed_time(marks[1]))
             backward.append(marks[1].elapsed_time(marks[2]))
-            peaks.append(torch.cuda.max_memory_allocated() - before)
+            peaks.append(torch.cuda.max_memory_allocated() - memory_before)
     totals = [f + b for f, b in zip(forward, backward, strict=True)]
     return {
         "forward_ms": statistics.median(forward),
@@ -255,15 +255,15 @@ def _share(work: Workload, contestant: Any, seconds: float, ceiling: dict[str, f
 def _seconds(run: Callable[[], Any], repeats: int) -> float:
     import torch
 
-    found = []
+    durations = []
     for _ in range(repeats + 3):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
         stop.record()
         torch.cuda.synchronize()
-        found.append(start.elapsed_time(stop) / 1e3)
-    return statistics.median(found[3:])
+        durations.append(start.elapsed_time(stop) / 1e3)
+    return statistics.median(durations[3:])
 
 
 # -------------------------------------------------------------------------------------------- the report

@@ -200,13 +200,15 @@ def _timed(run: Callable[[], Any], world: Any, engine_pid: int | None) -> dict[s
     """Return the seconds until all ranks are done, and the growth of memory in bytes: of the ranks, and of
     the engine."""
     watched = [pid for pid in (os.getpid(), engine_pid) if pid is not None]
-    before = [_reset_peak(pid) for pid in watched]
+    peaks_before = [_reset_peak(pid) for pid in watched]
     world.barrier()
     began = time.perf_counter()
     sent = run()
     world.barrier()
     seconds = time.perf_counter() - began
-    rises = [bench.peak_bytes(pid) - was for pid, was in zip(watched, before, strict=True)]
+    rises = [
+        bench.peak_bytes(pid) - peak_before for pid, peak_before in zip(watched, peaks_before, strict=True)
+    ]
     moved = world.all_gather(None if sent is None else (sent.num_bytes, sent.needed_bytes))
     return {
         "seconds": seconds,
@@ -301,8 +303,8 @@ class _Peer:
 
     def __init__(self, function: Callable[[Any], None]) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, there = context.Pipe()
-        self._process = context.Process(target=function, args=(there,), daemon=True)
+        self._pipe, peer_end = context.Pipe()
+        self._process = context.Process(target=function, args=(peer_end,), daemon=True)
         os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # as engines have it
         try:
             self._process.start()

@@ -83,8 +83,8 @@ def attacked(verifier: Verifier, tasks: list[str]) -> dict[str, int]:
         for task in tasks:
             (prompt,) = items_of(task, 1)
             for attack in ATTACKS:
-                answers = [attack.format(path=path), prompt.label, "I do not know"]
-                scores = verifier.score([(prompt, f"<answer>{answer}</answer>") for answer in answers])
+                attempts = [attack.format(path=path), prompt.label, "I do not know"]
+                scores = verifier.score([(prompt, f"<answer>{answer}</answer>") for answer in attempts])
                 rewarded += scores[0].reward != 0
                 changed += [score.reward for score in scores[1:]] != [1.0, 0.0]
                 files += len(os.listdir(directory))

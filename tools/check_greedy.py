@@ -98,7 +98,7 @@ def likeliest(hf_dir: Path, prompts: list[list[int]], written: list[list[int]]) 
         shape = read_hf_config(hf_dir)
         chunks = build_model(shape, Config())
         load_hf(chunks, shape, hf_dir)
-        found = []
+        likeliest_ids = []
         for prompt, continuation in zip(prompts, written, strict=True):
             ids = torch.tensor([prompt + continuation])
             ends = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
@@ -110,8 +110,8 @@ def likeliest(hf_dir: Path, prompts: list[list[int]], written: list[list[int]]) 
                 max_seqlen_kv=ids.shape[1],
             )
             logits = chunks[0](ids, torch.arange(ids.shape[1])[None], None, packed_seq_params=packed)[0]
-            found.append(logits[len(prompt) - 1 : -1, : shape.vocab_size].argmax(-1).tolist())
-        return found
+            likeliest_ids.append(logits[len(prompt) - 1 : -1, : shape.vocab_size].argmax(-1).tolist())
+        return likeliest_ids
     finally:
         parallel.destroy()
         world.close()
@@ -129,17 +129,17 @@ def main(arguments: Arguments) -> int:
     ]
     written = by_transformers(hf_dir, prompts, arguments.tokens)
     sampled = by_vllm(hf_dir, prompts, arguments.tokens)
-    found = {
+    results = {
         "prompts": len(prompts),
         "tokens": sum(map(len, written)),
         "vllm_equal": sampled == written,
         "trainer_equal": likeliest(hf_dir, prompts, written) == written,
         "first": tokenizer.decode(written[0], skip_special_tokens=True),
     }
-    print(json.dumps(found, indent=2))
+    print(json.dumps(results, indent=2))
     if arguments.save:
-        arguments.save.write_text(json.dumps(found, indent=2) + "\n")
-    return 0 if found["vllm_equal"] and found["trainer_equal"] else 1
+        arguments.save.write_text(json.dumps(results, indent=2) + "\n")
+    return 0 if results["vllm_equal"] and results["trainer_equal"] else 1
 
 
 if __name__ == "__main__":

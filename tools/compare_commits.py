@@ -110,11 +110,11 @@ def trained(repository: Path, layout: str, algorithm: str) -> list[Step]:
 
 def digest(checkpoint: Path) -> str:
     """Return the SHA-256 of all weights."""
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for name, tensor in sorted(weights(checkpoint).items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        checksum.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return checksum.hexdigest()
 
 
 def compare(old: Path, new: Path, arguments: Arguments) -> bool:
@@ -124,14 +124,16 @@ def compare(old: Path, new: Path, arguments: Arguments) -> bool:
     for layout in arguments.layouts:
         for algorithm in arguments.algorithms:
             steps = [trained(repository, layout, algorithm) for repository in (old, new)]
-            for number, (before, after) in enumerate(zip(*steps, strict=True), start=1):
-                for step, mark in [(before, "")] if before == after else [(before, "old"), (after, "new")]:
+            for number, (old_step, new_step) in enumerate(zip(*steps, strict=True), start=1):
+                for step, mark in (
+                    [(old_step, "")] if old_step == new_step else [(old_step, "old"), (new_step, "new")]
+                ):
                     print(
                         f"{layout:<13} {algorithm:<10} {number:>4} {step.loss:>22} {step.grad_norm:>22} "
                         f"{step.sha256[:SHOWN_DIGITS]} {mark or 'equal'}",
                         flush=True,
                     )
-                equal &= before == after
+                equal &= old_step == new_step
     return equal
 
 

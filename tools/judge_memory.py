@@ -83,7 +83,7 @@ def counted_bytes(row: Row, shape: ModelShape) -> tuple[int, int]:
     census = take_census(shape, config, gpus)
     tokens = row.facts.get("micro_batch_tokens") or row.facts["micro_batch"] * row.facts["sequence"]
     tokens //= config.parallel.context_parallel_size
-    found = []
+    totals = []
     for part in census.stages:
         memory = rank_memory(shape, config, read_overrides(config), part, census, tokens)
         if memory.logits and not config.loss.fuse_lm_head:
@@ -91,22 +91,22 @@ def counted_bytes(row: Row, shape: ModelShape) -> tuple[int, int]:
             memory = replace(memory, logits=LOGIT * tokens * columns)
         if row.facts.get("fsdp"):
             memory = fully_sharded(memory, config, part, census)
-        found.append((memory.training - memory.process, memory.state))
-    counted, state = max(found)
+        totals.append((memory.training - memory.process, memory.state))
+    counted, state = max(totals)
     return state, counted
 
 
 def fully_sharded(memory: RankMemory, config: Config, part: StagePart, census: Census) -> RankMemory:
     """Return the memory of a rank under FSDP2."""
     shared = census.data_parallel
-    own, layer = part.parameters // shared, part.parameters // part.layers
+    shard, layer = part.parameters // shared, part.parameters // part.layers
     unsharded = 0
     if config.parallel.pipeline_model_parallel_size > 1:
         unsharded = (GATHERED + SINGLE) * part.parameters
     elif shared > 1:
         unsharded = (2 * GATHERED + GATHERED + SINGLE) * layer
-    means = 0 if config.optimizer.optimizer_cpu_offload else 2 * SINGLE * own
-    return replace(memory, weights=SINGLE * own + unsharded, gradients=SINGLE * own, optimizer=means)
+    means = 0 if config.optimizer.optimizer_cpu_offload else 2 * SINGLE * shard
+    return replace(memory, weights=SINGLE * shard + unsharded, gradients=SINGLE * shard, optimizer=means)
 
 
 def config_of(facts: Any, layers: int) -> Config:
@@ -122,8 +122,8 @@ def config_of(facts: Any, layers: int) -> Config:
     parallel.tensor_model_parallel_size = facts.get("tensor") or 1
     parallel.pipeline_model_parallel_size = facts.get("pipeline") or 1
     stages = parallel.pipeline_model_parallel_size
-    if left := layers % stages:
-        least = layers // stages - (left < stages - 2)
+    if remaining_layers := layers % stages:
+        least = layers // stages - (remaining_layers < stages - 2)
         parallel.decoder_first_pipeline_num_layers = parallel.decoder_last_pipeline_num_layers = least
     parallel.context_parallel_size = facts.get("context") or 1
     parallel.expert_model_parallel_size = facts.get("expert") or 1
@@ -132,12 +132,12 @@ def config_of(facts: Any, layers: int) -> Config:
     return config
 
 
-def table(found: list[Peak]) -> str:
+def table(all_peaks: list[Peak]) -> str:
     """Return the rows as a table for display."""
     rows = [
-        f"| {one.source} | {one.row} | {'fused' if one.fused else 'whole'} | {one.published:.1f} | "
-        f"{one.counted:.1f} | {one.state:.1f} | {100 * one.error:+.0f} % |"
-        for one in found
+        f"| {peak.source} | {peak.row} | {'fused' if peak.fused else 'whole'} | {peak.published:.1f} | "
+        f"{peak.counted:.1f} | {peak.state:.1f} | {100 * peak.error:+.0f} % |"
+        for peak in all_peaks
     ]
     head = "| source | row | logits | published, GiB | counted | of it state | error |"
     return "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
@@ -150,20 +150,22 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    found = list(peaks())
-    errors = {fused: [abs(one.error) for one in found if one.fused == fused] for fused in (True, False)}
+    all_peaks = list(peaks())
+    errors = {
+        fused: [abs(peak.error) for peak in all_peaks if peak.fused == fused] for fused in (True, False)
+    }
     summary = {
         "fused" if fused else "whole": {
-            "rows": len(own),
-            "median": round(statistics.median(own), 4),
-            "worst": round(max(own), 4),
+            "rows": len(part_errors),
+            "median": round(statistics.median(part_errors), 4),
+            "worst": round(max(part_errors), 4),
         }
-        for fused, own in errors.items()
+        for fused, part_errors in errors.items()
     }
-    print(table(found))
+    print(table(all_peaks))
     print(json.dumps(summary))
     if arguments.save:
-        rows = [asdict(one) | {"error": round(one.error, 4)} for one in found]
+        rows = [asdict(peak) | {"error": round(peak.error, 4)} for peak in all_peaks]
         RESULTS.write_text(json.dumps(summary | {"peaks": rows}, indent=1) + "\n", encoding="utf-8")
 
 

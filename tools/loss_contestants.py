@@ -172,8 +172,8 @@ def _gspo(batch: Batch, backend: Any) -> dict[str, Any]:
 def ours(batch: Batch, backend: Any) -> Prepared:
     from megatron_ibpo.loss import policy_loss
 
-    given = _gspo(batch, backend)
-    return _from_logits(batch, _rows(batch), lambda x: policy_loss(x, **given, inplace=True)[0])
+    inputs = _gspo(batch, backend)
+    return _from_logits(batch, _rows(batch), lambda x: policy_loss(x, **inputs, inplace=True)[0])
 
 
 def ours_sets(batch: Batch, backend: Any) -> Prepared:
@@ -181,19 +181,19 @@ def ours_sets(batch: Batch, backend: Any) -> Prepared:
     from megatron_ibpo.loss import SamplingSets, policy_loss
 
     assert batch.logits_SLV is not None
-    given, (rows, size) = _gspo(batch, backend), (batch.targets_SL.numel(), SET_SIZE)
+    inputs, (rows, size) = _gspo(batch, backend), (batch.targets_SL.numel(), SET_SIZE)
     ids_K = set_ids(batch, batch.logits_SLV.shape[-1]).sort(1).values.flatten().int()
     starts_N = torch.arange(rows, device=ids_K.device) * size
-    given["rows"] = replace(given["rows"], sampling_sets=SamplingSets(ids_K, starts_N, starts_N + size))
-    return _from_logits(batch, _rows(batch), lambda x: policy_loss(x, **given, inplace=True)[0])
+    inputs["rows"] = replace(inputs["rows"], sampling_sets=SamplingSets(ids_K, starts_N, starts_N + size))
+    return _from_logits(batch, _rows(batch), lambda x: policy_loss(x, **inputs, inplace=True)[0])
 
 
 def ours_variant(batch: Batch, variant: str, backend: Any = "triton") -> Prepared:
     """Compute another variant of the loss, with its published parameters."""
     from megatron_ibpo.loss import make_objective, policy_loss
 
-    given = _gspo(batch, backend) | {"objective": make_objective(variant, backend=backend)}
-    return _from_logits(batch, _rows(batch), lambda x: policy_loss(x, **given, inplace=True)[0])
+    inputs = _gspo(batch, backend) | {"objective": make_objective(variant, backend=backend)}
+    return _from_logits(batch, _rows(batch), lambda x: policy_loss(x, **inputs, inplace=True)[0])
 
 
 def _with_logprobs(batch: Batch, logprobs: Callable[[Tensor, Tensor], Tensor]) -> Prepared:
@@ -289,16 +289,16 @@ def _from_hidden(batch: Batch, loss: Callable[[Tensor, Tensor], Tensor]) -> Prep
 def ours_head(batch: Batch, backend: Any) -> Prepared:
     from megatron_ibpo.loss import linear_policy_loss
 
-    given = _gspo(batch, backend)
-    return _from_hidden(batch, lambda x, w: linear_policy_loss(x.flatten(0, 1), w, **given)[0])
+    inputs = _gspo(batch, backend)
+    return _from_hidden(batch, lambda x, w: linear_policy_loss(x.flatten(0, 1), w, **inputs)[0])
 
 
 def ours_logits_head(batch: Batch, backend: Any) -> Prepared:
     """Compute the head as a separate product, and this project's loss of its logits: they are held whole."""
     from megatron_ibpo.loss import policy_loss
 
-    given = _gspo(batch, backend)
-    return _from_hidden(batch, lambda x, w: policy_loss(x.flatten(0, 1) @ w.t(), **given, inplace=True)[0])
+    inputs = _gspo(batch, backend)
+    return _from_hidden(batch, lambda x, w: policy_loss(x.flatten(0, 1) @ w.t(), **inputs, inplace=True)[0])
 
 
 def verl_head(batch: Batch) -> Prepared:

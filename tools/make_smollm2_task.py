@@ -27,20 +27,24 @@ class Arguments:
 
 def problems() -> list[tuple[str, int]]:
     """Return sums and differences of three one-digit numbers whose result is also one digit."""
-    found = []
+    sums = []
     for first, second, third in itertools.product(range(1, 10), repeat=3):
-        for one, other in itertools.product("+-", repeat=2):
-            text = f"{first} {one} {second} {other} {third}"
-            value = first + (second if one == "+" else -second) + (third if other == "+" else -third)
+        for first_operator, second_operator in itertools.product("+-", repeat=2):
+            text = f"{first} {first_operator} {second} {second_operator} {third}"
+            value = (
+                first
+                + (second if first_operator == "+" else -second)
+                + (third if second_operator == "+" else -third)
+            )
             if 0 <= value < 10:
-                found.append((text, value))
-    return found
+                sums.append((text, value))
+    return sums
 
 
-def row(problem: tuple[str, int], shown: list[tuple[str, int]], identity: str) -> dict[str, object]:
+def row(problem: tuple[str, int], examples: list[tuple[str, int]], identity: str) -> dict[str, object]:
     """Return a row. The solved examples are turns of the chat, so that they show the requested form."""
     chat = [{"role": "system", "content": SYSTEM}]
-    for text, value in shown:
+    for text, value in examples:
         chat += [{"role": "user", "content": f"{text} ="}, {"role": "assistant", "content": str(value)}]
     chat.append({"role": "user", "content": f"{problem[0]} ="})
     return {"id": identity, "prompt": chat, "label": str(problem[1])}

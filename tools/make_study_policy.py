@@ -119,8 +119,10 @@ def train_policy(policy: str, *, train: bool) -> bytes:
     source = recipe.get("from_checkpoint")
     if source in policies():
         make(source, train=train)
-    why = "as --train asks" if train else "since this copy's history lacks the published weights"
-    print(f"{policy}: training {recipe['steps']} steps, five to ten minutes of one core, {why}", flush=True)
+    reason = "as --train asks" if train else "since this copy's history lacks the published weights"
+    print(
+        f"{policy}: training {recipe['steps']} steps, five to ten minutes of one core, {reason}", flush=True
+    )
     with tempfile.TemporaryDirectory() as directory:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),

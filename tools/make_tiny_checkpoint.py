@@ -277,15 +277,15 @@ def supervised_rows(
         if number < correction_share * len(prompts):
             candidate = lesson.solution(prompt, rng)
             references = [] if lesson.checks_alone and number % 2 else [ids(lesson.solution(prompt, rng))]
-            asked = template(prompt, ids(candidate), references)
+            prompt_ids = template(prompt, ids(candidate), references)
             written = lesson.correction(prompt, candidate, rng)
         else:
-            asked, written = prompt.token_ids, lesson.solution(prompt, rng)
-        rows.append((asked, (*ids(written), tokenizer.eos_id)))
+            prompt_ids, written = prompt.token_ids, lesson.solution(prompt, rng)
+        rows.append((prompt_ids, (*ids(written), tokenizer.eos_id)))
     total = sum(len(target) for _, target in rows)
-    for number, (asked, target) in enumerate(rows):
+    for number, (prompt_ids, target) in enumerate(rows):
         yield TrainSequence(
-            asked,
+            prompt_ids,
             token_ids(target),
             np.ones(len(target), bool),
             advantage=1.0,
@@ -352,12 +352,12 @@ def main(arguments: Arguments) -> None:
                 print(f"step {step + 1}: grad norm {metrics['grad_norm']:.2f}, {seconds:.0f} s", flush=True)
         save_hf(HFExport(chunks, shape), world, arguments.save, start)
         if world.is_rank_0:
-            made = {**vars(arguments), "seconds": round(seconds)}
-            made["from_checkpoint"] = arguments.from_checkpoint and str(arguments.from_checkpoint)
+            provenance = {**vars(arguments), "seconds": round(seconds)}
+            provenance["from_checkpoint"] = arguments.from_checkpoint and str(arguments.from_checkpoint)
             if arguments.task == "chain_sum":
-                made["task"] = TASK
-            del made["save"]
-            (arguments.save / "warm_start.json").write_text(json.dumps(made, indent=2) + "\n")
+                provenance["task"] = TASK
+            del provenance["save"]
+            (arguments.save / "warm_start.json").write_text(json.dumps(provenance, indent=2) + "\n")
         world.barrier()
     parallel.destroy()
     world.close()

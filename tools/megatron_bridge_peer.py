@@ -29,8 +29,8 @@ def without_gpus() -> None:
     te_stand_in.install()
     cpu.activate()
     start = torch.distributed.init_process_group
-    torch.distributed.init_process_group = lambda backend="gloo", *rest, **named: start(
-        "gloo", *rest, **named
+    torch.distributed.init_process_group = lambda backend="gloo", *positional, **named: start(
+        "gloo", *positional, **named
     )
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777", "RANK": "0", "WORLD_SIZE": "1"}
     os.environ["LOCAL_RANK"] = "0"

@@ -36,7 +36,7 @@ from typing import Any
 import coverage
 import mutants_plugin
 import yaml
-from mutation_sample import at, drawn
+from mutation_sample import drawn, named_edits
 from rich.console import Console
 from rich.table import Table
 
@@ -67,7 +67,7 @@ PRELOADED = ("pytest", "hypothesis", "megatron.core.models.gpt", "transformers")
 """Imported once: pytest is forked with them, which saves seven seconds of each run."""
 STARTS = ("run_ranks", "subprocess", "start_script")
 """Words in a test file that starts processes."""
-ALONE = ("gpu", "interpreted")
+SEPARATE_FOLDERS = ("gpu", "interpreted")
 """Folders whose tests run by themselves: on a GPU, and under Triton's interpreter."""
 SETTINGS = f"""
 [run]
@@ -128,11 +128,11 @@ class Mutant:
 
     def lines(self, source: str) -> set[int]:
         """Return the numbers of the changed lines, before the change."""
-        found: set[int] = set()
+        numbers: set[int] = set()
         for old, _ in self.changes:
             first = source[: source.index(old)].count("\n") + 1
-            found |= set(range(first, first + old.count("\n") + 1))
-        return found
+            numbers |= set(range(first, first + old.count("\n") + 1))
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,12 @@ def main(arguments: Arguments) -> int:
     if not MAP.exists():
         raise ValueError(f"{MAP} is not there; --make-map makes it")
     listed = drawn_mutants(arguments.sample, arguments.seed) if arguments.sample else read_mutants()
-    mutants = [one for one in listed if not arguments.only or one.name in arguments.only]
-    if unknown := {*arguments.only} - {one.name for one in mutants}:
+    mutants = [mutant for mutant in listed if not arguments.only or mutant.name in arguments.only]
+    if unknown := {*arguments.only} - {mutant.name for mutant in mutants}:
         raise ValueError(f"{LIST}: no fault is called {', '.join(sorted(unknown))}")
-    results = Results(arguments.save, [one.name for one in listed])
+    results = Results(arguments.save, [mutant.name for mutant in listed])
     if arguments.sample and not arguments.only:
-        mutants = [one for one in mutants if one.name not in results.rows]
+        mutants = [mutant for mutant in mutants if mutant.name not in results.rows]
     tests = json.loads(MAP.read_text())
     seconds = tests.pop(SECONDS)
     copies: Queue[Path] = Queue()
@@ -188,7 +188,9 @@ def main(arguments: Arguments) -> int:
             copies.put(directory)
         verdicts = list(threads.map(try_one, mutants))
     show(verdicts)
-    return FAILED if any(one.noticed_by is None and one.why_not is None for one in verdicts) else DONE
+    return (
+        FAILED if any(mutant.noticed_by is None and mutant.why_not is None for mutant in verdicts) else DONE
+    )
 
 
 def read_mutants() -> list[Mutant]:
@@ -214,7 +216,7 @@ def drawn_mutants(count: int, seed: int) -> list[Mutant]:
     reasons = yaml.safe_load(EQUIVALENT.read_text()) or {} if EQUIVALENT.exists() else {}
     return [
         Mutant(name, room, file, ((edit.old, edit.new),), None, reasons.get(name))
-        for name, room, file, edit in at(drawn(ROOT / "megatron_ibpo", count, seed), ROOT)
+        for name, room, file, edit in named_edits(drawn(ROOT / "megatron_ibpo", count, seed), ROOT)
     ]
 
 
@@ -248,23 +250,38 @@ def tests_for(mutant: Mutant, source: str, covered: CoverageMap, seconds: dict[s
     either, if that was killed). It gets the tests that run most of its file, and the files that start
     processes, those of its own package first.
     """
-    changed, here = mutant.lines(source), covered.get(mutant.file, {})
-    own = {test: changed & {*lines} for test, lines in here.items() if test != PROCESSES}
+    changed, covering_tests = mutant.lines(source), covered.get(mutant.file, {})
+    changed_lines_of = {
+        test: changed & {*lines} for test, lines in covering_tests.items() if test != PROCESSES
+    }
     if not is_in_function(source, changed):
-        own = {test: set() for test in own}  # whichever test was the first to import the file
-    meant = [mutant.first] if mutant.first else []
-    quick = sorted((test for test, lines in own.items() if lines), key=lambda test: seconds.get(test, 0.0))
-    rest = []
-    if not quick or changed & {*here.get(PROCESSES, [])}:
+        changed_lines_of = {
+            test: set() for test in changed_lines_of
+        }  # whichever test was the first to import the file
+    first_tests = [mutant.first] if mutant.first else []
+    quick = sorted(
+        (test for test, lines in changed_lines_of.items() if lines), key=lambda test: seconds.get(test, 0.0)
+    )
+    less_specific = []
+    if not quick or changed & {*covering_tests.get(PROCESSES, [])}:
         starts = [
             path for path in all_test_files() if any(word in (ROOT / path).read_text() for word in STARTS)
         ]
-        others = sorted((test for test, lines in own.items() if not lines), key=lambda test: -len(here[test]))
-        rest = sorted([*others, *starts], key=lambda test: Path(file_of(test)).parent.name != mutant.room)
-    there = {*all_test_files()}
-    found = [test for test in dict.fromkeys([*meant, *quick, *rest]) if file_of(test) in there]
+        other_tests = sorted(
+            (test for test, lines in changed_lines_of.items() if not lines),
+            key=lambda test: -len(covering_tests[test]),
+        )
+        less_specific = sorted(
+            [*other_tests, *starts], key=lambda test: Path(file_of(test)).parent.name != mutant.room
+        )
+    existing_files = {*all_test_files()}
+    tests = [
+        test
+        for test in dict.fromkeys([*first_tests, *quick, *less_specific])
+        if file_of(test) in existing_files
+    ]
     named = f"test_{Path(mutant.file).stem}.py"
-    return sorted(found, key=lambda test: test not in meant and Path(file_of(test)).name != named)[
+    return sorted(tests, key=lambda test: test not in first_tests and Path(file_of(test)).name != named)[
         :MOST_TESTS
     ]
 
@@ -272,8 +289,12 @@ def tests_for(mutant: Mutant, source: str, covered: CoverageMap, seconds: dict[s
 def is_in_function(source: str, lines: set[int]) -> bool:
     """Return whether one of the lines is in a function's body, and not only run at import."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, functions)]
-    return any(node.body[0].lineno <= line <= (node.end_lineno or 0) for node in found for line in lines)
+    functions_in_source = [node for node in ast.walk(ast.parse(source)) if isinstance(node, functions)]
+    return any(
+        node.body[0].lineno <= line <= (node.end_lineno or 0)
+        for node in functions_in_source
+        for line in lines
+    )
 
 
 def file_of(test: str) -> str:
@@ -282,17 +303,19 @@ def file_of(test: str) -> str:
 
 def in_runs(tests: Sequence[str]) -> Iterator[list[str]]:
     """Yield the tests of each run of pytest."""
-    files, taken = [*dict.fromkeys(map(file_of, tests))], 0
+    files, start = [*dict.fromkeys(map(file_of, tests))], 0
     for count in (*FILES_AT_A_TIME, len(files)):
-        chosen = {*files[taken : taken + count]}
-        taken += count
+        chosen = {*files[start : start + count]}
+        start += count
         if run := [test for test in tests if file_of(test) in chosen]:
             yield run
 
 
 def all_test_files() -> list[str]:
     paths = (ROOT / "tests").glob("*/test_*.py")
-    return sorted(path.relative_to(ROOT).as_posix() for path in paths if path.parent.name not in ALONE)
+    return sorted(
+        path.relative_to(ROOT).as_posix() for path in paths if path.parent.name not in SEPARATE_FOLDERS
+    )
 
 
 def hangs(copy: Path, stuck: Unfinished) -> bool:
@@ -321,10 +344,10 @@ def first_failure(copy: Path, tests: Sequence[str], deadline: float) -> str | Un
         if not in_time:
             return Unfinished(test, seconds)
         output.seek(0)
-        said = output.read()
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+        report = output.read()
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", report, re.MULTILINE)
     if process.exitcode not in (0, 1) or (process.exitcode and failed is None):
-        raise RuntimeError(f"pytest ended with status {process.exitcode}:\n{said[-2000:]}")
+        raise RuntimeError(f"pytest ended with status {process.exitcode}:\n{report[-2000:]}")
     return failed[1] if failed else None
 
 
@@ -379,9 +402,9 @@ def make_map() -> None:
         seconds: dict[str, float] = {}
         for file in Path(place).glob("*.json"):
             seconds |= json.loads(file.read_text())
-        for test, own in [*seconds.items()]:
+        for test, test_seconds in [*seconds.items()]:
             file_of_test = test.partition("::")[0]
-            seconds[file_of_test] = seconds.get(file_of_test, 0.0) + own
+            seconds[file_of_test] = seconds.get(file_of_test, 0.0) + test_seconds
         MAP.write_text(json.dumps(by_file(settings) | {SECONDS: seconds}))
 
 
@@ -390,14 +413,14 @@ def by_file(settings: Path) -> CoverageMap:
     measured = coverage.Coverage(config_file=str(settings))
     measured.combine()
     data = measured.get_data()
-    found: CoverageMap = {}
+    coverage_map: CoverageMap = {}
     for file in data.measured_files():
         lines: dict[str, list[int]] = {}
         for line, contexts in data.contexts_by_lineno(file).items():
             for context in contexts:
                 lines.setdefault(context.rpartition("|")[2], []).append(line)
-        found[Path(file).relative_to(ROOT).as_posix()] = lines
-    return found
+        coverage_map[Path(file).relative_to(ROOT).as_posix()] = lines
+    return coverage_map
 
 
 class Results:
@@ -407,8 +430,8 @@ class Results:
         self._path = path
         self._listed = listed
         self._lock = threading.Lock()
-        before = json.loads(path.read_text())["faults"] if path is not None and path.exists() else []
-        self.rows: dict[str, dict[str, Any]] = {one["name"]: one for one in before}
+        stored_rows = json.loads(path.read_text())["faults"] if path is not None and path.exists() else []
+        self.rows: dict[str, dict[str, Any]] = {row["name"]: row for row in stored_rows}
 
     def add(self, verdict: Verdict) -> None:
         """Add a verdict and write the file; faults that are no longer listed are dropped from it."""
@@ -417,7 +440,7 @@ class Results:
             if self._path is None:
                 return
             faults = [self.rows[name] for name in self._listed if name in self.rows]
-            noticed = sum(one["noticed_by"] is not None for one in faults)
+            noticed = sum(row["noticed_by"] is not None for row in faults)
             about = {"machine": machine(), "seconds_each": LONGEST_S, "noticed": noticed, "of": len(faults)}
             self._path.write_text(json.dumps(about | {"faults": faults}, indent=1) + "\n")
 
@@ -425,9 +448,9 @@ class Results:
 def show(verdicts: Sequence[Verdict]) -> None:
     """Print a table."""
     table = Table("fault", "room", "noticed by", "s")
-    for one in verdicts:
-        noticed = one.noticed_by or f"not noticed: {one.why_not or 'and it should be'}"
-        table.add_row(one.name, one.room, noticed, str(one.seconds))
+    for verdict in verdicts:
+        noticed = verdict.noticed_by or f"not noticed: {verdict.why_not or 'and it should be'}"
+        table.add_row(verdict.name, verdict.room, noticed, str(verdict.seconds))
     Console(width=160).print(table)
 
 

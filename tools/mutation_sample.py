@@ -23,7 +23,7 @@ SWAPPED: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-SAYS = {"print", "warning", "info", "debug", "warn", "write", "close"}
+OUTPUT_CALLS = {"print", "warning", "info", "debug", "warn", "write", "close"}
 """Names of calls that print, or end what would end anyway: without them no number changes."""
 
 
@@ -36,7 +36,7 @@ class Edit:
     """Text of the place, with as many lines around it as make it unique in its file."""
     new: str
     """Replacement of `old`."""
-    shown: str
+    summary: str
     """The expression or statement and its replacement, for a table."""
 
 
@@ -44,7 +44,7 @@ def drawn(package: Path, count: int, seed: int) -> list[tuple[str, Path, Edit]]:
     """Return `count` faults as (package, file, change), divided among packages by their shares of all
     changes, in an order by lot: a campaign that is cut short has tried a fair sample."""
     rng = random.Random(seed)
-    found = {
+    places_of_room = {
         room: [
             (file, node, new)
             for file in sorted((package / room).rglob("*.py"))
@@ -52,14 +52,14 @@ def drawn(package: Path, count: int, seed: int) -> list[tuple[str, Path, Edit]]:
         ]
         for room in ROOMS
     }
-    total = sum(map(len, found.values()))
-    exact = {room: count * len(places) / total for room, places in found.items()}
+    total = sum(map(len, places_of_room.values()))
+    exact = {room: count * len(places) / total for room, places in places_of_room.items()}
     chosen = {room: int(share) for room, share in exact.items()}
     for room in sorted(exact, key=lambda room: chosen[room] - exact[room])[: count - sum(chosen.values())]:
         chosen[room] += 1
     faults = [
         (room, file, edit_of(file.read_text(), node, new))
-        for room, places in found.items()
+        for room, places in places_of_room.items()
         for file, node, new in rng.sample(places, chosen[room])
     ]
     rng.shuffle(faults)
@@ -68,9 +68,9 @@ def drawn(package: Path, count: int, seed: int) -> list[tuple[str, Path, Edit]]:
 
 def changes(file: Path) -> list[tuple[ast.expr | ast.stmt, str]]:
     """Return every change of a file: the place in its syntax tree, and the replacement text."""
-    found = _Changes()
-    found.visit(ast.parse(file.read_text()))
-    return found.places
+    visitor = _Changes()
+    visitor.visit(ast.parse(file.read_text()))
+    return visitor.places
 
 
 class _Changes(ast.NodeVisitor):
@@ -100,7 +100,7 @@ class _Changes(ast.NodeVisitor):
         if isinstance(node.value, ast.Call):
             called = node.value.func
             name = getattr(called, "attr", getattr(called, "id", ""))
-            if name in SAYS:
+            if name in OUTPUT_CALLS:
                 return
             self._add(node, "pass")
         self.generic_visit(node)
@@ -110,7 +110,7 @@ class _Changes(ast.NodeVisitor):
         self.visit(node.value)
 
     def visit_Return(self, node: ast.Return) -> None:
-        if node.value is not None and not _is(node.value, None):
+        if node.value is not None and not _is_constant(node.value, None):
             self._add(node, "return None")
         self.generic_visit(node)
 
@@ -163,7 +163,7 @@ class _Changes(ast.NodeVisitor):
         self.places.append((node, new))
 
 
-def _is(node: ast.expr, value: object) -> bool:
+def _is_constant(node: ast.expr, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
@@ -173,28 +173,28 @@ def edit_of(source: str, node: ast.expr | ast.stmt, new: str) -> Edit:
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     first, last = node.lineno - 1, node.end_lineno - 1
-    before = lines[first].encode()[: node.col_offset].decode()
-    behind = lines[last].encode()[node.end_col_offset :].decode()
-    text = "".join(lines[first : last + 1])[len(before) :]
-    old = text[: len(text) - len(behind)]
+    prefix = lines[first].encode()[: node.col_offset].decode()
+    suffix = lines[last].encode()[node.end_col_offset :].decode()
+    text = "".join(lines[first : last + 1])[len(prefix) :]
+    old = text[: len(text) - len(suffix)]
     above, below = 0, 0
-    while source.count(whole := "".join(lines[first - above : last + 1 + below])) > 1:
+    while source.count(block := "".join(lines[first - above : last + 1 + below])) > 1:
         above, below = (above + 1, below) if above <= below and above < first else (above, below + 1)
-    start = "".join(lines[first - above : first]) + before
-    end = behind + "".join(lines[last + 1 : last + 1 + below])
-    return Edit(node.lineno, whole, start + new + end, f"{_short(old)} → {_short(new)}")
+    start = "".join(lines[first - above : first]) + prefix
+    end = suffix + "".join(lines[last + 1 : last + 1 + below])
+    return Edit(node.lineno, block, start + new + end, f"{_short(old)} → {_short(new)}")
 
 
 def _short(text: str) -> str:
     return " ".join(text.split())[:60]
 
 
-def at(edits: Sequence[tuple[str, Path, Edit]], root: Path) -> Iterator[tuple[str, str, str, Edit]]:
+def named_edits(edits: Sequence[tuple[str, Path, Edit]], root: Path) -> Iterator[tuple[str, str, str, Edit]]:
     """Yield (name, package, file, change); the name gives file, line and change, and a number where two of
     one line look alike."""
-    seen: Counter[str] = Counter()
+    occurrences: Counter[str] = Counter()
     for room, path, edit in edits:
         file = path.relative_to(root).as_posix()
-        name = f"{file}:{edit.line}: {edit.shown}"
-        seen[name] += 1
-        yield name if seen[name] == 1 else f"{name} ({seen[name]})", room, file, edit
+        name = f"{file}:{edit.line}: {edit.summary}"
+        occurrences[name] += 1
+        yield name if occurrences[name] == 1 else f"{name} ({occurrences[name]})", room, file, edit

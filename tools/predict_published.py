@@ -35,8 +35,8 @@ def predict(
     shape = shape_of(facts["model"])
     assert shape is not None
     by_kind = {"training": _training, "generation": _generation, "step": _step, "update": _update}
-    found = by_kind[kind](facts, basis_of(facts, shape, reached))
-    return {name: float(found[name]) for name in measured if name in found}
+    predictions = by_kind[kind](facts, basis_of(facts, shape, reached))
+    return {name: float(predictions[name]) for name in measured if name in predictions}
 
 
 def basis_of(facts: Mapping[str, Any], shape: ModelShape, reached: Coefficients) -> Basis:
@@ -60,9 +60,9 @@ def layout_of(facts: Mapping[str, Any]) -> Layout:
     names = (
         "tensor", "pipeline", "context", "expert", "chunks", "precision", "recompute", "offload_optimizer",
     )  # fmt: skip
-    given = {name: facts[name] for name in names if name in facts}
+    settings = {name: facts[name] for name in names if name in facts}
     micro_batch = facts.get("micro_batch_tokens") or facts["micro_batch"] * facts["sequence"]
-    return Layout(gpus=facts.get("training_gpus", facts.get("gpus")), micro_batch=micro_batch, **given)
+    return Layout(gpus=facts.get("training_gpus", facts.get("gpus")), micro_batch=micro_batch, **settings)
 
 
 def engine_of(facts: Mapping[str, Any], tensor: int) -> Engine:
@@ -125,7 +125,7 @@ def _step(facts: Mapping[str, Any], basis: Basis) -> dict[str, float]:
         passes_without_gradient=facts["passes_without_gradient"],
         staleness=facts["staleness"],
     )
-    found = step_times(
+    times = step_times(
         basis,
         layout_of(facts),
         engine_of(facts, facts["engine_tensor"]),
@@ -135,11 +135,11 @@ def _step(facts: Mapping[str, Any], basis: Basis) -> dict[str, float]:
         transport=None if facts["colocated"] else "resharded",
     )
     return {
-        "step_seconds": found.total,
-        "generation_seconds": found.sampling,
-        "logprob_seconds": found.log_probs,
-        "update_seconds": found.update,
-        "training_seconds": found.log_probs + found.update,
+        "step_seconds": times.total,
+        "generation_seconds": times.sampling,
+        "logprob_seconds": times.log_probs,
+        "update_seconds": times.update,
+        "training_seconds": times.log_probs + times.update,
     }
 
 

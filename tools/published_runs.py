@@ -80,12 +80,12 @@ def halves(rows: Sequence[Row]) -> dict[str, Literal["fitted", "held out"]]:
     for row in rows:
         by_source.setdefault(row.source, Counter())[row.kind] += 1
     main = {source: kinds.most_common(1)[0][0] for source, kinds in by_source.items()}
-    found: dict[str, Literal["fitted", "held out"]] = {}
+    half_of: dict[str, Literal["fitted", "held out"]] = {}
     for kind in KINDS:
         alike = [source for source in main if main[source] == kind]
         for place, source in enumerate(sorted(alike, key=_digest)):
-            found[source] = "held out" if place % 2 else "fitted"
-    return found
+            half_of[source] = "held out" if place % 2 else "fitted"
+    return half_of
 
 
 def _digest(source: str) -> str:
@@ -105,5 +105,5 @@ def _rows(path: Path) -> Iterator[Row]:
             raise ValueError(f"{path}: {row.get('name')}: {error}") from None
         if kind not in KINDS or not measured or not {"model", "hardware"} <= facts.keys():
             raise ValueError(f"{path}: {name} must have a kind of {KINDS}, a figure, a model and hardware")
-        where = file if commit is None else f"{raw['repository']} {file} at {commit[:8]}"
-        yield Row(path.stem, name, kind, facts, left_open, measured, f"{where}, {date}")
+        source = file if commit is None else f"{raw['repository']} {file} at {commit[:8]}"
+        yield Row(path.stem, name, kind, facts, left_open, measured, f"{source}, {date}")

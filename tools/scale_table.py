@@ -59,19 +59,19 @@ class Driver:
 
     @classmethod
     def read(cls, path: Path) -> Driver:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        rows = [row for row in found["load"]["rows"] if row["journal"]]
+        results = json.loads(path.read_text(encoding="utf-8"))
+        rows = [row for row in results["load"]["rows"] if row["journal"]]
         longest = max(row["tokens"] for row in rows)
         engines = max(row["engines"] for row in rows if row["tokens"] == longest)
         by_tokens = {
             row["tokens"]: 1 / row["samples_per_second"] for row in rows if row["engines"] == engines
         }
-        each = line(by_tokens)[1]
+        seconds_per_token = line(by_tokens)[1]
         largest = max(rows, key=lambda row: row["engines"])
-        fixed = 1 / largest["samples_per_second"] - each * largest["tokens"]
-        calls = found["real_calls"]["rows"]
+        fixed = 1 / largest["samples_per_second"] - seconds_per_token * largest["tokens"]
+        calls = results["real_calls"]["rows"]
         spent = sum(row["processor_seconds"] for row in calls)
-        return cls((fixed, each), spent / sum(row["samples"] for row in calls))
+        return cls((fixed, seconds_per_token), spent / sum(row["samples"] for row in calls))
 
     def seconds(self, tokens: float) -> float:
         """Return the seconds of a sample."""
@@ -84,9 +84,9 @@ class Driver:
 
 def line(points: dict[int, float]) -> tuple[float, float]:
     """Return (value at 0, slope) of the line through two points."""
-    (one, other) = sorted(points)
-    slope = (points[other] - points[one]) / (other - one)
-    return points[one] - slope * one, slope
+    (x1, x2) = sorted(points)
+    slope = (points[x2] - points[x1]) / (x2 - x1)
+    return points[x1] - slope * x1, slope
 
 
 def recipe() -> Config:
@@ -96,8 +96,8 @@ def recipe() -> Config:
 def predicted(config: Config, gpus: int, prompts: int, driver: Driver | None) -> dict[str, Any]:
     """Return a row: `prompts` per step on this many GPUs."""
     rollout = replace(config.rollout, rollout_batch_size=prompts)
-    found = search(replace(config, rollout=rollout), gpus, HARDWARE, most=1)[0]
-    times, task = found.setting.times(), found.setting.task
+    fitting = search(replace(config, rollout=rollout), gpus, HARDWARE, most=1)[0]
+    times, task = fitting.setting.times(), fitting.setting.task
     samples = task.count * (1 + task.corrections)
     mean, longest = float(np.mean(task.responses)), float(np.max(task.responses))
     prompt = task.prompt + task.corrections / (1 + task.corrections) * task.correction_prompt
@@ -106,29 +106,31 @@ def predicted(config: Config, gpus: int, prompts: int, driver: Driver | None) ->
         "prompts": prompts,
         "responses": task.count,
         "corrections": round(task.count * task.corrections),
-        "layout": described(found),
-        "engines": found.setting.engine_gpus // found.setting.engine.tensor,
-        "seconds": found.seconds,
-        "seconds_low": found.seconds / found.setting.factor,
-        "seconds_high": found.seconds * found.setting.factor,
+        "layout": described(fitting),
+        "engines": fitting.setting.engine_gpus // fitting.setting.engine.tensor,
+        "seconds": fitting.seconds,
+        "seconds_low": fitting.seconds / fitting.setting.factor,
+        "seconds_high": fitting.seconds * fitting.setting.factor,
         "stages": times.stages(),
         "bound": times.bound,
         "tail_of_sampling": times.sampled.tail / times.sampled.seconds,
         "longest_over_mean": longest / mean,
         "running_per_engine": times.sampled.mean_running,
         "slots_per_engine": times.sampled.slots,
-        "tokens_per_second": samples * mean / found.seconds,
-        "tokens_per_gpu_second": samples * mean / found.seconds / gpus,
-        "samples_per_second": samples / found.seconds,
+        "tokens_per_second": samples * mean / fitting.seconds,
+        "tokens_per_gpu_second": samples * mean / fitting.seconds / gpus,
+        "samples_per_second": samples / fitting.seconds,
         "store_bytes_per_second": samples
         * (mean * BYTES_PER_TOKEN + prompt * BYTES_PER_PROMPT_TOKEN)
-        / found.seconds,
-        "weight_bytes_per_engine": 2 * weight_count(found.setting.basis.shape).total,
-        "weight_bytes": 2 * weight_count(found.setting.basis.shape).total * copies_received(found.setting),
-        "driver_share": None if driver is None else samples * driver.seconds(mean) / found.seconds,
+        / fitting.seconds,
+        "weight_bytes_per_engine": 2 * weight_count(fitting.setting.basis.shape).total,
+        "weight_bytes": 2
+        * weight_count(fitting.setting.basis.shape).total
+        * copies_received(fitting.setting),
+        "driver_share": None if driver is None else samples * driver.seconds(mean) / fitting.seconds,
     }
-    shown: dict[str, Any] = rounded(row | {"simulated": simulated(found, times)})
-    return shown
+    rounded_row: dict[str, Any] = rounded(row | {"simulated": simulated(fitting, times)})
+    return rounded_row
 
 
 def copies_received(setting: Setting) -> int:
@@ -137,14 +139,14 @@ def copies_received(setting: Setting) -> int:
     return setting.engine_gpus // setting.engine.tensor if setting.colocated else setting.engine_gpus
 
 
-def simulated(found: FittingLayout, times: StepTimes) -> dict[str, float] | None:
+def simulated(fitting: FittingLayout, times: StepTimes) -> dict[str, float] | None:
     """Return the streaming loop on engines as fast as the predicted ones, without corrections, beside its
     bound and its prediction. None without sampling ahead, and for large clusters."""
-    setting, staleness = found.setting, found.setting.task.staleness
+    setting, staleness = fitting.setting, fitting.setting.task.staleness
     if setting.colocated or not staleness or setting.gpus > SIMULATED:
         return None
-    measured = simulate(fleet_of(found, times), Pace(staleness), SIMULATED_STEPS)
-    least = bound(fleet_of(found, times), staleness, measured.tokens_per_step).seconds
+    measured = simulate(fleet_of(fitting, times), Pace(staleness), SIMULATED_STEPS)
+    least = bound(fleet_of(fitting, times), staleness, measured.tokens_per_step).seconds
     training = times.log_probs + times.update
     return {
         "seconds_per_step": measured.seconds_per_step,
@@ -155,18 +157,18 @@ def simulated(found: FittingLayout, times: StepTimes) -> dict[str, float] | None
     }
 
 
-def fleet_of(found: FittingLayout, times: StepTimes) -> Fleet:
+def fleet_of(fitting: FittingLayout, times: StepTimes) -> Fleet:
     """Return engines and a trainer that work concurrently, as fast as predicted."""
-    setting = found.setting
+    setting = fitting.setting
     basis = replace(setting.basis, reached=setting.basis.reached.within_a_loop())
     task, engine = setting.task, setting.engine
     engines = max(1, setting.engine_gpus // engine.tensor)
     mean, longest = float(np.mean(task.responses)), float(np.max(task.responses))
     full = min(times.sampled.slots, max(1, -(-task.count // engines)) * (task.staleness + 1))
-    whole, part = (
+    full_seconds, half_seconds = (
         decode_seconds(basis, engine, running, task.prompt + mean / 2) for running in (full, max(1, full / 2))
     )
-    per_sequence = (whole - part) / max(1e-9, full - max(1, full / 2))
+    per_sequence = (full_seconds - half_seconds) / max(1e-9, full - max(1, full / 2))
     reading = (times.sampled.prompts + times.corrected.prompts) / max(
         1.0, times.sampled.tokens + times.corrected.tokens
     )
@@ -174,7 +176,7 @@ def fleet_of(found: FittingLayout, times: StepTimes) -> Fleet:
         engines=engines,
         training_seconds=times.log_probs + times.update,
         pause_seconds=times.weights,
-        step_time=StepTime(max(1e-9, whole - per_sequence * full), per_sequence + reading),
+        step_time=StepTime(max(1e-9, full_seconds - per_sequence * full), per_sequence + reading),
         most_running=full,
         groups=max(1, task.count // task.group),
         group_size=task.group,
@@ -186,7 +188,7 @@ def fleet_of(found: FittingLayout, times: StepTimes) -> Fleet:
 def rounded(value: Any) -> Any:
     """Round to four significant digits, for readability."""
     if isinstance(value, dict):
-        return {name: rounded(own) for name, own in value.items()}
+        return {name: rounded(item) for name, item in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
@@ -237,10 +239,10 @@ def loop_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
     return lines + [
         f"| {row['gpus']:,} | {row['prompts']:,} | {row['engines']:,} | "
-        f"{found['seconds_per_step']:.1f} | {found['bound_seconds']:.1f} | "
-        f"{100 * (found['of_bound'] - 1):+.1f} % | {found['predicted_seconds']:.1f} |"
+        f"{simulation['seconds_per_step']:.1f} | {simulation['bound_seconds']:.1f} | "
+        f"{100 * (simulation['of_bound'] - 1):+.1f} % | {simulation['predicted_seconds']:.1f} |"
         for row in rows
-        if (found := row["simulated"]) is not None
+        if (simulation := row["simulated"]) is not None
     ]
 
 
@@ -250,11 +252,11 @@ TABLES = {"steps": step_table, "driver": driver_table, "loop": loop_table}
 def with_tables(document: str, rows: Sequence[dict[str, Any]]) -> str:
     """Return the document with the text between each table's marks rewritten."""
     for name, table in TABLES.items():
-        before, opening, rest = document.partition(f"<!-- {name} -->\n")
-        _, closing, after = rest.partition(f"<!-- end of {name} -->")
+        head, opening, body = document.partition(f"<!-- {name} -->\n")
+        _, closing, tail = body.partition(f"<!-- end of {name} -->")
         assert opening, f"the document has no table {name}"
         assert closing, f"the table {name} has no end"
-        document = before + opening + "\n".join(table(rows)) + "\n" + closing + after
+        document = head + opening + "\n".join(table(rows)) + "\n" + closing + tail
     return document
 
 
@@ -268,16 +270,16 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     config, driver = recipe(), Driver.read(DRIVER)
-    own = config.rollout.rollout_batch_size
+    base_prompts = config.rollout.rollout_batch_size
     rows = []
     for grows in (False, True):
         for gpus in SIZES:
-            prompts = own * gpus // SIZES[0] if grows else own
-            if grows and prompts == own:
+            prompts = base_prompts * gpus // SIZES[0] if grows else base_prompts
+            if grows and prompts == base_prompts:
                 continue
             rows.append(predicted(config, gpus, prompts, driver))
             print(rows[-1], flush=True)
-    found = {
+    results = {
         "machine": machine("numpy"),
         "hardware": HARDWARE,
         "recipe": str(RECIPE.relative_to(ROOT)),
@@ -287,7 +289,7 @@ def main(arguments: Arguments) -> None:
         "rows": rows,
     }
     if arguments.save:
-        arguments.save.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        arguments.save.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if page := arguments.document:
         page.write_text(with_tables(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
 

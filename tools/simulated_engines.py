@@ -27,10 +27,10 @@ def in_virtual_time(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
     try:
         return loop.run_until_complete(work), loop.time()
     finally:
-        if left := asyncio.all_tasks(loop):
-            for task in left:
+        if pending := asyncio.all_tasks(loop):
+            for task in pending:
                 task.cancel()
-            loop.run_until_complete(asyncio.wait(left))
+            loop.run_until_complete(asyncio.wait(pending))
         loop.close()
 
 
@@ -121,8 +121,8 @@ class SimulatedEngine:
         self._paused, self._version = False, version
         for end, sample in self._running.values():
             written = len(sample.token_ids) - math.ceil(end - self._steps - 1e-6)
-            kept = sample.versions if written else ()
-            sample.versions = (*kept, (written, version))
+            versions = sample.versions if written else ()
+            sample.versions = (*versions, (written, version))
         self._news.set()
 
     async def take(self, timeout: float) -> list[tuple[int, Sample]]:
@@ -153,8 +153,8 @@ class SimulatedEngine:
         self._begin()
         self._news.set()  # the others then end sooner
 
-    async def kill(self, why: str) -> None:
-        self.end = why
+    async def kill(self, reason: str) -> None:
+        self.end = reason
 
     def _begin(self) -> None:
         """Start as many requests as there is room for."""

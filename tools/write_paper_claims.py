@@ -45,8 +45,8 @@ def page_with_tables(page: str) -> str:
     parts["test_time"] = _test_time(findings["paper"])
     for name, part in parts.items():
         begin = f"<!-- {name}, written by tools/write_paper_claims.py -->\n"
-        before, rest = page.split(begin)
-        page = f"{before}{begin}\n{part}\n\n{END}{rest.split(END, 1)[1]}"
+        head, tail = page.split(begin)
+        page = f"{head}{begin}\n{part}\n\n{END}{tail.split(END, 1)[1]}"
     return page
 
 

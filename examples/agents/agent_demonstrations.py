@@ -54,7 +54,11 @@ class Lesson:
 
 def both(split: str) -> list[Row]:
     """Return conversations in both environments, in alternation, as rows for `ibpo sft`."""
-    return list(chain.from_iterable(zip(*(demonstrations(own, split) for own in LESSONS), strict=True)))
+    return list(
+        chain.from_iterable(
+            zip(*(demonstrations(environment, split) for environment in LESSONS), strict=True)
+        )
+    )
 
 
 def demonstrations(lesson: Lesson, split: str) -> Iterator[Row]:
@@ -72,14 +76,14 @@ def demonstrations(lesson: Lesson, split: str) -> Iterator[Row]:
         yield play(lesson.environment(), question, lesson.draw_student(rng, SKILL), comparison(candidates))
 
 
-def play(environment: Environment, question: Row, student: Student, shown: str = "") -> Row:
+def play(environment: Environment, question: Row, student: Student, suffix: str = "") -> Row:
     """Return the conversation of a student with an environment, with the tools and the score.
 
     Args:
-        shown: text after the question.
+        suffix: text after the question.
     """
     opening = environment.reset(question["prompt"], question["label"], question["metadata"], seed=0)
-    messages = [*opening.messages[:-1], _with_more(opening, shown)]
+    messages = [*opening.messages[:-1], _with_more(opening, suffix)]
     while True:
         message = student(messages)
         messages.append(message)
@@ -93,8 +97,10 @@ def play(environment: Environment, question: Row, student: Student, shown: str =
 
 def comparison(candidates: Sequence[str]) -> str:
     """Return the text that asks to compare and correct, as IBPO's correction prompt does."""
-    shown = [f"\n{candidate_heading(number)}{text}" for number, text in enumerate(candidates, start=1)]
-    return "".join(shown) + f"\n{correction_instruction(len(candidates))}"
+    headed_candidates = [
+        f"\n{candidate_heading(number)}{text}" for number, text in enumerate(candidates, start=1)
+    ]
+    return "".join(headed_candidates) + f"\n{correction_instruction(len(candidates))}"
 
 
 def episode_text(tokenizer: Any, row: Row) -> str:
@@ -126,12 +132,14 @@ def calculator_student(habit: str, rng: random.Random) -> Student:
         expression = next(word.rstrip("?") for word in question.split() if word[0].isdigit())
         if last["role"] == "tool":
             result = last["content"]
-            return _said(FINAL_ANSWER + (_misread(result, rng) if habit == "ignore" else result) + ".")
+            return _assistant_message(
+                FINAL_ANSWER + (_misread(result, rng) if habit == "ignore" else result) + "."
+            )
         if habit == "guess":
-            return _said(f"{FINAL_ANSWER}{rng.randint(100, 9999)}.")
+            return _assistant_message(f"{FINAL_ANSWER}{rng.randint(100, 9999)}.")
         if habit == "malformed" and len(messages) == 1:
             text = "".join([*CALL[:-1], expression, rng.choice(("", '"'))])
-            return _said(f"<tool_call>\n{text}\n</tool_call>") | {"malformed_tool_calls": [text]}
+            return _assistant_message(f"<tool_call>\n{text}\n</tool_call>") | {"malformed_tool_calls": [text]}
         return _called(_misread(expression, rng) if habit == "miscopy" else expression)
 
     return answer
@@ -139,7 +147,9 @@ def calculator_student(habit: str, rng: random.Random) -> Student:
 
 def _called(expression: str) -> Message:
     function = {"name": "calculate", "arguments": {"expression": expression}}
-    return _said("") | {"tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
+    return _assistant_message("") | {
+        "tool_calls": [{"id": "call_0", "type": "function", "function": function}]
+    }
 
 
 def _misread(text: str, rng: random.Random) -> str:
@@ -164,15 +174,15 @@ def game_student(habit: str, rng: random.Random) -> Student:
             else:
                 high = min(high, number - 1)
         if habit == "halve":
-            return _said(str((low + high) // 2))
+            return _assistant_message(str((low + high) // 2))
         if habit == "within" or not guesses:
-            return _said(str(rng.randint(low, high)))
-        return _said(str(guesses[-1] + (1 if messages[-1]["content"] == HIGHER else -1)))
+            return _assistant_message(str(rng.randint(low, high)))
+        return _assistant_message(str(guesses[-1] + (1 if messages[-1]["content"] == HIGHER else -1)))
 
     return guess
 
 
-def _said(content: str) -> Message:
+def _assistant_message(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 

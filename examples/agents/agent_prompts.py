@@ -17,7 +17,7 @@ QUESTIONS = {"train": 4096, "eval": 512}
 """Questions in each split."""
 HIGHEST, TRIES = 30, 5
 """The game: numbers from 1 to HIGHEST, and the guesses. Halving the range finds 31 numbers in five."""
-ASKED = ("What is ", "? Use the tool, then answer with the number.")
+QUESTION_TEXT = ("What is ", "? Use the tool, then answer with the number.")
 """The text around an expression."""
 GAME = ("I think of a whole number from 1 to ", ". You have ", " tries. Guess: write only a number.")
 """The text around HIGHEST and TRIES."""
@@ -46,7 +46,7 @@ def guess_number(split: str) -> list[Row]:
 
 def _sum_row(expression: str) -> Row:
     return {
-        "prompt": f"{ASKED[0]}{expression}{ASKED[1]}",
+        "prompt": f"{QUESTION_TEXT[0]}{expression}{QUESTION_TEXT[1]}",
         "label": str(value_of(expression)),
         "task": "calculator",
         "metadata": {"expression": expression},
@@ -56,9 +56,9 @@ def _sum_row(expression: str) -> Row:
 def _expression(rng: random.Random) -> str:
     """Draw two products and sums of three numbers, which no model of this size computes in its head."""
     left, right, last = rng.randint(12, 99), rng.randint(12, 99), rng.randint(100, 9999)
-    product, rest = f"{left}*{right}", str(last)
+    product, addend = f"{left}*{right}", str(last)
     sign = rng.choice("+-")
-    return f"{product}{sign}{rest}" if rng.random() < 0.5 else f"{rest}{sign}{product}"
+    return f"{product}{sign}{addend}" if rng.random() < 0.5 else f"{addend}{sign}{product}"
 
 
 def _of_split(draw: Callable[[random.Random], str], split: str, number: int) -> str:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from agent_prompts import ASKED, GAME
+from agent_prompts import GAME, QUESTION_TEXT
 from guess_number import HIGHER, LOWER, NO_NUMBER
 from use_calculator import CALCULATE, CANNOT_COMPUTE, UNREADABLE
 
@@ -34,7 +34,7 @@ CALL = ('{"name": "', CALCULATE["name"], '", "arguments": {"', "expression", '":
 FINAL_ANSWER = "The answer is "
 PHRASES = (
     "system", "user", "assistant", HEADER, json.dumps(CALCULATE), '{"type": "function", "function": ', FOOTER,
-    *CALL, *ASKED, *GAME, FINAL_ANSWER, UNREADABLE, CANNOT_COMPUTE, HIGHER, LOWER, NO_NUMBER,
+    *CALL, *QUESTION_TEXT, *GAME, FINAL_ANSWER, UNREADABLE, CANNOT_COMPUTE, HIGHER, LOWER, NO_NUMBER,
     candidate_heading(1), candidate_heading(2), correction_instruction(1), correction_instruction(2),
 )  # fmt: skip
 """Texts that are one token wherever they occur."""

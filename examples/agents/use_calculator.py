@@ -53,9 +53,9 @@ class UseCalculator:
 
     def step(self, message: Message) -> Turn:
         if calls := message.get("tool_calls"):
-            answers = [_answer(call) for call in calls]
-            self.results += [answer["content"] for answer in answers]
-            return Turn(answers)
+            tool_messages = [_answer(call) for call in calls]
+            self.results += [answer["content"] for answer in tool_messages]
+            return Turn(tool_messages)
         if message.get("malformed_tool_calls"):
             return Turn([{"role": "user", "content": UNREADABLE}])
         self.answer = next(reversed(_NUMBER.findall(message["content"].replace(",", ""))), None)

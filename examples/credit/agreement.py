@@ -45,8 +45,8 @@ class Agreement(Operator):
             ValueError: the context has no texts of tokens.
         """
         texts = lent(context.vocabulary.token_texts, "texts of tokens")
-        judged = [_judge(group, texts) for group in groups]
-        phi = [[share for share, _ in of_group] for of_group in judged]
+        judgements = [_judge(group, texts) for group in groups]
+        phi = [[share for share, _ in of_group] for of_group in judgements]
         of_wrong = [
             share
             for group, shares in zip(groups, phi, strict=True)
@@ -57,7 +57,7 @@ class Agreement(Operator):
         words = [[_explained(share) for share in of_group] for of_group in phi]
         if not self.masks_tokens:
             return Judgement(phi, metrics=metrics, explanations=words)
-        masks = [[weights for _, weights in of_group] for of_group in judged]
+        masks = [[weights for _, weights in of_group] for of_group in judgements]
         signed = self.ibpo_variant == "signed-mask"
         raised = signed_masks(masks) if signed else None
         return Judgement(phi, masks, metrics, raised, explanations=words)
@@ -71,22 +71,22 @@ def _explained(share: float) -> list[Line]:
 def _judge(group: Group, texts: TokenTexts) -> list[tuple[float, TokenWeights]]:
     """Return (φ, token weights) of every response."""
     correct = [response for response in group.responses if response.correct]
-    known = {_step(response, span) for response in correct for span in written_spans(response, texts)}
-    ended = any(response.finish_reason == "stop" for response in correct)
-    judged: list[tuple[float, TokenWeights]] = []
+    correct_steps = {_step(response, span) for response in correct for span in written_spans(response, texts)}
+    is_ended_by_correct = any(response.finish_reason == "stop" for response in correct)
+    judgements: list[tuple[float, TokenWeights]] = []
     for response in group.responses:
-        spans = written_spans(response, texts) if known and is_wrong(response) else []
+        spans = written_spans(response, texts) if correct_steps and is_wrong(response) else []
         if not spans:
-            judged.append((0.0, None))
+            judgements.append((0.0, None))
             continue
-        agreed = [span for span in spans if _step(response, span) in known]
+        agreed = [span for span in spans if _step(response, span) in correct_steps]
         weights = np.ones(len(response.token_ids))
         for first, last in agreed:
             weights[first:last] = 0.0
-        if response.finish_reason == "stop" and ended:
+        if response.finish_reason == "stop" and is_ended_by_correct:
             weights[-1] = 0.0
-        judged.append((len(agreed) / len(spans), weights))
-    return judged
+        judgements.append((len(agreed) / len(spans), weights))
+    return judgements
 
 
 def _step(response: Sample, span: tuple[int, int]) -> bytes:

@@ -33,29 +33,29 @@ class Gated(CompareAndCorrect):
 
     def problems(self, config: Config) -> list[str]:
         """Refuse sampling ahead, and what compare-and-correct refuses."""
-        found = super().problems(config)
+        problems = super().problems(config)
         if config.rollout.runs_ahead:
-            found.append(
+            problems.append(
                 "--ibpo-operator Gated: goes by the corrections of the steps before, and with "
                 "--max-staleness or --over-sampling-batch-size corrections are asked for before those steps "
                 "are over; drop one of them"
             )
-        return found
+        return problems
 
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
         """Return the corrections that may be worth their price."""
         return [
-            asked
-            for asked in super().follow_ups(group, context)
-            if is_worth_asking(group, len(asked.request.prompt_token_ids), self, context)
+            follow_up
+            for follow_up in super().follow_ups(group, context)
+            if is_worth_asking(group, len(follow_up.request.prompt_token_ids), self, context)
         ]
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
         """Judge as compare-and-correct does, and remember how corrections succeeded."""
-        found = super().judge(groups, context)
+        judgement = super().judge(groups, context)
         return replace(
-            found,
-            metrics=found.metrics | _gate_metrics(groups),
+            judgement,
+            metrics=judgement.metrics | _gate_metrics(groups),
             memory=remember(groups, context.memory),
         )
 
@@ -113,17 +113,17 @@ def price_in_rollouts(group: Group, prompt_length: int, operator: Operator, cont
     return of_sample(prompt_length, length, sharing=operator.ibpo_corrections, trained=trained) / rollout
 
 
-def remember(groups: Sequence[Group], before: Tally) -> dict[str, list[float]]:
+def remember(groups: Sequence[Group], memory: Tally) -> dict[str, list[float]]:
     """Return the tally after a step. Corrections on which the verifier failed are not counted."""
     counts: dict[str, list[int]] = {}
     for group in groups:
-        own = counts.setdefault(_name(*_composition(group)), [0, 0])
+        count = counts.setdefault(_name(*_composition(group)), [0, 0])
         scored = [c.response for c in group.corrections if c.response.reward is not None]
-        own[0] += sum(response.correct for response in scored)
-        own[1] += len(scored)
+        count[0] += sum(response.correct for response in scored)
+        count[1] += len(scored)
     tally: dict[str, list[float]] = {}
-    for name in sorted(counts.keys() | before.keys()):
-        old, new = before.get(name, (0.0, 0.0)), counts.get(name, (0, 0))
+    for name in sorted(counts.keys() | memory.keys()):
+        old, new = memory.get(name, (0.0, 0.0)), counts.get(name, (0, 0))
         tally[name] = [FADING * old[0] + new[0], FADING * old[1] + new[1]]
     return {name: entry for name, entry in tally.items() if entry[1] >= 0.01}
 
@@ -132,8 +132,8 @@ def _gate_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return, as gated_pairs, the number of wrong responses that were not corrected because it would not have
     paid."""
     wrong = sum(is_wrong(response) for group in groups for response in group.responses)
-    asked = sum(len({correction.target for correction in group.corrections}) for group in groups)
-    return {"gated_pairs": float(wrong - asked - sum(group.skipped_pairs for group in groups))}
+    num_corrected = sum(len({correction.target for correction in group.corrections}) for group in groups)
+    return {"gated_pairs": float(wrong - num_corrected - sum(group.skipped_pairs for group in groups))}
 
 
 def _composition(group: Group) -> tuple[int, int]:

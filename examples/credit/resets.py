@@ -44,21 +44,21 @@ class ResetGroups(Operator):
         """Return K requests for each such response. A response that leaves no room after the shared prefix is
         counted in `group.skipped_pairs`."""
         correct = [response for response in group.responses if response.correct]
-        asked: list[FollowUp] = []
+        follow_ups: list[FollowUp] = []
         group.skipped_pairs = 0
         for target, response in enumerate(group.responses):
             if not correct or not is_wrong(response):
                 continue
-            begun = shared_tokens(response, correct)
-            room = context.rollout.rollout_max_response_len - begun
-            if begun == len(response.token_ids) or room < 1:
+            num_shared = shared_tokens(response, correct)
+            room = context.rollout.rollout_max_response_len - num_shared
+            if num_shared == len(response.token_ids) or room < 1:
                 group.skipped_pairs += 1
                 continue
-            asked += [
-                FollowUp(target, (), _request(group, target, begun, number, context))
+            follow_ups += [
+                FollowUp(target, (), _request(group, target, num_shared, number, context))
                 for number in range(self.ibpo_corrections)
             ]
-        return asked
+        return follow_ups
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
         """Give responses no φ; the suffixes of one response are compared by their mean, with metrics of their
@@ -77,19 +77,21 @@ class ResetGroups(Operator):
         if scored:
             metrics["reset_success"] = sum(suffix.correct for suffix in scored) / len(scored)
         if suffixes:
-            begun = sum(suffix.num_begun_tokens for suffix in suffixes)
-            metrics["reset_shared_length"] = begun / len(suffixes)
+            num_shared = sum(suffix.num_begun_tokens for suffix in suffixes)
+            metrics["reset_shared_length"] = num_shared / len(suffixes)
         return Judgement(no_phi(groups), metrics=metrics, follow_up_estimator=group_mean)
 
 
-def _request(group: Group, target: int, begun: int, number: int, context: CreditContext) -> SampleRequest:
+def _request(
+    group: Group, target: int, num_shared: int, number: int, context: CreditContext
+) -> SampleRequest:
     response, rollout = group.responses[target], context.rollout
     return SampleRequest(
-        np.concatenate([response.prompt_token_ids, response.token_ids[:begun]]),
+        np.concatenate([response.prompt_token_ids, response.token_ids[:num_shared]]),
         derive_seed("reset", context.seed, context.step, group.prompt.index, target, number),
-        rollout.rollout_max_response_len - begun,
+        rollout.rollout_max_response_len - num_shared,
         response.temperature,
         rollout.rollout_top_p,
         rollout.rollout_top_k,
-        begun,
+        num_shared,
     )

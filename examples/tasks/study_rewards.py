@@ -29,7 +29,7 @@ def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> f
     if metadata["kind"] == "targets":
         return float(_reaches(response, metadata))
     if metadata["kind"] == "pairs":
-        return float([task for task, _ in _PAIR.findall(response)] == _asked(metadata))
+        return float([task for task, _ in _PAIR.findall(response)] == _expressions(metadata))
     return 1.0
 
 
@@ -47,5 +47,5 @@ def _reaches(response: str, question: dict[str, Any]) -> bool:
     )
 
 
-def _asked(question: dict[str, Any]) -> list[str]:
+def _expressions(question: dict[str, Any]) -> list[str]:
     return [f"{left}{operator}{right}" for left, operator, right in question["pairs"]]

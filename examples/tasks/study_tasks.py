@@ -38,7 +38,7 @@ class Noise:
     """Probability that another result is off by one or two."""
 
 
-_NONE = Noise()
+_NO_NOISE = Noise()
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class StudyTask:
     one with as many of its free choices as possible."""
 
     def solution(
-        self, question: Question, rng: random.Random, noise: Noise, begun: Sequence[str] = ()
+        self, question: Question, rng: random.Random, noise: Noise, prefix: Sequence[str] = ()
     ) -> list[str]:
-        """Return the steps of one student that continues after `begun`. Joined, they form the text."""
-        steps = list(begun)
+        """Return the steps of one student that continues after `prefix`. Joined, they form the text."""
+        steps = list(prefix)
         while step := self.next_step(question, steps, rng, noise):
             steps.append(step)
         return steps
@@ -109,14 +109,14 @@ def rows(task: StudyTask, name: str, split: str) -> list[dict[str, Any]]:
         name: name of the task, for the rows.
         split: train or eval.
     """
-    found: dict[str, Question] = {}
+    question_by_text: dict[str, Question] = {}
     for question in questions(task, split, random.Random(f"{name} {split}")):
-        found[task.text(question)] = question
-        if len(found) == QUESTIONS[split]:
+        question_by_text[task.text(question)] = question
+        if len(question_by_text) == QUESTIONS[split]:
             break
     return [
         {"prompt": text, "label": task.label(question), "task": name, "metadata": {"kind": name, **question}}
-        for text, question in found.items()
+        for text, question in question_by_text.items()
     ]
 
 
@@ -147,19 +147,19 @@ def _next_of_target(question: Question, steps: Sequence[str], rng: random.Random
     """Write a digit. Under the misconception the student forgets at this step which digits are banned."""
     if steps and steps[-1].startswith("#"):
         return ""
-    total, left = _of_target(question, steps)
-    if left == 0:
+    total, remaining = _of_target(question, steps)
+    if remaining == 0:
         return f"#{total}"
     allowed = _DIGITS if rng.random() < noise.misconception else _DIGITS - set(question["banned"])
-    term = rng.choice(_choices(question["target"] - total, left, allowed))
+    term = rng.choice(_choices(question["target"] - total, remaining, allowed))
     return _addition(question, steps, term, _computed(total, "+", term, rng, Noise(slip=noise.slip)))
 
 
 def _mended_of_target(question: Question, steps: Sequence[str], step: str) -> str:
-    total, left = _of_target(question, steps)
-    if left == 0:
+    total, remaining = _of_target(question, steps)
+    if remaining == 0:
         return f"#{total}"
-    choices = _choices(question["target"] - total, left, _DIGITS - set(question["banned"]))
+    choices = _choices(question["target"] - total, remaining, _DIGITS - set(question["banned"]))
     tried = _term(step)
     term = min(choices, key=lambda choice: (abs(choice - tried), choice))
     return _addition(question, steps, term, total + term)
@@ -174,11 +174,11 @@ def _addition(question: Question, steps: Sequence[str], term: int, total: int) -
     return f"{'' if steps else question['first']}+{term}={total}"
 
 
-def _choices(wanted: int, left: int, allowed: frozenset[int]) -> list[int]:
-    """Return the digits after which `wanted` can still be reached with `left` of the allowed ones. If it can
-    no longer be reached, return the digit that comes nearest with even steps."""
-    found = [digit for digit in sorted(allowed) if wanted - digit in _reachable(left - 1, allowed)]
-    return found or [min(sorted(allowed), key=lambda digit: abs(digit * left - wanted))]
+def _choices(total: int, remaining: int, allowed: frozenset[int]) -> list[int]:
+    """Return the digits after which `total` can still be reached with `remaining` of the allowed ones. If it
+    can no longer be reached, return the digit that comes nearest with even steps."""
+    choices = [digit for digit in sorted(allowed) if total - digit in _reachable(remaining - 1, allowed)]
+    return choices or [min(sorted(allowed), key=lambda digit: abs(digit * remaining - total))]
 
 
 @cache
@@ -186,7 +186,7 @@ def _reachable(count: int, allowed: frozenset[int]) -> frozenset[int]:
     """Return all sums of `count` allowed digits."""
     if count == 0:
         return frozenset({0})
-    return frozenset(rest + digit for rest in _reachable(count - 1, allowed) for digit in allowed)
+    return frozenset(subtotal + digit for subtotal in _reachable(count - 1, allowed) for digit in allowed)
 
 
 TARGETS = StudyTask(
@@ -323,7 +323,7 @@ def rule(split: str) -> list[dict[str, Any]]:
 
 
 def _computed(
-    left: int, operator: str, right: int, rng: random.Random | None = None, noise: Noise = _NONE
+    left: int, operator: str, right: int, rng: random.Random | None = None, noise: Noise = _NO_NOISE
 ) -> int:
     """Return the result of one step by a student of chain_sum, whose misconception is to drop carries;
     without `rng`, the right result."""

@@ -30,23 +30,23 @@ _WORDS = r" ?[A-Za-z]+|\d|."
 """A word with the space before it, a digit, or any other character."""
 
 
-def make_tiny_tokenizer(further: Sequence[str] = ()) -> Any:
+def make_tiny_tokenizer(phrases: Sequence[str] = ()) -> Any:
     """Return a `PreTrainedTokenizerFast` with ids 0..63: `<pad> <bos> <eos> <unk>`, characters, phrases,
     unused.
 
     Args:
-        further: phrases of another task, in place of unused ids.
+        phrases: phrases of another task, in place of unused ids.
 
     `<bos>` is put before every prompt. Any text made of its characters and phrases comes back exactly.
     """
-    return _word_level(_CHARACTERS, (CHAIN_SUM_HEAD, *_INSTRUCTIONS, *further), r".|\n", TINY_VOCAB_SIZE)
+    return _word_level(_CHARACTERS, (CHAIN_SUM_HEAD, *_INSTRUCTIONS, *phrases), r".|\n", TINY_VOCAB_SIZE)
 
 
 def make_word_tokenizer(texts: Iterable[str]) -> Any:
     """Return a `PreTrainedTokenizerFast` that knows the words of `texts`, digits and marks. The number of ids
     is the next multiple of 64. `<bos>` is put before every prompt."""
-    known = {piece for text in texts for piece in re.findall(_WORDS, text)}
-    pieces = sorted(known | set(_CHARACTERS))
+    words = {piece for text in texts for piece in re.findall(_WORDS, text)}
+    pieces = sorted(words | set(_CHARACTERS))
     needed = len(_SPECIAL) + len(pieces) + len(_INSTRUCTIONS)
     return _word_level(pieces, _INSTRUCTIONS, _WORDS + r"|\n", -(-needed // 64) * 64)
 

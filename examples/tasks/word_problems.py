@@ -218,11 +218,11 @@ def word_problems(seed: int) -> Iterator[WordProblem]:
 
 
 def _drawn(template: Template, rng: random.Random) -> WordProblem:
-    name, other = rng.sample(_NAMES, 2)
+    name, other_name = rng.sample(_NAMES, 2)
     values = {letter: rng.randint(*bounds) for letter, bounds in template.ranges.items()}
     for letter, (left, right) in (template.products or {}).items():
         values[letter] = values[left] * values[right]
-    text = template.text.format(name=name, other=other, item=rng.choice(_ITEMS), **values)
+    text = template.text.format(name=name, other=other_name, item=rng.choice(_ITEMS), **values)
     words = [step.split() for step in template.steps]
     steps = tuple((values.get(left), operator, values.get(right)) for left, operator, right in words)
     result = 0

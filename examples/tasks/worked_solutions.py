@@ -47,17 +47,19 @@ def mended_solution(
     Raises:
         ValueError: the candidate has another number of steps.
     """
-    shown = deque(int(result) for result in re.findall(r"=(-?\d+)", candidate))
-    if 2 * len(shown) + 1 != len(expression.split()):
-        raise ValueError(f"{candidate!r} has {len(shown)} steps, which is not a solution of {expression!r}")
+    candidate_results = deque(int(result) for result in re.findall(r"=(-?\d+)", candidate))
+    if 2 * len(candidate_results) + 1 != len(expression.split()):
+        raise ValueError(
+            f"{candidate!r} has {len(candidate_results)} steps, which is not a solution of {expression!r}"
+        )
 
     def step(value: int, operator: str, term: int) -> int:
-        if not shown:
+        if not candidate_results:
             return _step(value, operator, term, rng=rng, carry_dropped=carry_dropped, slip=slip)
-        copied, right = shown.popleft(), _exact(value, operator, term)
+        copied, right = candidate_results.popleft(), _exact(value, operator, term)
         if copied == right or rng.random() >= skill:
             return copied
-        shown.clear()
+        candidate_results.clear()
         return right
 
     return _written(expression, step)
@@ -65,9 +67,9 @@ def mended_solution(
 
 def _written(expression: str, step: Callable[[int, str, int], int]) -> str:
     """Return the solution with the results that `step` gives for (value so far, operator, term)."""
-    first, *rest = expression.split()
+    first, *tail = expression.split()
     value, text = int(first), first
-    for operator, term in zip(rest[::2], rest[1::2], strict=True):
+    for operator, term in zip(tail[::2], tail[1::2], strict=True):
         value = step(value, operator, int(term))
         text += f"{operator}{term}={value}"
     return f"{text}#{value}"

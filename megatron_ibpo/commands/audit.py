@@ -22,8 +22,7 @@ from megatron_ibpo.basics.entry_point import command, parsed
 from megatron_ibpo.report import jsonable
 from megatron_ibpo.report.display import open_console
 from megatron_ibpo.study.audit_run import audit_responses
-from megatron_ibpo.study.audit_table import audit_page, plot_audit
-from megatron_ibpo.study.credit_audit import audit
+from megatron_ibpo.study.credit_audit import audit, audit_page, plot_audit
 
 
 @dataclass
@@ -58,20 +57,20 @@ def audit_run(arguments: Arguments) -> None:
         rollouts=arguments.rollouts,
         seed=arguments.seed,
     )
-    found = audit(responses, min_drop=arguments.min_drop)
+    findings = audit(responses, min_drop=arguments.min_drop)
     content = {
         "settings": {name: str(value) for name, value in asdict(arguments).items()},
         "counts": counts,
-        "found": found,
+        "found": findings,
         "responses": [asdict(r) | text for r, text in zip(responses, texts, strict=True)],
     }
     save.mkdir(parents=True, exist_ok=True)
     (save / "audit.json").write_text(json.dumps(_rounded(content), allow_nan=False) + "\n", encoding="utf-8")
     plot_audit(
-        responses, found, save / "audit.png", title=f"{arguments.run.name}, policy: {arguments.policy}"
+        responses, findings, save / "audit.png", title=f"{arguments.run.name}, policy: {arguments.policy}"
     )
     console = open_console()
-    console.print(audit_page(counts, _rounded(found)), highlight=False, markup=False)
+    console.print(audit_page(counts, _rounded(findings)), highlight=False, markup=False)
     print(save / "audit.json", save / "audit.png", sep="\n")
 
 

@@ -98,8 +98,8 @@ class Devices:
     def __str__(self) -> str:
         if self.gpus == 0:
             return "CPUs alone"
-        where = f" on {counted(self.nodes, 'node')}" if self.nodes > 1 else ""
-        return f"{counted(self.gpus, 'GPU')} of {self.gpu_memory_gib:.0f} GiB{where}"
+        on_nodes = f" on {counted(self.nodes, 'node')}" if self.nodes > 1 else ""
+        return f"{counted(self.gpus, 'GPU')} of {self.gpu_memory_gib:.0f} GiB{on_nodes}"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Choice:
     """A recipe and its layout."""
 
     recipe: Path
-    why: str
+    description: str
     """Description of the models that the recipe is written for."""
     trainers_per_node: int
     layout: tuple[str, ...]
@@ -153,10 +153,10 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
         plan = make_plan(config, devices.gpus, shape=shape)
         problems = plan.problems
         if isinstance(plan, Plan) and not problems:
-            found = Choice(recipe.path, str(recipe), devices.gpus_per_node, layout)
+            choice = Choice(recipe.path, str(recipe), devices.gpus_per_node, layout)
             if tightest(plan).left >= ROOM * devices.gpu_memory_gib * 1024**3:
-                return found
-            tight = tight or found
+                return choice
+            tight = tight or choice
     if tight is not None:
         return tight
     raise ValueError(
@@ -192,14 +192,14 @@ def _tiny(shape: ModelShape, devices: Devices) -> Choice:
     """Return a recipe for CPUs, with one trainer or the recipe's own two."""
     if not (shape.is_moe and shape.is_recurrent):
         return Choice(FOLDER / "small_cpu.yaml", f"for small models{_warning(shape)}", 1, ())
-    recipe, why = (
+    recipe, description = (
         FOLDER / "tiny_qwen3_next_ibpo.yaml",
         f"for tiny models built as Qwen3-Next is{_warning(shape)}",
     )
     two = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
     if devices.gpus_per_node != 1 and not check_layout(shape, two, world_size=2):
-        return Choice(recipe, why, 2, ())  # the recipe's own layout
-    return Choice(recipe, why, 1, _flags(tensor=1, expert=1))
+        return Choice(recipe, description, 2, ())  # the recipe's own layout
+    return Choice(recipe, description, 1, _flags(tensor=1, expert=1))
 
 
 def _warning(shape: ModelShape) -> str:
@@ -249,12 +249,12 @@ def find_devices(nodes: int | None, gpus_per_node: int | None, planned: ModelSha
             that its recipe is written for.
     """
     memories = _gpu_memories()
-    found, memory = len(memories), min(memories, default=80.0)
-    if planned is not None and not found and estimated_parameters(planned) > LARGEST_ON_CPUS:
+    num_gpus, memory = len(memories), min(memories, default=80.0)
+    if planned is not None and not num_gpus and estimated_parameters(planned) > LARGEST_ON_CPUS:
         gpus = choose_recipe(planned).gpus
         per_node = min(gpus, PER_NODE) if gpus_per_node is None else gpus_per_node
         return Devices(nodes or -(-gpus // PER_NODE), per_node, memory)
-    return Devices(nodes or 1, found if gpus_per_node is None else gpus_per_node, memory)
+    return Devices(nodes or 1, num_gpus if gpus_per_node is None else gpus_per_node, memory)
 
 
 def _gpu_memories() -> list[float]:
@@ -296,8 +296,12 @@ def _demonstration(recipe: Path, hf_dir: Path, flags: Sequence[str]) -> str:
     """Return a line that says that a model of the user's will train on a task of the repository, if so."""
     names = {word.partition("=")[0].replace("_", "-") for word in flags}
     task = read_yaml(recipe, str(recipe)).get("prompt-data")
-    is_own = not hf_dir.is_relative_to(FOLDER.parent)
-    if task is None or not is_own or names & {"--prompt-data", "--config", "--load-debug-rollout-data"}:
+    is_users_model = not hf_dir.is_relative_to(FOLDER.parent)
+    if (
+        task is None
+        or not is_users_model
+        or names & {"--prompt-data", "--config", "--load-debug-rollout-data"}
+    ):
         return ""
     return f"No PROMPT_DATA is given: this trains on a demonstration task, {task}, not on your data\n"
 
@@ -310,19 +314,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--gpus-per-node", type=int)
     parser.add_argument("flags", nargs="*", help="of the training run, after --")
-    known = parser.parse_args(argv)
-    hf_dir = _local(known.hf_checkpoint, known.flags)
+    arguments = parser.parse_args(argv)
+    hf_dir = _local(arguments.hf_checkpoint, arguments.flags)
     shape = read_hf_config(hf_dir)
-    devices = find_devices(known.nodes, known.gpus_per_node, shape if "--dry-run" in known.flags else None)
-    devices = replace(devices, gpu_memory_gib=_planned_memory(known.flags) or devices.gpu_memory_gib)
-    choice = choose(hf_dir, devices, known.flags)
+    devices = find_devices(
+        arguments.nodes, arguments.gpus_per_node, shape if "--dry-run" in arguments.flags else None
+    )
+    devices = replace(devices, gpu_memory_gib=_planned_memory(arguments.flags) or devices.gpu_memory_gib)
+    choice = choose(hf_dir, devices, arguments.flags)
     layout = " ".join(choice.layout) or "the recipe's own"
     trainers = devices.nodes * choice.trainers_per_node
-    demonstration = _demonstration(choice.recipe, hf_dir, known.flags)
+    demonstration = _demonstration(choice.recipe, hf_dir, arguments.flags)
     print(
         f"{demonstration}{display_name(hf_dir)} on {devices}:\n"
         f"  recipe  {choice.recipe}\n"
-        f"          {choice.why}\n"
+        f"          {choice.description}\n"
         "          (any key of it is a flag, --config FILE adds another recipe)\n"
         f"  layout  {counted(trainers, 'trainer')}, {layout}\n"
         "          (flags of yours win; NNODES and GPUS_PER_NODE name other devices)",

@@ -77,8 +77,8 @@ def compare_methods(arguments: Arguments) -> int:
     if arguments.parallel < 1:
         raise ConfigError("--parallel must be at least 1")
     if [path.name.endswith((".json", ".json.gz")) for path in arguments.recipes] == [True]:
-        found = read_findings(arguments.recipes[0])
-        print(*write_page(found, compare_all(found), arguments.save), sep="\n")
+        findings = read_findings(arguments.recipes[0])
+        print(*write_page(findings, compare_all(findings), arguments.save), sep="\n")
         return DONE
     study = read_study(
         arguments.recipes,
@@ -99,10 +99,10 @@ def compare_methods(arguments: Arguments) -> int:
 
 
 def _named(text: str) -> tuple[str, str]:
-    name, _, what = text.partition("=")
-    if not name or not what:
+    name, _, value = text.partition("=")
+    if not name or not value:
         raise ConfigError(f"--add {text}: must read NAME=RECIPE or NAME=module:NAME")
-    return name, what
+    return name, value
 
 
 def main(argv: Sequence[str] | None = None) -> int:

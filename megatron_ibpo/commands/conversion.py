@@ -52,9 +52,9 @@ def progress_bar(world: World, title: str) -> Iterator[Report]:
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not world.is_rank_0) as bar:
         task = bar.add_task(title, total=None)
 
-        def report(now: int, total: int) -> None:
+        def report(advance: int, total: int) -> None:
             with lock:
-                bar.update(task, advance=now, total=total)
+                bar.update(task, advance=advance, total=total)
 
         yield report
 

@@ -61,7 +61,7 @@ def show_data(arguments: Arguments) -> None:
     context = arguments.rollout.rollout_max_context_len
     room = None if context is None else context - arguments.rollout.rollout_max_response_len
     for spec in specs:
-        found = inspect_source(
+        inspection = inspect_source(
             spec,
             tokenizer,
             data,
@@ -72,11 +72,11 @@ def show_data(arguments: Arguments) -> None:
             rates=rates,
             environment=arguments.environment,
         )
-        found.label_problems = problems_of_labels(found.to_check, data)
+        inspection.label_problems = problems_of_labels(inspection.to_check, data)
         if arguments.json:
-            print(json.dumps(found.as_json(tokenizer), ensure_ascii=False))
+            print(json.dumps(inspection.as_json(tokenizer), ensure_ascii=False))
         else:
-            show_inspection(found, tokenizer, Console())
+            show_inspection(inspection, tokenizer, Console())
 
 
 def embedding_rows(hf_dir: Path) -> int | None:

@@ -92,15 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def compare(asked: Comparison) -> None:
+def compare(comparison: Comparison) -> None:
     """Show the differences between two evaluations."""
     from megatron_ibpo.report.display import open_console
     from megatron_ibpo.study.paired_evaluations import compare_evaluations, comparison_notes, comparison_table
 
-    first, second = path_of_user(asked.first), path_of_user(asked.second)
-    compared = compare_evaluations(first, second, asked.measure)
+    first, second = path_of_user(comparison.first), path_of_user(comparison.second)
+    compared = compare_evaluations(first, second, comparison.measure)
     console = open_console()
-    title = f"{asked.measure}, first: {asked.first}, second: {asked.second}"
+    title = f"{comparison.measure}, first: {comparison.first}, second: {comparison.second}"
     for text in (title, *comparison_notes(compared)):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     console.print(comparison_table(compared))
@@ -126,8 +126,8 @@ def evaluate_policy(policy: Policy) -> None:
         for note in opened.data.notes:
             print(note, flush=True)
         assert opened.kept is not None  # the policy has a name
-        if found := opened.kept.num_found:
-            print(f"{counted(found, 'sample')} of an earlier start are reused", flush=True)
+        if num_stored := opened.kept.num_found:
+            print(f"{counted(num_stored, 'sample')} of an earlier start are reused", flush=True)
         with stages("evaluate"), _progress(opened, config) as meanwhile:
             evaluated = opened.rollouts.evaluation(opened.data, meanwhile, opened.kept)
         report_evaluation(
@@ -208,14 +208,14 @@ def _of_run(run_dir: Path) -> tuple[list[str], Path | None]:
 def _stored(path: Path) -> Path | None:
     if not path.is_dir():
         return None
-    found = find_stored(path)
-    return found if (found / CONFIG).is_file() else None
+    directory = find_stored(path)
+    return directory if (directory / CONFIG).is_file() else None
 
 
 @contextmanager
 def _with_weights(policy: Policy) -> Iterator[Config]:
-    """Give the configuration with a Hugging Face checkpoint of the policy. A Megatron checkpoint is converted
-    into a temporary directory."""
+    """Yield the configuration with a Hugging Face checkpoint of the policy. A Megatron checkpoint is
+    converted into a temporary directory."""
     config = policy.config
     if policy.stored is None:
         yield config
@@ -247,18 +247,20 @@ def _with_weights(policy: Policy) -> Iterator[Config]:
 
 @contextmanager
 def _progress(opened: "OpenEvaluation", config: Config) -> Iterator[Callable[[], None]]:
-    """Give a function to call while the evaluation runs. It lets restarted engines join, and shows the number
-    of samples on a terminal."""
-    kept = opened.kept
-    assert kept is not None  # the policy has a name
+    """Yield a function to call while the evaluation runs. It lets restarted engines join, and shows the
+    number of samples on a terminal."""
+    stored_samples = opened.kept
+    assert stored_samples is not None  # the policy has a name
     ways = 2 if config.run.eval_compare_and_correct else 1
-    total = sum(len(own.prompts) * (ways * own.sampling.samples + 1) for own in opened.data.eval_sets)
+    total = sum(
+        len(eval_set.prompts) * (ways * eval_set.sampling.samples + 1) for eval_set in opened.data.eval_sets
+    )
     with Progress(*_BAR, MofNCompleteColumn(), TimeRemainingColumn(), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("samples", total=total)
 
         def meanwhile() -> None:
             opened.engines.admit()
-            bar.update(task, completed=kept.num_found + kept.num_added)
+            bar.update(task, completed=stored_samples.num_found + stored_samples.num_added)
 
         yield meanwhile
 

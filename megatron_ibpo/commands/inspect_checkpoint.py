@@ -55,8 +55,8 @@ class Findings:
     lines: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def say(self, what: str, value: object) -> None:
-        self.lines.append((what, str(value)))
+    def say(self, label: str, value: object) -> None:
+        self.lines.append((label, str(value)))
 
     def attempt(self, check: Callable[[], object]) -> None:
         try:
@@ -66,72 +66,72 @@ class Findings:
 
 
 def inspect_hf(directory: Path, allow_pickle: bool) -> Findings:
-    found = Findings()
+    findings = Findings()
     checkpoint = Checkpoint(directory, allow_pickle=allow_pickle)
-    found.say("format", "Hugging Face")
+    findings.say("format", "Hugging Face")
     files = sorted(set(checkpoint.file_of.values()))
-    found.say("files", f"{len(files)}, {gigabytes(sum((directory / f).stat().st_size for f in files))}")
+    findings.say("files", f"{len(files)}, {gigabytes(sum((directory / f).stat().st_size for f in files))}")
 
     def compare() -> None:
         shape = read_hf_config(directory)
-        say_model(found, shape)
+        say_model(findings, shape)
         if any(name.endswith(".experts.gate_up_proj") for name in checkpoint):
-            found.say("experts", "fused, one tensor a layer")
+            findings.say("experts", "fused, one tensor a layer")
         entries = model_entries(shape, checkpoint)
         ignored = checkpoint.check(shape, entries)
         pieces = {piece.name: piece for entry in entries for piece in entry.pieces}
-        say_tensors(found, [(checkpoint.dtype(p), torch.Size(p.shape).numel()) for p in pieces.values()])
+        say_tensors(findings, [(checkpoint.dtype(p), torch.Size(p.shape).numel()) for p in pieces.values()])
         if any(name.startswith("mtp.") for name in pieces):
-            found.say("multi-token prediction", "one layer")
+            findings.say("multi-token prediction", "one layer")
         if carried := [name for name in pieces if name.startswith(shape.carried)]:
-            found.say("kept and not trained", f"{len(carried)} tensors of {', '.join(shape.carried)}*")
+            findings.say("kept and not trained", f"{len(carried)} tensors of {', '.join(shape.carried)}*")
         if ignored:
-            found.say("not part of the policy", ", ".join(ignored))
+            findings.say("not part of the policy", ", ".join(ignored))
 
-    found.attempt(compare)
-    return found
+    findings.attempt(compare)
+    return findings
 
 
 def inspect_megatron(directory: Path, origin: Path | None) -> Findings:
-    found = Findings()
+    findings = Findings()
     stored = StoredCheckpoint(directory)
-    found.say("format", "Megatron torch_dist")
-    found.say("directory", directory)
+    findings.say("format", "Megatron torch_dist")
+    findings.say("directory", directory)
     files = {place.relative_path for place in stored.places.values()}
-    found.say("files", f"{len(files)}, {gigabytes(sum((directory / f).stat().st_size for f in files))}")
+    findings.say("files", f"{len(files)}, {gigabytes(sum((directory / f).stat().st_size for f in files))}")
     weights = {key: meta for key, meta in stored.tensors.items() if is_weight(key)}
-    say_tensors(found, [(meta.properties.dtype, meta.size.numel()) for meta in weights.values()])
-    others = len(stored.tensors) - len(weights)
-    found.say("optimizer", f"{others} tensors" if others else "none: weights only")
+    say_tensors(findings, [(meta.properties.dtype, meta.size.numel()) for meta in weights.values()])
+    num_other_tensors = len(stored.tensors) - len(weights)
+    findings.say("optimizer", f"{num_other_tensors} tensors" if num_other_tensors else "none: weights only")
     if (directory / RUN_STATE).is_file():
-        found.say("step", load_run_state(directory)["step"])
-    found.say("layout", written_layout(directory) or f"{suggested_layout(stored)}, as its pieces suggest")
+        findings.say("step", load_run_state(directory)["step"])
+    findings.say("layout", written_layout(directory) or f"{suggested_layout(stored)}, as its pieces suggest")
 
     def compare() -> None:
         source = origin or directory / HF_FILES
         if not source.is_dir():
-            found.say("model", "not known: give --origin-hf-checkpoint to compare with it")
+            findings.say("model", "not known: give --origin-hf-checkpoint to compare with it")
             return
         shape = read_hf_config(source)
-        say_model(found, shape)
+        say_model(findings, shape)
         stored.check(model_entries(shape, stored))
 
-    found.attempt(compare)
-    return found
+    findings.attempt(compare)
+    return findings
 
 
-def say_model(found: Findings, shape: ModelShape) -> None:
+def say_model(findings: Findings, shape: ModelShape) -> None:
     experts = f", {shape.num_experts} experts" if shape.is_moe else ""
     tied = ", tied embeddings" if shape.tie_word_embeddings else ""
-    found.say("model", f"{shape.family}, {shape.num_layers} layers of {shape.hidden_size}{experts}{tied}")
+    findings.say("model", f"{shape.family}, {shape.num_layers} layers of {shape.hidden_size}{experts}{tied}")
 
 
-def say_tensors(found: Findings, tensors: list[tuple[torch.dtype, int]]) -> None:
-    found.say("weights", f"{len(tensors)} tensors, {sum(count for _, count in tensors):,} parameters")
+def say_tensors(findings: Findings, tensors: list[tuple[torch.dtype, int]]) -> None:
+    findings.say("weights", f"{len(tensors)} tensors, {sum(count for _, count in tensors):,} parameters")
     share: Counter[str] = Counter()
     for dtype, count in tensors:
         share[str(dtype).removeprefix("torch.")] += count
-    found.say("dtypes", ", ".join(f"{dtype} ({count:,})" for dtype, count in share.most_common()))
+    findings.say("dtypes", ", ".join(f"{dtype} ({count:,})" for dtype, count in share.most_common()))
 
 
 def written_layout(directory: Path) -> str:
@@ -167,8 +167,8 @@ def suggested_layout(stored: StoredCheckpoint) -> str:
     embeddings = stored.tensors.get("embedding.word_embeddings.weight")
     sizes = {
         "TP": len(embeddings.chunks) if embeddings else 1,
-        "PP": len({frozenset(held) for held in layers.values()}),
-        "EP": len({frozenset(held) for held in experts.values()}) or 1,
+        "PP": len({frozenset(of_rank) for of_rank in layers.values()}),
+        "EP": len({frozenset(of_rank) for of_rank in experts.values()}) or 1,
         "ETP": len(expert_columns) or 1,
     }
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -181,22 +181,22 @@ def gigabytes(count: int) -> str:
 def show_checkpoint(arguments: Arguments) -> int:
     directory = arguments.directory
     if (directory / "config.json").is_file() and not (directory / "metadata.json").is_file():
-        found = inspect_hf(directory, arguments.allow_pickle)
+        findings = inspect_hf(directory, arguments.allow_pickle)
     else:
         directory = find_stored(directory)
-        found = inspect_megatron(directory, arguments.origin_hf_checkpoint)
+        findings = inspect_megatron(directory, arguments.origin_hf_checkpoint)
     if arguments.checksums:
         changed = changed_files(directory)
-        found.say("checksums", f"{len(changed)} files differ" if changed else "all files as written")
-        found.problems += changed
+        findings.say("checksums", f"{len(changed)} files differ" if changed else "all files as written")
+        findings.problems += changed
     else:
-        found.say("manifest", "yes; --checksums compares" if (directory / MANIFEST).is_file() else "none")
+        findings.say("manifest", "yes; --checksums compares" if (directory / MANIFEST).is_file() else "none")
     console = Console(soft_wrap=True, highlight=False)
-    for what, value in found.lines:
-        console.print(f"{what:>24}  {value}", markup=False)
-    for problem in found.problems:
+    for label, value in findings.lines:
+        console.print(f"{label:>24}  {value}", markup=False)
+    for problem in findings.problems:
         console.print(f"problem: {problem}", style="red", markup=False)
-    return int(bool(found.problems))
+    return int(bool(findings.problems))
 
 
 @command

@@ -64,10 +64,10 @@ def main(argv: list[str] | None = None) -> int:
         try:
             source = traced_source(term.function, term.given, term.others, params)
             print(f"# the {term.kind} term in Triton\n{source[source.rindex('@triton.jit') :]}")
-            found = kernel_agreement(term, variant, params)
+            agreement = kernel_agreement(term, variant, params)
             print(
-                f"Triton code of the {term.kind} term: right ({found.rows:,} rows of inputs against torch, "
-                f"largest relative error {found.error:.1e})"
+                f"Triton code of the {term.kind} term: right ({agreement.rows:,} rows of inputs against "
+                f"torch, largest relative error {agreement.error:.1e})"
             )
         except TermError as error:
             refusal = refusal or str(error)
@@ -135,13 +135,15 @@ def check_gradient(kind: str, term: Term, params: Mapping[str, float]) -> bool:
     detaches = any(word in source_text(term) for word in ("detach", "no_grad"))
     for advantage in (1.0, -1.0):
         try:
-            at = [evaluate(kind, term, grid_N, advantage, params, by) for by in (0.0, step, -step)]
+            evaluations = [
+                evaluate(kind, term, grid_N, advantage, params, shift) for shift in (0.0, step, -step)
+            ]
         except Exception as error:  # of the term: in float32 it has been called
             print(
                 f"gradient of the {kind} term: not checked, since it fails in float64 ({first_line(error)})"
             )
             return True
-        (_, slope_N, here_N), (above_N, _, clip_above_N), (below_N, _, clip_below_N) = at
+        (_, slope_N, here_N), (above_N, _, clip_above_N), (below_N, _, clip_below_N) = evaluations
         smooth_N = (clip_above_N == here_N) & (clip_below_N == here_N)
         error_N = ((above_N - below_N) / (2 * step) - slope_N).abs() / (slope_N.abs() + 1.0)
         worst = max(worst, error_N.masked_fill(~smooth_N, 0.0).max().item())
@@ -164,20 +166,20 @@ def draw(
     figure = Figure(figsize=(9, 3.5 * len(chosen)), layout="constrained")
     axes = figure.subplots(len(chosen), 2, squeeze=False)
     grid_N = torch.linspace(-width, width, POINTS, dtype=torch.float64)
-    for (kind, term), (left, right) in zip(chosen, axes, strict=True):
+    for (kind, term), (value_axis, slope_axis) in zip(chosen, axes, strict=True):
         for advantage, colour in ((1.0, "tab:blue"), (-1.0, "tab:orange")):
             value_N, slope_N, clipped_N = evaluate(kind, term, grid_N, advantage, params)
-            for axis, curve_N in ((left, value_N), (right, slope_N)):
+            for axis, curve_N in ((value_axis, value_N), (slope_axis, slope_N)):
                 for mask_N, style in ((~clipped_N, "-"), (clipped_N, ":")):
                     shown_N = torch.where(mask_N, curve_N, torch.nan)
                     label = f"A = {advantage:+g}{', clipped' if style == ':' else ''}"
                     axis.plot(grid_N.numpy(), shown_N.numpy(), style, color=colour, label=label)
-        left.set_title(f"{name}: value of the {kind} term")
-        right.set_title("slope by the log-prob")
-        for axis in (left, right):
+        value_axis.set_title(f"{name}: value of the {kind} term")
+        slope_axis.set_title("slope by the log-prob")
+        for axis in (value_axis, slope_axis):
             axis.set_xlabel("log-ratio")
             axis.axvline(0, color="0.8", linewidth=0.8, zorder=0)
-        left.legend(fontsize="small")
+        value_axis.legend(fontsize="small")
     figure.savefig(path)
 
 

@@ -81,9 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         _print_commands(COMMANDS)
         return 0
-    own = [known for known in COMMANDS if known.startswith(f"{words[0]} ")]
-    if own and "".join(words[1:2]) in _QUESTIONS:
-        _print_commands(own)
+    subcommands = [command_name for command_name in COMMANDS if command_name.startswith(f"{words[0]} ")]
+    if subcommands and "".join(words[1:2]) in _QUESTIONS:
+        _print_commands(subcommands)
         return 0
     if name == "--version":
         print(version_text())

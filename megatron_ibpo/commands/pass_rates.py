@@ -93,7 +93,7 @@ def measure(config: Config, path: Path) -> None:
         signal.signal(number, signal.default_int_handler)  # ends it as Ctrl-C does
     with ExitStack() as stack:
         policy = policy_fingerprint(config)
-        known = read_pass_rates(path, policy)
+        rates = read_pass_rates(path, policy)
         opened = stack.enter_context(open_evaluation(config))
         source = _prompts(config, opened.data.tokenizer)
         for note in (*source.notes, opened.where):
@@ -102,10 +102,12 @@ def measure(config: Config, path: Path) -> None:
         sampler = opened.rollouts.sampler
         sampler.version = opened.engines.version
         file = stack.enter_context(open_records(path))
-        most = -(-max(0, source.num_prompts() - len(known)) // AT_ONCE)
-        for batch in track(_unknown(source, set(known)), f"{len(known)} prompts known, measuring", most):
-            asked = [(prompt, request) for prompt in batch for request in _requests(prompt, config)]
-            samples = sampler.run(sampler.answers(asked), opened.engines.admit)
+        num_batches = -(-max(0, source.num_prompts() - len(rates)) // AT_ONCE)
+        for batch in track(
+            _unknown(source, set(rates)), f"{len(rates)} prompts known, measuring", num_batches
+        ):
+            requests = [(prompt, request) for prompt in batch for request in _requests(prompt, config)]
+            samples = sampler.run(sampler.answers(requests), opened.engines.admit)
             for prompt, rate in _rates(batch, samples):
                 append_record(file, rate_record(policy, prompt, rate))
     print(f"{path}: pass rates of {len(read_pass_rates(path, policy))} prompts with this policy")
@@ -124,14 +126,14 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:
     return source
 
 
-def _unknown(source: PromptSource, known: set[str]) -> Iterator[list[Prompt]]:
+def _unknown(source: PromptSource, visited: set[str]) -> Iterator[list[Prompt]]:
     """Yield the unknown prompts, each once, in batches."""
     batch: list[Prompt] = []
     for position in range(source.num_prompts()):
         prompt = source.at(position)
-        if (fingerprint := prompt_fingerprint(prompt)) in known:
+        if (fingerprint := prompt_fingerprint(prompt)) in visited:
             continue
-        known.add(fingerprint)
+        visited.add(fingerprint)
         batch.append(prompt)
         if len(batch) == AT_ONCE:
             yield batch
@@ -160,8 +162,10 @@ def _rates(batch: Sequence[Prompt], samples: Sequence[Sample]) -> Iterator[tuple
     count."""
     size = len(samples) // len(batch)
     for number, prompt in enumerate(batch):
-        own = [sample for sample in samples[number * size : (number + 1) * size] if sample.reward is not None]
-        yield prompt, Rate(sum(sample.correct for sample in own), len(own))
+        scored = [
+            sample for sample in samples[number * size : (number + 1) * size] if sample.reward is not None
+        ]
+        yield prompt, Rate(sum(sample.correct for sample in scored), len(scored))
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ def described(fitting: FittingLayout) -> str:
         words.append("recomputed")
     if layout.offload_optimizer:
         words.append("optimizer in main memory")
-    where = "on the same GPUs" if setting.colocated else f"on {setting.engine_gpus} GPUs of their own"
-    words.append(f"engines of {engine.tensor} {where}")
+    placement = "on the same GPUs" if setting.colocated else f"on {setting.engine_gpus} GPUs of their own"
+    words.append(f"engines of {engine.tensor} {placement}")
     if task.staleness:
         words.append(f"staleness {task.staleness}")
     return ", ".join(words)

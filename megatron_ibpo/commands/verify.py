@@ -21,14 +21,14 @@ from megatron_ibpo.run.settings import parse_config
 
 def split_flags(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return (this command's own flags, those of the run)."""
-    own = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="ibpo verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    own.add_argument("--full", action="store_true", help="the run's own model, whatever its size")
-    own.add_argument("--only", default=None, metavar="CHECK,CHECK", help="these checks alone")
-    own.add_argument("--save", type=Path, default=None, metavar="FILE", help="write the rows as JSON")
-    return own.parse_known_args(words)
+    parser.add_argument("--full", action="store_true", help="the run's own model, whatever its size")
+    parser.add_argument("--only", default=None, metavar="CHECK,CHECK", help="these checks alone")
+    parser.add_argument("--save", type=Path, default=None, metavar="FILE", help="write the rows as JSON")
+    return parser.parse_known_args(words)
 
 
 @command

@@ -15,10 +15,9 @@ from megatron_ibpo.environments.frameworks import (
     TextArenaEnvironment,
     TrlEnvironment,
     arguments_of,
-    trl_tools,
 )
 from megatron_ibpo.environments.protocol import Environment
-from megatron_ibpo.environments.trl_rewards import RewardFunctions, load_reward_functions
+from megatron_ibpo.environments.trl import RewardFunctions, load_reward_functions, trl_tools
 from megatron_ibpo.environments.verifiers_environment import VerifiersEnvironment, is_verifiers
 
 FLAG = "--environment"
@@ -46,17 +45,17 @@ def load_environment(target: str, rewards: Sequence[str] = ()) -> Callable[[], E
         from megatron_ibpo.environments.openenv import OpenEnvironment, server_of  # others need no websockets
 
         return partial(OpenEnvironment, server_of(FLAG, target))
-    made = load_hook(FLAG, target)
-    if is_verifiers(made) and not isinstance(made, type):  # loaded once, and shared by all episodes
+    factory = load_hook(FLAG, target)
+    if is_verifiers(factory) and not isinstance(factory, type):  # loaded once, and shared by all episodes
         _refuse_rewards(target, functions, "of verifiers")
-        return partial(VerifiersEnvironment, made)
-    if all(hasattr(made, name) for name in ("load", "task_type")):
+        return partial(VerifiersEnvironment, factory)
+    if all(hasattr(factory, name) for name in ("load", "task_type")):
         raise ConfigError(
             f"{FLAG} {target}: a taskset of verifiers; name an environment that plays it, as "
             "docs/environments.md shows"
         )
-    made = load_hook(FLAG, target, called_with="no arguments")
-    arguments = arguments_of(made)
+    factory = load_hook(FLAG, target, called_with="no arguments")
+    arguments = arguments_of(factory)
     required = [
         name
         for name, parameter in arguments.items()
@@ -69,12 +68,12 @@ def load_environment(target: str, rewards: Sequence[str] = ()) -> Callable[[], E
             f"{FLAG} {target}: its constructor needs {', '.join(required)}; name a function without "
             "arguments that returns the environment"
         )
-    if isinstance(made, type):
-        return partial(_adapter(target, functions, made), made)
+    if isinstance(factory, type):
+        return partial(_adapter(target, functions, factory), factory)
     if "extras" in arguments:
         _refuse_rewards(target, functions, "of SkyRL-Gym's kind")
-        return partial(SkyRLEnvironment, made)
-    return partial(_adapted, target, functions, made)
+        return partial(SkyRLEnvironment, factory)
+    return partial(_adapted, target, functions, factory)
 
 
 def _refuse_rewards(target: str, functions: RewardFunctions, kind: str) -> None:
@@ -93,36 +92,36 @@ def _adapted(target: str, functions: RewardFunctions, make: Callable[[], Any]) -
 def _adapter(
     target: str, functions: RewardFunctions, kind: type, environment: Any = None
 ) -> Callable[[Callable[..., Any]], Environment]:
-    """Return the function that turns what makes an environment into one of our protocol.
+    """Return a function that wraps a factory of environments in this project's protocol.
 
     Args:
         functions: reward functions of the run.
         environment: one of this kind, if there is one already: wrappers may have methods that classes lack.
     """
-    found: Any = kind if environment is None else environment
+    candidate: Any = kind if environment is None else environment
 
-    def has(*names: str) -> bool:
-        return all(callable(getattr(found, name, None)) for name in names)
+    def has_methods(*names: str) -> bool:
+        return all(callable(getattr(candidate, name, None)) for name in names)
 
-    others: dict[str, tuple[bool, Callable[[Callable[..., Any]], Environment]]] = {
-        "of this project's protocol": (has("reset", "step", "score", "close"), lambda make: make()),
-        "of verifiers": (is_verifiers(found), lambda make: VerifiersEnvironment(make())),
-        "of SkyRL-Gym's kind": (has("init", "step"), SkyRLEnvironment),
+    kinds: dict[str, tuple[bool, Callable[[Callable[..., Any]], Environment]]] = {
+        "of this project's protocol": (has_methods("reset", "step", "score", "close"), lambda make: make()),
+        "of verifiers": (is_verifiers(candidate), lambda make: VerifiersEnvironment(make())),
+        "of SkyRL-Gym's kind": (has_methods("init", "step"), SkyRLEnvironment),
         "of TextArena's kind": (
-            has("reset", "step", "get_observation"),
+            has_methods("reset", "step", "get_observation"),
             lambda make: TextArenaEnvironment(make()),
         ),
         "of Gym's kind": (
-            has("reset", "step") and "seed" in arguments_of(found.reset),
+            has_methods("reset", "step") and "seed" in arguments_of(candidate.reset),
             lambda make: GymEnvironment(make()),
         ),
     }
-    for name, (matches, adapter) in others.items():
+    for name, (matches, adapter) in kinds.items():
         if matches:
             _refuse_rewards(target, functions, name)
             return adapter
     try:
-        if has("reset") and (trl_tools(kind) or has("get_reward")):
+        if has_methods("reset") and (trl_tools(kind) or has_methods("get_reward")):
             return lambda make: TrlEnvironment(make(), functions)
     except ValueError as error:
         raise ConfigError(f"{FLAG} {target}: {error}") from error

@@ -90,14 +90,14 @@ class PlainChat:
         return decoder_with(_CALL, self._tokenizer)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        shown = [tools_text(tools) + "\n"] if tools else []
-        return self._tokenizer.encode_prompt("".join([*shown, *(m["content"] for m in messages)]))
+        tool_lines = [tools_text(tools) + "\n"] if tools else []
+        return self._tokenizer.encode_prompt("".join([*tool_lines, *(m["content"] for m in messages)]))
 
     def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
-        said = _without_end(ids, self._ends)
-        if len(said) > LONGEST_READ:
-            return _read_long(self._text(said))
-        text = self._text(said)
+        turn_ids = _without_end(ids, self._ends)
+        if len(turn_ids) > LONGEST_READ:
+            return _read_long(self._text(turn_ids))
+        text = self._text(turn_ids)
         return _without_calls(read_text(text), lambda: text, tools)
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
@@ -155,16 +155,16 @@ class TemplateChat:
         return self._tokenizer.encode_rendered(self._render(as_text(messages, tools)))
 
     def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
-        said = _without_end(ids, self._ends)
-        if len(said) > LONGEST_READ:
-            return _read_long(self._opened + self._tokenizer.decode(said))
-        message, decode = self._read(said, tools), self._tokenizer.decode_all
-        return _without_calls(message, lambda: self._opened + decode(said), tools)
+        turn_ids = _without_end(ids, self._ends)
+        if len(turn_ids) > LONGEST_READ:
+            return _read_long(self._opened + self._tokenizer.decode(turn_ids))
+        message, decode = self._read(turn_ids, tools), self._tokenizer.decode_all
+        return _without_calls(message, lambda: self._opened + decode(turn_ids), tools)
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         _check_ended(ids, self._ends)
         following = self._following(messages if self._shows_tools else as_text(messages))
-        return self._after(ids[-1], self._tokenizer.encode(following))
+        return self._missing_after(ids[-1], self._tokenizer.encode(following))
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, prompt: bool = True) -> str:
         return self._tokenizer.render_chat(messages, self._settings, tools=tools, generation_prompt=prompt)
@@ -175,22 +175,22 @@ class TemplateChat:
         if self._marks_call and messages and messages[0]["role"] == "tool":
             function = {"name": messages[0].get("name", ""), "arguments": {"text": _MARKER}}
             call = {"id": messages[0].get("tool_call_id"), "type": "function", "function": function}
-            said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            assistant_turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
         else:
-            said = {"role": "assistant", "content": _MARKER}
-        _, shown, following = self._render([_USER, said, *messages]).partition(_MARKER)
-        if not shown:
+            assistant_turn = {"role": "assistant", "content": _MARKER}
+        _, marker, following = self._render([_USER, assistant_turn, *messages]).partition(_MARKER)
+        if not marker:
             raise DataError(
                 "the chat template does not show what the assistant said, so a conversation cannot be "
                 "extended; use a checkpoint with another template, or drop --apply-chat-template"
             )
-        if said["content"]:
+        if assistant_turn["content"]:
             return following
         texts = (self._tokenizer.decode_all([end]) for end in self._ends)
         ends = [place for text in texts if (place := following.find(text)) >= 0]
         return following[min(ends, default=0) :]
 
-    def _after(self, end: int, following: list[int]) -> list[int]:
+    def _missing_after(self, end: int, following: list[int]) -> list[int]:
         """Return what is missing of `following` after a turn that ends in the id `end`: a template may write
         another end after it, or none."""
         for place, token in enumerate(following):
@@ -241,8 +241,15 @@ class TemplateChat:
 
     def _rewriting(self) -> list[str]:
         """Return a note if the template writes an earlier turn differently from the last one."""
-        said: Message = {"role": "assistant", "content": "yes", "reasoning_content": "so", "thinking": "so"}
-        if self._render([_USER, said, _USER]).startswith(self._render([_USER, said], prompt=False)):
+        assistant_turn: Message = {
+            "role": "assistant",
+            "content": "yes",
+            "reasoning_content": "so",
+            "thinking": "so",
+        }
+        if self._render([_USER, assistant_turn, _USER]).startswith(
+            self._render([_USER, assistant_turn], prompt=False)
+        ):
             return []
         return [
             "chat: the template writes earlier turns differently from the last one (such as without "

@@ -21,12 +21,12 @@ def serve(connection: socket.socket, make: Callable[[], Environment]) -> None:
     Args:
         make: makes the environment.
     """
-    own = os.getpid()
+    own_pid = os.getpid()
     episode = _Episode(make)
     for received in connection.makefile("rb"):
         method, arguments = json.loads(received)
         answer = _answer(getattr(episode, method), arguments)
-        if os.getpid() != own:  # the environment forked, and both returned: one answers
+        if os.getpid() != own_pid:  # the environment forked, and both returned: one answers
             return
         connection.sendall(answer)
         if method == "close":

@@ -90,8 +90,8 @@ def _harmony_readers(tokenizer: HuggingFaceTokenizer, prompt: list[int]) -> Iter
     from renderers import ParsedResponse
     from renderers.parsing import parse_gpt_oss
 
-    known = tokenizer.library.get_vocab()
-    marks = {f"{mark}_id": known.get(f"<|{mark}|>") for mark in _HARMONY}
+    vocabulary = tokenizer.library.get_vocab()
+    marks = {f"{mark}_id": vocabulary.get(f"<|{mark}|>") for mark in _HARMONY}
     if None in marks.values() or marks["start_id"] not in prompt:
         return
     header = prompt[len(prompt) - 1 - prompt[::-1].index(marks["start_id"]) :]

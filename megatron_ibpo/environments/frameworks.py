@@ -12,9 +12,8 @@ from typing import Any
 
 from megatron_ibpo.basics.reward_value import read_reward
 from megatron_ibpo.environments.episode import seed_generators
-from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Tool, Turn
-from megatron_ibpo.environments.tool_schema import tool_of
-from megatron_ibpo.environments.trl_rewards import RewardFunctions, call_reward_functions
+from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Turn
+from megatron_ibpo.environments.trl import RewardFunctions, call_reward_functions, trl_tools
 
 _SEEDS = 2**31
 
@@ -46,21 +45,20 @@ class TrlEnvironment:
         kind = type(self._environment)
         # asked of the class first: a property may score as soon as it is read
         if not self._reward_functions and not any(
-            hasattr(own, name) for name in ("get_reward", "reward") for own in (kind, self._environment)
+            hasattr(owner, name) for name in ("get_reward", "reward") for owner in (kind, self._environment)
         ):
             raise TypeError(
                 f"{kind.__name__} has no get_reward(), and no attribute `reward` after reset(); name the "
                 "functions that score it by --environment-reward file.py:function"
             )
-        shown = "" if observation is None else _text(observation, "reset()")
-        return Opening([_user(question + shown)], self._tools)
+        observation_text = "" if observation is None else _text(observation, "reset()")
+        return Opening([_user(question + observation_text)], self._tools)
 
     def step(self, message: Message) -> Turn:
-        """Answer each call of a tool."""
         calls = message.get("tool_calls") or []
-        answers = [self._answer(call) for call in calls]
-        self._completion += [message, *answers]
-        return Turn(answers, done=not calls)
+        tool_messages = [self._answer(call) for call in calls]
+        self._completion += [message, *tool_messages]
+        return Turn(tool_messages, done=not calls)
 
     def score(self) -> dict[str, Any]:
         """Return the environment's reward, the value of each reward function, and how often tools were called
@@ -125,8 +123,7 @@ class SkyRLEnvironment:
         return Opening(messages)
 
     def step(self, message: Message) -> Turn:
-        """Give it the text of the policy's message."""
-        turn = self._environment.step(said(message))
+        turn = self._environment.step(message_text(message))
         self._total += read_reward(turn["reward"])[0]
         return Turn(turn["observations"] or [_user("")], bool(turn["done"]))
 
@@ -137,7 +134,6 @@ class SkyRLEnvironment:
         return numbers | {"score": self._total}
 
     def close(self) -> None:
-        """Close the environment, if it was made."""
         _close(getattr(self, "_environment", None))
 
 
@@ -155,18 +151,17 @@ class GymEnvironment:
         return _opening(question, _text(observation, "reset()"))
 
     def step(self, message: Message) -> Turn:
-        """Give it the text of the policy's message."""
         names = "observation, reward, terminated, truncated, info"
-        text, reward, terminated, truncated, _ = _parts(self._environment.step(said(message)), "step", names)
+        text, reward, terminated, truncated, _ = _parts(
+            self._environment.step(message_text(message)), "step", names
+        )
         self._total += read_reward(reward)[0]
         return Turn([_user(_text(text, "step()"))], bool(terminated or truncated))
 
     def score(self) -> float:
-        """Return the sum of rewards."""
         return self._total
 
     def close(self) -> None:
-        """Close the environment, if it has a method for that."""
         _close(self._environment)
 
 
@@ -189,12 +184,10 @@ class TextArenaEnvironment:
         return _opening(question, self._observation())
 
     def step(self, message: Message) -> Turn:
-        """Make the move that is the text of the policy's message."""
-        done, _ = _parts(self._environment.step(said(message)), "step", "done, info")
+        done, _ = _parts(self._environment.step(message_text(message)), "step", "done, info")
         return Turn(done=True) if done else Turn([_user(self._observation())])
 
     def score(self) -> dict[str, Any]:
-        """Return the player's reward."""
         self._closed = True
         rewards, _ = _parts(self._environment.close(), "close", "rewards, info")
         return {"score": rewards[0] if rewards else 0.0, "unfinished": 0.0 if rewards else 1.0}
@@ -216,20 +209,6 @@ class TextArenaEnvironment:
         return new
 
 
-def trl_tools(kind: type) -> list[Tool]:
-    """Return the tools of a class as TRL takes them.
-
-    Raises:
-        ValueError: as `tool_of`.
-    """
-    methods = inspect.getmembers(kind, inspect.isfunction)
-    return [
-        tool_of(method)
-        for name, method in methods
-        if not name.startswith("_") and name not in ("reset", "get_reward")
-    ]
-
-
 def tool_answer(call: Mapping[str, Any], content: str) -> Message:
     """Return the message that answers a call of a tool."""
     return {
@@ -240,7 +219,7 @@ def tool_answer(call: Mapping[str, Any], content: str) -> Message:
     }
 
 
-def said(message: Message) -> str:
+def message_text(message: Message) -> str:
     """Return the text of the policy's message, without its reasoning where the chat format marks that."""
     return message.get("content") or ""
 
@@ -275,11 +254,11 @@ def _opening(question: str, observation: str) -> Opening:
     return Opening([_user("\n\n".join(part for part in (question, observation) if part))])
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: Any, method: str) -> str:
     if isinstance(value, list) and all(isinstance(part, Mapping) and "text" in part for part in value):
         value = "".join(part["text"] for part in value)  # the parts of a chat message
     if not isinstance(value, str):
-        raise TypeError(f"{where} returned {type(value).__name__} {value!r}; an observation must be text")
+        raise TypeError(f"{method} returned {type(value).__name__} {value!r}; an observation must be text")
     return value
 
 

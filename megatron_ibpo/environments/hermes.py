@@ -45,10 +45,10 @@ def as_text(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[Mes
     """Return the messages with the tools in the system message, calls in the content, and answers of tools
     as messages of the user, for a template that knows no tools."""
     written: list[Message] = []
-    for are_answers, group in groupby(messages, key=lambda message: message["role"] == "tool"):
-        if are_answers:
-            answers = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in group)
-            written.append({"role": "user", "content": "\n".join(answers)})
+    for are_tool_messages, group in groupby(messages, key=lambda message: message["role"] == "tool"):
+        if are_tool_messages:
+            tool_responses = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in group)
+            written.append({"role": "user", "content": "\n".join(tool_responses)})
         else:
             written += [_with_calls_in_content(message) for message in group]
     if tools:

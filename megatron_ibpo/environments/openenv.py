@@ -14,7 +14,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from megatron_ibpo.basics.reward_value import read_reward
 from megatron_ibpo.config import ConfigError, nearest
-from megatron_ibpo.environments.frameworks import said, tool_answer
+from megatron_ibpo.environments.frameworks import message_text, tool_answer
 from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Tool, Turn
 
 _FORM = "openenv://HOST:PORT[/path][?action_field=NAME&observation_field=NAME]"
@@ -57,9 +57,11 @@ def server_of(flag: str, target: str) -> Server:
     """
     address = urlsplit(target)
     settings = dict(parse_qsl(address.query, keep_blank_values=True))
-    known = ("action_field", "observation_field")
-    if unknown := [name for name in settings if name not in known]:
-        raise ConfigError(f"{flag} {target}: unknown setting {unknown[0]!r}{nearest(unknown[0], known)}")
+    setting_names = ("action_field", "observation_field")
+    if unknown := [name for name in settings if name not in setting_names]:
+        raise ConfigError(
+            f"{flag} {target}: unknown setting {unknown[0]!r}{nearest(unknown[0], setting_names)}"
+        )
     try:
         complete = address.scheme == "openenv" and address.hostname and address.port
     except ValueError:  # a port that is no number
@@ -113,16 +115,16 @@ class OpenEnvironment:
         observation = self._observation("reset", {**metadata, "question": question, "label": label, **ids})
         if self._done:
             raise self._fault("the server ended the episode before its first step")
-        shown = "\n\n".join(text for text in (question, self._text(observation)) if text)
-        return Opening([{"role": "user", "content": shown}], self._tools())
+        content = "\n\n".join(text for text in (question, self._text(observation)) if text)
+        return Opening([{"role": "user", "content": content}], self._tools())
 
     def step(self, message: Message) -> Turn:
         """Act: call the tools that the message calls, or send its text."""
         if self._has_tools:
             calls = message.get("tool_calls") or []
-            answers = [self._call(call) for call in calls if not self._done]
-            return Turn(answers, done=self._done or not calls)
-        observation = self._observation("step", {self._server.action_field: said(message)})
+            tool_messages = [self._call(call) for call in calls if not self._done]
+            return Turn(tool_messages, done=self._done or not calls)
+        observation = self._observation("step", {self._server.action_field: message_text(message)})
         return Turn([{"role": "user", "content": self._text(observation)}], self._done)
 
     def score(self) -> float:
@@ -212,10 +214,10 @@ class OpenEnvironment:
         field = self._server.observation_field
         if field is not None and field not in observation:
             raise self._fault(f"an observation has no field {field!r}{nearest(field, observation)}")
-        shown: Any = {name: value for name, value in observation.items() if name != "metadata"}
-        if field is not None or len(shown) <= 1:
-            shown = observation[field] if field is not None else next(iter(shown.values()), "")
-        return shown if isinstance(shown, str) else json.dumps(shown)
+        content: Any = {name: value for name, value in observation.items() if name != "metadata"}
+        if field is not None or len(content) <= 1:
+            content = observation[field] if field is not None else next(iter(content.values()), "")
+        return content if isinstance(content, str) else json.dumps(content)
 
     def _ask(
         self, kind: str, data: Mapping[str, Any] | None = None, *, seconds: float | None = None
@@ -230,14 +232,14 @@ class OpenEnvironment:
             with contextlib.suppress(ConnectionClosed):  # it may have said why
                 self._socket.send(json.dumps(request))
             answer = json.loads(self._socket.recv(seconds))
-            told = dict(answer["data"])
+            answer_data = dict(answer["data"])
             if answer["type"] != "error":
-                return told
+                return answer_data
         except (OSError, WebSocketException) as error:
             raise self._fault(f"the connection broke: {error}") from error
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._fault(f"expected JSON with type and data: {type(error).__name__}: {error}") from error
-        raise self._fault(f"{told.get('code')}: {told.get('message')}")
+        raise self._fault(f"{answer_data.get('code')}: {answer_data.get('message')}")
 
     def _fault(self, text: str) -> EpisodeFaultError:
         return EpisodeFaultError("wire", f"{self._server.target}: {' '.join(text[:_LONGEST_TEXT].split())}")

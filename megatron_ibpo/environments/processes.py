@@ -118,7 +118,6 @@ class EnvironmentPool:
         return session
 
     def close(self) -> None:
-        """End all episodes and their processes."""
         self._closed = True
         for zygote in list(self._zygotes.values()):
             zygote.kill()  # a start that is under way fails
@@ -142,7 +141,7 @@ class EnvironmentPool:
         return EpisodeFaultError(kind, text)
 
     async def _forked(self, target: str) -> tuple[_Zygote, socket.socket]:
-        """Return the zygote, and the connection to a new process of its."""
+        """Return a zygote of the environment, and the connection to the process that it has forked."""
         with self._lock:
             self.opened += 1
         for _ in range(_STARTS):
@@ -163,11 +162,11 @@ class EnvironmentPool:
     def _alive(self, target: str) -> _Zygote:
         """Return the zygote of an environment, after starting it if it has died. Runs in the thread of
         starts."""
-        before = self._zygotes.get(target)
-        if before is not None and before.is_ready():
-            return before
-        if before is not None:
-            self._bury(before)
+        zygote = self._zygotes.get(target)
+        if zygote is not None and zygote.is_ready():
+            return zygote
+        if zygote is not None:
+            self._bury(zygote)
         if target in self._refused:
             raise ConfigError(self._refused[target])
         for _ in range(_STARTS - 1):
@@ -216,7 +215,7 @@ class EnvironmentPool:
                 _log.warning(
                     "environment %s: the process that forks its episodes died (%s, death %d)",
                     zygote.target,
-                    zygote.how_it_ended(),
+                    zygote.exit_reason(),
                     self._zygote_deaths,
                 )
 
@@ -271,7 +270,7 @@ class _Zygote:
         if not line:
             self.end()
             raise _NotStartedError(
-                f"--environment {self.target}: its process ended while importing it ({self.how_it_ended()}); "
+                f"--environment {self.target}: its process ended while importing it ({self.exit_reason()}); "
                 "the reason is in the lines above"
             )
         state, content = read_json(line)
@@ -288,7 +287,6 @@ class _Zygote:
         self._ready = True
 
     def is_ready(self) -> bool:
-        """Return whether it can fork."""
         if not self._ready:
             return False
         try:
@@ -331,7 +329,7 @@ class _Zygote:
         """Kill it with all episodes."""
         self._process.kill()
 
-    def how_it_ended(self) -> str:
+    def exit_reason(self) -> str:
         return self._process.how_it_ended()
 
     def end(self) -> None:
@@ -353,7 +351,7 @@ class _Owner:
     def fault(self, kind: FaultKind, text: str) -> EpisodeFaultError:
         return self.pool._fault(kind, self.zygote.target, text)
 
-    def ended(self, *, hangs: bool) -> None:
+    def give_back_place(self, *, hangs: bool) -> None:
         if hangs:
             self.zygote.kill()
         self.pool._places.give_back()

@@ -39,7 +39,7 @@ class Owner(Protocol):
         """Count a fault, and return its exception."""
         ...
 
-    def ended(self, *, hangs: bool) -> None:
+    def give_back_place(self, *, hangs: bool) -> None:
         """Take back the session's place.
 
         Args:
@@ -79,11 +79,9 @@ class ProcessSession:
         self._opening = await self._call(wire.opening_in, "reset", question, label, dict(metadata), seed)
 
     async def step(self, message: Message) -> Turn:
-        """See `protocol.Session`."""
         return await self._call(wire.turn_in, "step", message)
 
     async def score(self) -> EpisodeScore:
-        """See `protocol.Session`."""
         return await self._call(wire.score_in, "score")
 
     async def close(self) -> None:
@@ -104,7 +102,7 @@ class ProcessSession:
                 hangs = False
         finally:
             self._connection.close()
-            self._owner.ended(hangs=hangs)
+            self._owner.give_back_place(hangs=hangs)
 
     async def _call(self, value_in: Callable[[Any], T], method: str, *arguments: Any) -> T:
         """Return what a method of the environment returned, as `value_in` reads it."""

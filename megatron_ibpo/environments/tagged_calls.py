@@ -21,7 +21,7 @@ _PYTHON_VALUES = {"True": True, "False": False, "None": None}
 _CONTAINERS = {"[": "array", "{": "object"}
 _DEEPEST = 16
 """Limit on schemas within schemas; a reference may lead to itself."""
-_ANY = frozenset({"any"})
+_ANY_TYPE = frozenset({"any"})
 """The types of a schema that says none."""
 _TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
@@ -46,7 +46,7 @@ def _value(text: str, types: frozenset[str]) -> Any:
         return None
     if "string" in types and _CONTAINERS.get(bare[:1]) not in types:
         return text
-    if bare in _PYTHON_VALUES and types != _ANY:
+    if bare in _PYTHON_VALUES and types != _ANY_TYPE:
         return _PYTHON_VALUES[bare]
     try:
         return read_json(bare)
@@ -61,7 +61,7 @@ def _types(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
         root: the schema that a reference such as `#/$defs/Mode` starts from.
     """
     if not isinstance(schema, dict) or depth > _DEEPEST:
-        return _ANY
+        return _ANY_TYPE
     types = frozenset[str]()
     if "$ref" in schema:
         types |= _types(_referenced(schema["$ref"], root), root, depth + 1)
@@ -74,7 +74,7 @@ def _types(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
         types |= frozenset().union(*(_types(part, root, depth + 1) for part in schema.get(key, ())))
     if schema.get("nullable") is True and types:
         types |= {"null"}
-    return _ANY if not types or "any" in types else types
+    return _ANY_TYPE if not types or "any" in types else types
 
 
 def _referenced(reference: Any, root: Any) -> Any:

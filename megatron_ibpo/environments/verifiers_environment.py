@@ -31,7 +31,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EpisodeEnd:
     """The end of what was run."""
 
     value: Any
@@ -43,17 +43,16 @@ class PolicyServer:
     """Runs something that asks a model over HTTP, one request after the other."""
 
     def __init__(self) -> None:
-        self._requests: queue.SimpleQueue[Request | Ended] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Request | EpisodeEnd] = queue.SimpleQueue()
         # of the server's loop: a thread that waited for a reply would outlive an episode that is left
         self._replies: asyncio.Queue[Message] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def next(self) -> Request | Ended:
+    def next(self) -> Request | EpisodeEnd:
         """Wait for the next request, or the end."""
         return self._requests.get()
 
     def reply(self, message: Message) -> None:
-        """Answer the last request."""
         assert self._loop is not None  # `next` gave a request
         self._loop.call_soon_threadsafe(self._replies.put_nowait, message)
 
@@ -70,9 +69,9 @@ class PolicyServer:
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
             port = runner.addresses[0][1]
-            self._requests.put(Ended(await play(f"http://127.0.0.1:{port}/v1", argument)))
+            self._requests.put(EpisodeEnd(await play(f"http://127.0.0.1:{port}/v1", argument)))
         except BaseException as error:  # the turn loop waits for an end
-            self._requests.put(Ended(None, error))
+            self._requests.put(EpisodeEnd(None, error))
         finally:
             await runner.cleanup()
 
@@ -166,7 +165,7 @@ class VerifiersEnvironment:
         self._server = PolicyServer()
         self._messages: list[Message] = []
         """The conversation so far, as the last request had it."""
-        self._ended: Ended | None = None
+        self._ended: EpisodeEnd | None = None
 
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
         """Start the task's episode, and return its first request to the policy. The prompt's question, if
@@ -174,7 +173,7 @@ class VerifiersEnvironment:
         task = self._task(metadata.get(TASK_INDEX), seed)
         threading.Thread(target=asyncio.run, args=(self._server.run(self._play, task),), daemon=True).start()
         request = self._next()
-        if isinstance(request, Ended):
+        if isinstance(request, EpisodeEnd):
             raise self._fault("it ended before the policy was asked")
         messages = [dict(message) for message in request.messages]
         if question:
@@ -184,12 +183,12 @@ class VerifiersEnvironment:
     def step(self, message: Message) -> Turn:
         """Give the policy's message to the episode, and return what its next request adds."""
         num_messages = len(self._messages)
-        before = self._messages
+        previous_messages = self._messages
         self._server.reply(message)
         request = self._next()
-        if isinstance(request, Ended):
+        if isinstance(request, EpisodeEnd):
             return Turn(done=True)
-        if request.messages[:num_messages] != before or len(request.messages) <= num_messages + 1:
+        if request.messages[:num_messages] != previous_messages or len(request.messages) <= num_messages + 1:
             raise EpisodeFaultError(
                 "error",
                 "the episode does not continue the policy's conversation: its harness rewrote the context, "
@@ -233,9 +232,9 @@ class VerifiersEnvironment:
         tasks = list(taskset)
         return tasks[seed % len(tasks) if index is None else int(index)]
 
-    def _next(self) -> Request | Ended:
+    def _next(self) -> Request | EpisodeEnd:
         request = self._server.next()
-        if isinstance(request, Ended):
+        if isinstance(request, EpisodeEnd):
             self._ended = request
         else:
             self._messages = request.messages
@@ -243,9 +242,9 @@ class VerifiersEnvironment:
 
     def _fault(self, text: str) -> EpisodeFaultError:
         """Return the fault with the errors of the episode."""
-        ended = self._ended
-        errors = [] if ended is None or ended.error is None else [repr(ended.error)]
-        if ended is not None and ended.value is not None:
-            of_traces = [error for trace in ended.value.traces for error in trace.errors]
-            errors += [f"{error.type}: {error.message}" for error in [*ended.value.errors, *of_traces]]
+        end = self._ended
+        errors = [] if end is None or end.error is None else [repr(end.error)]
+        if end is not None and end.value is not None:
+            of_traces = [error for trace in end.value.traces for error in trace.errors]
+            errors += [f"{error.type}: {error.message}" for error in [*end.value.errors, *of_traces]]
         return EpisodeFaultError("error", "; ".join([f"verifiers' episode: {text}", *errors]))

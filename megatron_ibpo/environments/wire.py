@@ -44,9 +44,9 @@ def answer_in(received: bytes) -> Any:
     Raises:
         EpisodeFaultError: it is a fault, the process has died, or it wrote something else.
     """
-    _, died, how = received.rpartition(DEATH)
+    _, died, exit_reason = received.rpartition(DEATH)
     if died:
-        raise EpisodeFaultError("death", f"its process died ({how.decode(errors='replace').strip()})")
+        raise EpisodeFaultError("death", f"its process died ({exit_reason.decode(errors='replace').strip()})")
     try:
         answer = read_json(received)
     except ValueError as error:

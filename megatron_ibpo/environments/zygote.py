@@ -115,7 +115,6 @@ class _Zygote:
                     os.kill(child.pid, signal.SIGKILL)
 
     def _begin(self, connection: socket.socket) -> None:
-        """Have a process serve an episode."""
         try:
             pid = self._handed_over(connection) or self._fork(lambda: connection)
         except OSError as error:  # too many processes, or no memory
@@ -161,11 +160,11 @@ class _Zygote:
         Args:
             connection: called in it; returns the connection on which it serves an episode.
         """
-        own = os.getpid()
+        own_pid = os.getpid()
         if (pid := os.fork()) == 0:
             status = 1
             try:
-                self._become_episode(own)
+                self._become_episode(own_pid)
                 serve(connection(), self._make)
                 status = 0
             finally:
@@ -186,43 +185,42 @@ class _Zygote:
         for child in [*self._episodes.values(), *self._spares.values()]:
             child.connection.close()
         if self._directory is not None:
-            own = self._directory / str(os.getpid())
-            own.mkdir()
-            os.environ["TMPDIR"] = tempfile.tempdir = str(own)
+            own_directory = self._directory / str(os.getpid())
+            own_directory.mkdir()
+            os.environ["TMPDIR"] = tempfile.tempdir = str(own_directory)
 
     def _reap(self) -> None:
         """Collect the children that have ended, and end what is left of their episodes."""
-        ended = []
+        ended_children = []
         with suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, status = found
+            while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = reaped
                 if pid in self._spares:  # the next would die as well, without end, where none can live
                     self._most = 0
                 if (child := self._episodes.pop(pid, None) or self._spares.pop(pid, None)) is not None:
-                    ended.append((child, status))
+                    ended_children.append((child, status))
         for stranger in _children() - self._helpers - self._episodes.keys() - self._spares.keys():
             with suppress(ProcessLookupError):  # its end is the next signal, and its children are seen then
                 os.kill(stranger, signal.SIGKILL)
-        for child, status in ended:
+        for child, status in ended_children:
             with suppress(KeyError):
                 self._poll.unregister(child.connection)
-            _close(child.connection, _how(status))
+            _close(child.connection, _exit_reason(status))
             if self._directory is not None:
                 shutil.rmtree(self._directory / str(child.pid), ignore_errors=True)
 
 
-def _close(connection: socket.socket, why: str) -> None:
-    """Close the connection to an episode's owner, and tell it why."""
+def _close(connection: socket.socket, reason: str) -> None:
+    """Send the reason to the episode's owner, and close the connection."""
     with connection, suppress(OSError):  # the owner is gone, or reads nothing
-        connection.send(DEATH + why.encode() + b"\n", socket.MSG_DONTWAIT)
+        connection.send(DEATH + reason.encode() + b"\n", socket.MSG_DONTWAIT)
 
 
 def _children() -> set[int]:
-    """Return the process ids of this process's children."""
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
 
-def _how(status: int) -> str:
+def _exit_reason(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     return f"status {code}" if code >= 0 else signal.Signals(-code).name
 

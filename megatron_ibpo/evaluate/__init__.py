@@ -1,20 +1,26 @@
 """Evaluation of a policy on held-out prompts."""
 
 from megatron_ibpo.evaluate.accuracy import Corrector, Evaluation, evaluate
-from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample, eval_sample
 from megatron_ibpo.evaluate.sets import EvalSet, SetEvaluation, open_eval_sets, set_settings
-from megatron_ibpo.evaluate.stored_samples import KeptError, KeptSamples, answered
+from megatron_ibpo.evaluate.stored_samples import (
+    EvalRequest,
+    EvalSample,
+    KeptError,
+    KeptSamples,
+    complete_samples,
+    eval_sample,
+)
 
 __all__ = [
-    "Asked",
     "Corrector",
+    "EvalRequest",
     "EvalSample",
     "EvalSet",
     "Evaluation",
     "KeptError",
     "KeptSamples",
     "SetEvaluation",
-    "answered",
+    "complete_samples",
     "eval_sample",
     "evaluate",
     "open_eval_sets",

@@ -14,10 +14,10 @@ from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import EvalSampling
-from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample, Key
 from megatron_ibpo.evaluate.pass_at_k import Outcomes, best_of, interval, majority, mean_over_prompts, pass_at
+from megatron_ibpo.evaluate.stored_samples import EvalRequest, EvalSample, Key
 
-Ask = Callable[[Sequence[Asked]], Sequence[EvalSample]]
+Ask = Callable[[Sequence[EvalRequest]], Sequence[EvalSample]]
 """Requests → scored samples, in order. Stored samples are reused without asking an engine again."""
 
 
@@ -33,9 +33,9 @@ class Corrector:
     """Limit of tokens in x̃ and the correction together."""
 
 
-def corrections_asked(
+def correction_requests(
     prompt: Prompt, samples: Sequence[EvalSample], corrector: Corrector, sampling: EvalSampling, seed: int
-) -> list[Asked]:
+) -> list[EvalRequest]:
     """Return one correction request per sample of a prompt, except where x̃ leaves no room for the
     correction.
 
@@ -58,7 +58,7 @@ def corrections_asked(
                 sampling.top_p,
                 sampling.top_k,
             )
-            requests.append(Asked(("correction", prompt.index, number), prompt, request))
+            requests.append(EvalRequest(("correction", prompt.index, number), prompt, request))
     return requests
 
 
@@ -150,22 +150,22 @@ def evaluate(
     """
     if not prompts:
         raise ValueError("evaluation needs at least one prompt")
-    sampled_asked = [
-        Asked(("sampled", prompt.index, number), prompt, _request(prompt, sampling, number, seed))
+    sampled_requests = [
+        EvalRequest(("sampled", prompt.index, number), prompt, _request(prompt, sampling, number, seed))
         for prompt in prompts
         for number in range(sampling.samples)
     ]
-    greedy_asked = [
-        Asked(
+    greedy_requests = [
+        EvalRequest(
             ("greedy", prompt.index, 0),
             prompt,
             SampleRequest(prompt.token_ids, seed, sampling.max_tokens, temperature=0.0),
         )
         for prompt in prompts
     ]
-    written = list(ask([*sampled_asked, *greedy_asked]))
+    samples = list(ask([*sampled_requests, *greedy_requests]))
     if corrector is not None:
-        samples_by_key = by_key(written)
+        samples_by_key = by_key(samples)
         of_prompts = {
             prompt.index: [
                 samples_by_key["sampled", prompt.index, number] for number in range(sampling.samples)
@@ -175,11 +175,11 @@ def evaluate(
         corrections = [
             correction
             for prompt in prompts
-            for correction in corrections_asked(prompt, of_prompts[prompt.index], corrector, sampling, seed)
+            for correction in correction_requests(prompt, of_prompts[prompt.index], corrector, sampling, seed)
         ]
-        written += ask(corrections) if corrections else []
+        samples += ask(corrections) if corrections else []
     order = [prompt.index for prompt in prompts]
-    return summarised(written, order, has_answers=has_answers, corrects=corrector is not None), written
+    return summarised(samples, order, has_answers=has_answers, corrects=corrector is not None), samples
 
 
 def by_key(samples: Sequence[EvalSample]) -> dict[Key, EvalSample]:

@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def benchmark_rows(path: str) -> Iterator[tuple[str, Row]]:
-    """Yield (where, row) for every row; the files of a directory in the order of their names.
+    """Yield (location, row) for every row; the files of a directory in the order of their names.
 
     Raises:
         DataError: nothing there, or a file in another format than its name says; with file and line.
@@ -95,8 +95,8 @@ def _of_lines(file: Path) -> Iterator[tuple[str, Row]]:
                         f"{RECORD_BYTES // GIB} GiB of content in a compressed file"
                     )
                 if line.strip():
-                    where = f"{file}, line {number}"
-                    yield where, _object(_json(line, where), where)
+                    location = f"{file}, line {number}"
+                    yield location, _object(_json(line, location), location)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{file}, after line {number}: not gzip, or cut off: {error}") from error
 
@@ -109,31 +109,31 @@ def _of_list(file: Path) -> Iterator[tuple[str, Row]]:
     if not isinstance(content, list):
         raise DataError(f"{file}: expected a JSON list of objects, found {type(content).__name__}")
     for number, row in enumerate(content):
-        where = f"{file}, item {number}"
-        yield where, _object(row, where)
+        location = f"{file}, item {number}"
+        yield location, _object(row, location)
 
 
 def _of_parquet(file: Path) -> Iterator[tuple[str, Row]]:
     table = Parquet(file)
     for block in range(table.num_blocks):
         for number in range(table.count(block)):
-            where = table.where(block, number)
+            location = table.where(block, number)
             try:
-                yield where, table.row(block, number)
+                yield location, table.row(block, number)
             except DataError as error:
-                raise DataError(f"{where}: {error}") from None
+                raise DataError(f"{location}: {error}") from None
 
 
-def _json(text: bytes, where: str) -> Any:
+def _json(text: bytes, location: str) -> Any:
     if num_brackets(text) > MOST_BRACKETS:
-        raise DataError(f"{where}: more than {MOST_BRACKETS:,} brackets")
+        raise DataError(f"{location}: more than {MOST_BRACKETS:,} brackets")
     try:
         return read_json(text)
     except ValueError as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
+        raise DataError(f"{location}: not JSON: {error}") from error
 
 
-def _object(row: Any, where: str) -> Row:
+def _object(row: Any, location: str) -> Row:
     if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
+        raise DataError(f"{location}: expected a JSON object, found {type(row).__name__}")
     return row

@@ -4,15 +4,21 @@
 docs/evaluation.md lists the source of each file, its licence and checksum. Nothing is downloaded.
 """
 
+import base64
+import binascii
+import io
 import json
+import pickle
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, Literal
 
+from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import counted, listed
 from megatron_ibpo.data import DataError
-from megatron_ibpo.evaluate import livecodebench
 from megatron_ibpo.evaluate.benchmark_files import Row, benchmark_rows
 
 PAGE = "docs/evaluation.md#benchmarks"
@@ -52,7 +58,7 @@ class BenchmarkRows:
     outside: int = 0
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (where, row) with prompt, label, task, id and metadata, in the form that `prompts_of_rows`
+        """Yield (location, row) with prompt, label, task, id and metadata, in the form that `prompts_of_rows`
         takes.
 
         A repeated id, which two files may have, gets a number appended.
@@ -63,27 +69,27 @@ class BenchmarkRows:
         """
         places: dict[str, str] = {}
         names: Counter[str] = Counter()
-        for where, row in benchmark_rows(self.path):
+        for location, row in benchmark_rows(self.path):
             try:
                 parsed = self.benchmark.row(row)
             except ValueError as error:
                 raise DataError(
-                    f"{where}: {error}. A row of {self.benchmark.title} has {self.benchmark.layout} (found: "
-                    f"{listed([repr(name)[:40] for name in row], most=20) or 'nothing'}); see {PAGE}"
+                    f"{location}: {error}. A row of {self.benchmark.title} has {self.benchmark.layout} (found"
+                    f": {listed([repr(name)[:40] for name in row], most=20) or 'nothing'}); see {PAGE}"
                 ) from None
             if parsed is None:
                 self.outside += 1
                 continue
             own_id, question, label = parsed
-            if (first := places.setdefault(question, where)) is not where:
-                raise DataError(f"{where}: repeats the problem at {first}; see {PAGE}")
+            if (first := places.setdefault(question, location)) is not location:
+                raise DataError(f"{location}: repeats the problem at {first}; see {PAGE}")
             problem = str(self.read) if own_id is None else own_id
             names[problem] += 1
             if names[problem] > 1:
                 problem = f"{problem}-{names[problem]}"
             self.read += 1
             yield (
-                where,
+                location,
                 {
                     "prompt": question,
                     "label": label,
@@ -94,7 +100,6 @@ class BenchmarkRows:
             )
 
     def notes(self) -> list[str]:
-        """Return notes on the rows for a reader of the results."""
         notes = []
         if self.outside:
             notes.append(
@@ -113,7 +118,7 @@ class BenchmarkRows:
 
 def _competition(row: Row) -> ParsedRow:
     """Parse AIME and HMMT in the layouts of several publishers."""
-    question = _one_of(row, ("problem", "question"))
+    question = _text_of_any(row, ("problem", "question"))
     problem = next((str(row[name]) for name in ("problem_idx", "id") if name in row), None)
     return problem, _boxed(question), _answer(row)
 
@@ -141,7 +146,7 @@ def _mbpp(row: Row) -> ParsedRow | None:
     number = row.get("task_id")
     if type(number) is not int:
         raise ValueError("field 'task_id' must be a whole number")
-    task = _one_of(row, ("text", "prompt"))
+    task = _text_of_any(row, ("text", "prompt"))
     tests = _texts(row, "test_list")
     setup = [row["test_setup_code"]] if row.get("test_setup_code") else list(row.get("test_imports") or [])
     if not 11 <= number <= 510:
@@ -154,9 +159,9 @@ def _mbpp(row: Row) -> ParsedRow | None:
 
 def _livecodebench(row: Row) -> ParsedRow | None:
     question, problem = _text(row, "question_content"), _text(row, "question_id")
-    if not livecodebench.in_window(str(row.get("contest_date"))):  # a date in parquet, its text in JSON
+    if not in_window(str(row.get("contest_date"))):  # a date in parquet, its text in JSON
         return None
-    label = livecodebench.code_label(row)
+    label = code_label(row)
     if starter := row.get("starter_code"):
         instruction = f"Complete this Python code. {_IN_A_BLOCK}\n\n```python\n{starter.rstrip()}\n```"
     else:
@@ -225,7 +230,7 @@ def _texts(row: Row, name: str) -> list[str]:
     return value
 
 
-def _one_of(row: Row, names: tuple[str, ...]) -> str:
+def _text_of_any(row: Row, names: tuple[str, ...]) -> str:
     return _text(row, next((name for name in names if name in row), names[0]))
 
 
@@ -238,3 +243,99 @@ def _answer(row: Row) -> str:
 
 def _boxed(question: str) -> str:
     return f"{question.rstrip()}\n\n{_BOXED}"
+
+
+# ------------------------------------------------- LiveCodeBench's rows (arXiv 2403.07974), with packed tests
+
+FIRST_DAY, LAST_DAY = date(2025, 2, 1), date(2025, 5, 31)
+"""First and last contest_date of the window 25.02-25.05."""
+_MOST_BYTES = 2**28
+"""Limit of one problem's private tests in bytes, unpacked. It is far more than any problem has; a small file
+could expand to more."""
+
+
+def in_window(contest_date: str) -> bool:
+    """Return whether a problem is in the window. Raises ValueError unless the date is an ISO date."""
+    return FIRST_DAY <= date.fromisoformat(contest_date[:10]) <= LAST_DAY
+
+
+def code_label(row: dict[str, Any]) -> str:
+    """Return the label for the verifier `code`: all tests of a row, public ones first.
+
+    Raises:
+        ValueError: the tests cannot be unpacked, or there are none; the message names the field.
+    """
+    tests = [*_tests(row, "public_test_cases"), *_tests(row, "private_test_cases")]
+    if not tests:
+        raise ValueError("it has no tests")
+    label: dict[str, Any] = {
+        "inputs": [test["input"] for test in tests],
+        "outputs": [test["output"] for test in tests],
+    }
+    if (name := function_name(row)) is not None:
+        label["fn_name"] = name
+    return json.dumps(label)
+
+
+def function_name(row: dict[str, Any]) -> str | None:
+    """Return the name of the method that the tests call; None for a program that reads stdin. Raises
+    ValueError."""
+    try:
+        metadata = read_json(row.get("metadata", ""))
+        name = metadata.get("func_name")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"field 'metadata' must be the text of a JSON object: {error}") from None
+    return name or None
+
+
+def _tests(row: dict[str, Any], field: str) -> list[dict[str, str]]:
+    try:
+        tests = read_json(_json_text(row[field]))
+    except KeyError:
+        raise ValueError(f"no field {field!r}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"field {field!r}: its tests cannot be read: {error}") from None
+    fine = isinstance(tests, list) and all(
+        isinstance(test, dict) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str)
+        for test in tests
+    )
+    if not fine:
+        raise ValueError(f"field {field!r} must be a list of objects with texts 'input' and 'output'")
+    return tests
+
+
+def _json_text(packed: str) -> str:
+    """Return JSON text that is given as it is, or as base64 of zlib of a pickle of it."""
+    if packed.lstrip().startswith("["):
+        return packed
+    try:
+        content = _unzipped(base64.b64decode(packed, validate=True))
+        text = _TextUnpickler(io.BytesIO(content)).load()
+    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, IndexError, KeyError) as error:
+        raise ValueError(f"neither JSON nor base64 of zlib of a pickled text: {error}") from None
+    if isinstance(text, bytes):
+        return text.decode()
+    if not isinstance(text, str):
+        raise ValueError(f"its pickle holds a {type(text).__name__}, where a text must be")
+    return text
+
+
+def _unzipped(data: bytes) -> bytes:
+    stream = zlib.decompressobj()
+    content = stream.decompress(data, _MOST_BYTES)
+    if stream.unconsumed_tail:
+        raise ValueError(f"unpacked it has more than {_MOST_BYTES:,} bytes")
+    if not stream.eof:
+        raise ValueError("it is cut off")
+    return content
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """An unpickler for texts only. Other pickles may run code through the names they look up, so every lookup
+    is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only a text may be in it")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to something outside, and only a text may be in it")

@@ -74,8 +74,8 @@ def interval(correct_PS: Outcomes) -> tuple[float, float]:
     hits_P = np.nansum(correct_PS, axis=1)
     known_P = (~np.isnan(correct_PS)).sum(axis=1)
     draw = np.random.default_rng(0).integers(len(hits_P), size=(_RESAMPLES, len(hits_P)))
-    known = known_P[draw].sum(axis=1)
-    means = hits_P[draw].sum(axis=1)[known > 0] / known[known > 0]
+    num_scored = known_P[draw].sum(axis=1)
+    means = hits_P[draw].sum(axis=1)[num_scored > 0] / num_scored[num_scored > 0]
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 

@@ -32,12 +32,13 @@ from megatron_ibpo.engines.registry import sampling_precision
 from megatron_ibpo.evaluate.accuracy import Evaluation, unknown_as_nan
 from megatron_ibpo.evaluate.benchmark_files import checksums
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
-from megatron_ibpo.evaluate.eval_sample import EvalSample, problem_id
 from megatron_ibpo.evaluate.pass_at_k import interval_over_prompts
 from megatron_ibpo.evaluate.stored_samples import (
     FINISHED,
     UNFINISHED,
+    EvalSample,
     Settings,
+    problem_id,
     prompts_digest,
     read_results,
     write_results,
@@ -293,18 +294,18 @@ def _field_names(path: Path) -> Iterator[str]:
 
 
 def finish_results(
-    directory: Path, evaluated: Sequence[SetEvaluation], more: dict[str, Any]
+    directory: Path, evaluated: Sequence[SetEvaluation], further_entries: dict[str, Any]
 ) -> dict[str, Any]:
     """Write the results of these sets beside existing results of others, and return all of them.
 
     Args:
-        more: entries beside the sets, such as seconds.
+        further_entries: entries beside the sets, such as seconds.
     """
     content = read_results(directory)
     for set_evaluation in evaluated:
         content["sets"][set_evaluation.set.name] |= results_of_set(set_evaluation)
     finished = all("measures" in entry for entry in content["sets"].values())
-    content |= {"status": FINISHED if finished else UNFINISHED, **more}
+    content |= {"status": FINISHED if finished else UNFINISHED, **further_entries}
     write_results(directory, content)
     return content
 

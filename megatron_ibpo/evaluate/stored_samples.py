@@ -1,4 +1,4 @@
-"""The files of an evaluation in progress: every sample, and the settings that it was made with.
+"""The samples of an evaluation and its files: every sample, and the settings that it was made with.
 
 DIR/results.json has the settings of every set from the start, and the measures at the end;
 DIR/SET.samples.jsonl gets a line for every sample as soon as it is scored. An interrupted evaluation reuses
@@ -8,16 +8,153 @@ the samples there, as long as the settings are the same.
 import hashlib
 import io
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from megatron_ibpo.basics.record_lines import append_record, open_records, record_lines
-from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.user_files import RECORD_BYTES, read_json_file
-from megatron_ibpo.evaluate.eval_sample import Asked, EvalSample, Key
+from megatron_ibpo.rewards import Response
+
+Kind = Literal["sampled", "greedy", "correction"]
+Key = tuple[Kind, int, int]
+"""(kind, index of the prompt, number of the sample): identifies a sample within a set."""
+
+_LONGEST_LABEL = 2000
+"""Characters. The tests of a code problem may take megabytes, and every sample stores its label."""
+
+
+@dataclass(frozen=True)
+class EvalSample:
+    """One sample of the policy, with the verifier's judgement."""
+
+    set: str
+    """Name of the set of prompts."""
+    id: str
+    """Identity of the problem: the data's own id if it has one, otherwise its position."""
+    prompt_index: int
+    kind: Kind
+    """Kind of sample. A correction has the number of the sample that it corrects."""
+    number: int
+    prompt: str
+    """The question."""
+    label: str
+    """Label that the verifier compares with; truncated if long."""
+    text: str
+    """The response."""
+    answer: str | None
+    """Answer that the verifier's module extracts from the response. Without one, None, the sample has no
+    vote."""
+    reward: float | None
+    """None where the verifier failed."""
+    correct: bool
+    error: str | None
+    """Error of the verifier, if it failed."""
+    finish_reason: Literal["stop", "length"]
+    num_tokens: int
+    """Number of tokens that the policy wrote."""
+    details: dict[str, float]
+    """Further numbers from the verifier."""
+    mean_logprob: float | None
+    """Mean over those tokens; None without any."""
+    token_ids: list[int] | None = field(default=None, repr=False)
+    """Token ids; stored only if the sample may be corrected."""
+
+    @property
+    def key(self) -> Key:
+        return self.kind, self.prompt_index, self.number
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> "EvalSample":
+        """Restore a sample from `as_json`. Raises TypeError or KeyError for other rows."""
+        return cls(**{name.name: row[name.name] for name in fields(cls)})
+
+    def as_candidate(self, prompt: Prompt) -> Sample:
+        """Return the sample as input for a correction prompt, without its score."""
+        assert self.token_ids is not None  # stored if corrections are requested
+        ids = token_ids(self.token_ids)
+        return Sample(
+            prompt_token_ids=prompt.token_ids,
+            token_ids=ids,
+            logprobs=np.zeros(len(ids), np.float32),
+            finish_reason=self.finish_reason,
+            temperature=1.0,
+            versions=((0, 0),),
+            loss_mask=np.ones(len(ids), bool),
+        )
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """A sample to be generated."""
+
+    key: Key
+    prompt: Prompt
+    request: SampleRequest
+
+
+def problem_id(prompt: Prompt) -> str:
+    """Return the data's own id of a problem, otherwise its position in the source."""
+    return str(prompt.metadata.get("id", prompt.index))
+
+
+def eval_sample(
+    name: str,
+    request: EvalRequest,
+    sample: Sample,
+    response: str | Response,
+    answer: Callable[[Prompt, str | Response], str | None] | None,
+    *,
+    keep_tokens: bool,
+) -> EvalSample:
+    """Return a scored sample in its stored form.
+
+    Args:
+        name: the set.
+        answer: extracts the answer of a response to a prompt; None if no verifier of the set defines that.
+    """
+    prompt, (kind, index, number) = request.prompt, request.key
+    tokens = sample.num_trained_tokens
+    logprob = math.fsum(sample.logprobs[sample.loss_mask].tolist()) / tokens if tokens else None
+    return EvalSample(
+        set=name,
+        id=problem_id(prompt),
+        prompt_index=index,
+        kind=kind,
+        number=number,
+        prompt=prompt.text,
+        label=_short(prompt.label),
+        text=response.text if isinstance(response, Response) else response,
+        answer=(answer(prompt, response) or None) if answer is not None else None,
+        reward=sample.reward,
+        correct=sample.correct,
+        error=sample.reward_error,
+        finish_reason=sample.finish_reason,
+        num_tokens=tokens,
+        details=dict(sample.reward_details),
+        mean_logprob=logprob,
+        token_ids=sample.token_ids.tolist() if keep_tokens else None,
+    )
+
+
+def _short(label: str) -> str:
+    if len(label) <= _LONGEST_LABEL:
+        return label
+    return f"{label[:_LONGEST_LABEL]}… ({len(label):,} characters in all)"
+
+
+# -------------------------------------------------------------------------------------------------- the files
+
 
 RESULTS_FILE = "results.json"
 UNFINISHED, FINISHED = "unfinished", "finished"
@@ -67,7 +204,7 @@ class KeptSamples:
         """Number of samples that an earlier process made."""
         return sum(map(len, self._found.values()))
 
-    def found(self, name: str) -> Mapping[Key, EvalSample]:
+    def stored(self, name: str) -> Mapping[Key, EvalSample]:
         """Return the samples of a set that an earlier process made, without those whose verifier failed."""
         return self._found[name]
 
@@ -115,10 +252,10 @@ class KeptSamples:
         return scored
 
 
-def answered(
-    requests: Sequence[Asked],
-    found: Mapping[Key, EvalSample],
-    ask: Callable[[Sequence[Asked], Callable[[int, EvalSample], None]], None],
+def complete_samples(
+    requests: Sequence[EvalRequest],
+    stored: Mapping[Key, EvalSample],
+    ask: Callable[[Sequence[EvalRequest], Callable[[int, EvalSample], None]], None],
     add: Callable[[EvalSample], None],
 ) -> list[EvalSample]:
     """Return a sample for every request, in order: stored ones, and the rest from `ask`.
@@ -128,7 +265,7 @@ def answered(
             it is scored.
         add: called at once with every new sample.
     """
-    samples = {key: found[key] for key in (request.key for request in requests) if key in found}
+    samples = {key: stored[key] for key in (request.key for request in requests) if key in stored}
     missing = [request for request in requests if request.key not in samples]
 
     def take(index: int, sample: EvalSample) -> None:
@@ -204,14 +341,14 @@ def _read(path: Path, own_hash: str | None) -> list[EvalSample]:
         own_hash: hash of the settings that every line must have been made with; None accepts any.
     """
     samples = []
-    for where, line in record_lines(path):
+    for location, line in record_lines(path):
         try:
             row = read_json(line)
             sample = EvalSample.from_json(row)
         except (ValueError, TypeError, KeyError) as error:
-            raise KeptError(f"{where}: no sample of an evaluation: {error!r:.200}") from error
+            raise KeptError(f"{location}: no sample of an evaluation: {error!r:.200}") from error
         if own_hash is not None and row.get("settings") != own_hash:
-            raise KeptError(f"{where}: made by other settings than results.json says; remove the file")
+            raise KeptError(f"{location}: made by other settings than results.json says; remove the file")
         samples.append(sample)
     return samples
 

@@ -69,7 +69,7 @@ class _Finding:
     """A rule's result for each step that it can judge."""
 
     steps: Array
-    held: npt.NDArray[np.bool_]
+    active: npt.NDArray[np.bool_]
     reason: Callable[[int], str]
     """Return the reason for the n-th of these steps."""
 
@@ -83,7 +83,7 @@ def run_alarms(columns: Columns, *, groups_per_step: int | None) -> list[Alarm]:
         columns: rows of the steps.
         groups_per_step: prompts per step; None: no alarm about dead groups.
     """
-    found: list[tuple[str, str, _Finding]] = [
+    findings: list[tuple[str, str, _Finding]] = [
         ("verifier fails", "reward_errors", _verifier_fails(columns)),
         ("truncation", "truncated_responses", _truncation(columns)),
         ("entropy collapse", "entropy", _entropy_collapse(columns)),
@@ -94,10 +94,10 @@ def run_alarms(columns: Columns, *, groups_per_step: int | None) -> list[Alarm]:
         ("reference leakage", "reference_leakage_rate", _leakage(columns)),
     ]
     if groups_per_step:
-        found.append(("dead groups", "degenerate_groups", _dead_groups(columns, groups_per_step)))
+        findings.append(("dead groups", "degenerate_groups", _dead_groups(columns, groups_per_step)))
     alarms = [
         Alarm(name, metric, since, until if until < finding.steps[-1] else None, reason)
-        for name, metric, finding in found
+        for name, metric, finding in findings
         for since, until, reason in _spells(finding)
     ]
     return sorted(alarms, key=lambda alarm: (alarm.until is not None, -(alarm.until or alarm.since)))
@@ -155,22 +155,22 @@ def rounding_bound(config: Config, *, replays_mask: bool = False) -> float | Non
 
 
 def check_reward_errors(
-    errors: int, responses: int, most: float, *, first_reward_error: str | None = None
+    errors: int, responses: int, max_share: float, *, first_reward_error: str | None = None
 ) -> None:
     """Stop a run whose verifier does not work: the remaining responses teach nothing.
 
     Args:
         errors: responses of one step on which the verifier failed.
         responses: responses of that step.
-        most: --max-reward-error-rate, the largest share of errors allowed.
+        max_share: --max-reward-error-rate, the largest share of errors allowed.
 
     Raises:
         RewardErrorRateError: there are more.
     """
-    if responses > 0 and errors / responses > most:
+    if responses > 0 and errors / responses > max_share:
         raise RewardErrorRateError(
             f"the verifier failed on {errors:,} of {counted(responses, 'response')} of a step, more than "
-            f"--max-reward-error-rate {most:g} allows{_because(first_reward_error)}"
+            f"--max-reward-error-rate {max_share:g} allows{_because(first_reward_error)}"
         )
 
 
@@ -190,7 +190,10 @@ def _cut_off(truncated: int, responses: int) -> str:
 
 
 def _beyond_rounding(difference: float, bound: float) -> str:
-    precision = next((name for name, own in ROUNDING_BOUNDS.items() if own == bound), "rounding")
+    precision = next(
+        (name for name, bound_of_precision in ROUNDING_BOUNDS.items() if bound_of_precision == bound),
+        "rounding",
+    )
     advice = (
         "try --vllm-dtype float32 if the trainer is in float32 (bfloat16 drops small updates), or --use-tis"
         if precision == "bfloat16"
@@ -205,25 +208,25 @@ def _beyond_rounding(difference: float, bound: float) -> str:
 
 def _verifier_fails(columns: Columns) -> _Finding:
     steps, errors, responses = _of_responses(columns, "reward_errors")
-    held = errors / responses >= REWARD_ERROR_SHARE
-    return _Finding(steps, held, lambda n: _failed(int(errors[n]), int(responses[n])))
+    active = errors / responses >= REWARD_ERROR_SHARE
+    return _Finding(steps, active, lambda n: _failed(int(errors[n]), int(responses[n])))
 
 
 def _truncation(columns: Columns) -> _Finding:
     steps, truncated, responses = _of_responses(columns, "truncated_responses")
-    held = truncated / responses >= TRUNCATED_SHARE
-    return _Finding(steps, held, lambda n: _cut_off(int(truncated[n]), int(responses[n])))
+    active = truncated / responses >= TRUNCATED_SHARE
+    return _Finding(steps, active, lambda n: _cut_off(int(truncated[n]), int(responses[n])))
 
 
 def _of_responses(columns: Columns, name: str) -> tuple[Array, Array, Array]:
     """Return (steps, counts, responses of the step); responses are their tokens over their mean length."""
-    steps, counts, tokens, length = columns.known(name, "tokens_responses", "response_length")
-    some = length > 0
-    return steps[some], counts[some], np.round(tokens[some] / length[some])
+    steps, counts, tokens, length = columns.values(name, "tokens_responses", "response_length")
+    has_length = length > 0
+    return steps[has_length], counts[has_length], np.round(tokens[has_length] / length[has_length])
 
 
 def _entropy_collapse(columns: Columns) -> _Finding:
-    steps, recent, start = _recent(*columns.known("entropy"))
+    steps, recent, start = _recent(*columns.values("entropy"))
     return _Finding(
         steps,
         recent < ENTROPY_SHARE * start,
@@ -235,11 +238,11 @@ def _entropy_collapse(columns: Columns) -> _Finding:
 
 
 def _length_drift(columns: Columns) -> _Finding:
-    steps, recent, start = _recent(*columns.known("response_length"))
-    held = (recent >= LENGTH_FACTOR * start) | (recent <= start / LENGTH_FACTOR)
+    steps, recent, start = _recent(*columns.values("response_length"))
+    active = (recent >= LENGTH_FACTOR * start) | (recent <= start / LENGTH_FACTOR)
     return _Finding(
         steps,
-        held & (start > 0),
+        active & (start > 0),
         lambda n: (
             f"{recent[n]:,.0f} tokens per response over the last {WINDOW} steps, {recent[n] / start:.2g} "
             f"times the {start:,.0f} of the first {WINDOW}"
@@ -248,7 +251,7 @@ def _length_drift(columns: Columns) -> _Finding:
 
 
 def _mismatch(columns: Columns) -> _Finding:
-    steps, recent, _ = _recent(*columns.known("logprob_diff_k3"))
+    steps, recent, _ = _recent(*columns.values("logprob_diff_k3"))
     return _Finding(
         steps,
         recent > MISMATCH_BOUND,
@@ -261,14 +264,14 @@ def _mismatch(columns: Columns) -> _Finding:
 
 
 def _rounding(columns: Columns) -> _Finding:
-    steps, difference, bound = columns.known("logprob_diff_abs_mean", "logprob_diff_bound")
+    steps, difference, bound = columns.values("logprob_diff_abs_mean", "logprob_diff_bound")
     return _Finding(
         steps, difference > bound, lambda n: _beyond_rounding(float(difference[n]), float(bound[n]))
     )
 
 
 def _saturation(columns: Columns) -> _Finding:
-    steps, recent, _ = _recent(*columns.known("accuracy"))
+    steps, recent, _ = _recent(*columns.values("accuracy"))
     return _Finding(
         steps,
         (recent >= SATURATED_ACCURACY) | (recent <= 1 - SATURATED_ACCURACY),
@@ -280,7 +283,7 @@ def _saturation(columns: Columns) -> _Finding:
 
 
 def _leakage(columns: Columns) -> _Finding:
-    steps, recent, _ = _recent(*columns.known("reference_leakage_rate"))
+    steps, recent, _ = _recent(*columns.values("reference_leakage_rate"))
     return _Finding(
         steps,
         recent >= LEAKAGE_SHARE,
@@ -291,7 +294,7 @@ def _leakage(columns: Columns) -> _Finding:
 
 
 def _dead_groups(columns: Columns, groups_per_step: int) -> _Finding:
-    steps, recent, _ = _recent(*columns.known("degenerate_groups"))
+    steps, recent, _ = _recent(*columns.values("degenerate_groups"))
     return _Finding(
         steps,
         recent / groups_per_step >= DEAD_GROUPS_SHARE,
@@ -314,7 +317,7 @@ def _recent(steps: Array, values: Array) -> tuple[Array, Array, float]:
 def _spells(finding: _Finding) -> list[tuple[int, int, str]]:
     """Return (first step, last step, reason at the last) of each spell."""
     spells: list[tuple[int, int, int]] = []
-    for number in np.flatnonzero(finding.held).tolist():
+    for number in np.flatnonzero(finding.active).tolist():
         step = int(finding.steps[number])
         since = spells.pop()[0] if spells and step - spells[-1][1] < WINDOW else step
         spells.append((since, step, number))

@@ -1,7 +1,7 @@
 """Display of a run on the terminal: the table of sizes, and the progress of the steps."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megatron_ibpo.basics.text import counted
 
-SHOWN = {
+METRIC_LABELS = {
     "reward": "reward",
     "accuracy": "accuracy",
     "correction_success": "corrected",
@@ -31,6 +31,14 @@ class Size:
     name: str
     value: str | int
     meaning: str = ""
+
+
+def plain_table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    """Return a table without edges, with these columns of text and then these of numbers."""
+    table = Table(*texts, show_edge=False, pad_edge=False)
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
 
 
 def sizes_table(sizes: Iterable[Size]) -> Table:
@@ -61,12 +69,11 @@ class ProgressDisplay:
         self._start = time.monotonic()
         self._live: Live | None = None
 
-    def print(self, what: object) -> None:
+    def print(self, content: object) -> None:
         """Print above the live panel."""
-        self.console.print(what, highlight=False, markup=False, soft_wrap=isinstance(what, str))
+        self.console.print(content, highlight=False, markup=False, soft_wrap=isinstance(content, str))
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """Show a completed step."""
         if self._step == self._first_step:
             self._start = time.monotonic() - sum(seconds.values())  # start-up is not part of the estimate
         self._step = step
@@ -89,7 +96,7 @@ class ProgressDisplay:
 
     def _line(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> str:
         parts = [f"step {self._step}/{self._num_steps}"]
-        parts += [f"{label} {metrics[name]:.4g}" for name, label in SHOWN.items() if name in metrics]
+        parts += [f"{label} {metrics[name]:.4g}" for name, label in METRIC_LABELS.items() if name in metrics]
         parts += _sampling(metrics)
         parts.append(f"{sum(seconds.values()):.1f} s ({_stages(seconds)})")
         parts.append(f"eta {_clock(self._eta_seconds())}")
@@ -97,11 +104,11 @@ class ProgressDisplay:
 
     def _panel(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> Panel:
         values = Table.grid(padding=(0, 3))
-        shown = [name for name in SHOWN if name in metrics]
-        for _ in shown:
+        names = [name for name in METRIC_LABELS if name in metrics]
+        for _ in names:
             values.add_column(justify="right")
-        values.add_row(*(Text(SHOWN[name], style="dim") for name in shown))
-        values.add_row(*(f"{metrics[name]:.4g}" for name in shown))
+        values.add_row(*(Text(METRIC_LABELS[name], style="dim") for name in names))
+        values.add_row(*(f"{metrics[name]:.4g}" for name in names))
         sampling = Text("  ".join(_sampling(metrics)))
         times = Text(f"{sum(seconds.values()):.1f} s per step: {_stages(seconds)}", style="dim")
         bar = Table.grid(expand=True)
@@ -131,6 +138,6 @@ def _stages(seconds: Mapping[str, float]) -> str:
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, full_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{full_seconds:02d}" if hours else f"{minutes}:{full_seconds:02d}"

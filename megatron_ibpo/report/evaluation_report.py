@@ -7,15 +7,14 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
 from megatron_ibpo.evaluate import SetEvaluation
 from megatron_ibpo.evaluate.sets import finish_results
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE, samples_path
-from megatron_ibpo.report.display import open_console
+from megatron_ibpo.report.display import open_console, plain_table
 from megatron_ibpo.report.run_curves import STYLE
-from megatron_ibpo.report.run_dir import whole
+from megatron_ibpo.report.run_dir import atomic_path
 from megatron_ibpo.report.run_report import measure_name
 from megatron_ibpo.report.summary import measures
 
@@ -29,7 +28,6 @@ def report_evaluation(
     *,
     seconds: Mapping[str, float],
     counts: Mapping[str, int],
-    console: Console | None = None,
 ) -> None:
     """Finish results.json, draw evaluation.png, and show the measures.
 
@@ -38,8 +36,7 @@ def report_evaluation(
         seconds: seconds of this process by stage.
         counts: numbers of deaths.
     """
-
-    console = console or open_console()
+    console = open_console()
     rounded = {name: round(value, 2) for name, value in seconds.items()}
     content = finish_results(run_dir, evaluated, {"seconds_by_stage": rounded, "counts": dict(counts)})
     plot_evaluation(content["sets"], run_dir / PLOT_FILE, title=Path(policy).name)
@@ -47,19 +44,21 @@ def report_evaluation(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    for one in evaluated:
-        say(f"{one.set.name}: {one.evaluation}")
-    console.print(_table(content["sets"], [one.set.name for one in evaluated]))
-    files = [RESULTS_FILE, *(samples_path(run_dir, one.set.name).name for one in evaluated), PLOT_FILE]
+    for set_evaluation in evaluated:
+        say(f"{set_evaluation.set.name}: {set_evaluation.evaluation}")
+    console.print(_table(content["sets"], [set_evaluation.set.name for set_evaluation in evaluated]))
+    files = [
+        RESULTS_FILE,
+        *(samples_path(run_dir, set_evaluation.set.name).name for set_evaluation in evaluated),
+        PLOT_FILE,
+    ]
     for file in files:
         say(str(run_dir / file))
 
 
 def _table(sets: Mapping[str, Any], names: Sequence[str]) -> Table:
     """Return a table with a line per measure of each set."""
-    table = Table("set", "", show_edge=False, pad_edge=False)
-    for column in ("share", "95 % interval"):
-        table.add_column(column, justify="right")
+    table = plain_table(("set", ""), ("share", "95 % interval"))
     for name in names:
         entry = sets[name]
         for measure, metric in measures(entry["measures"]).items():
@@ -73,7 +72,7 @@ def _table(sets: Mapping[str, Any], names: Sequence[str]) -> Table:
     return table
 
 
-_SHOWN = {
+_MEASURE_LABELS = {
     "accuracy": "sampled",
     "greedy_accuracy": "greedy",
     "majority_accuracy": "maj@n",
@@ -96,14 +95,14 @@ def plot_evaluation(sets: Mapping[str, Mapping[str, Any]], path: Path, *, title:
         _draw_measures(figure.add_subplot(1, 2 if curves else 1, 1), done)
         if curves:
             _draw_pass_at(figure.add_subplot(1, 2, 2), curves)
-        with whole(path) as unfinished:
+        with atomic_path(path) as unfinished:
             figure.savefig(unfinished, format="png")
 
 
 def _draw_measures(axes: Axes, sets: Mapping[str, Mapping[str, Any]]) -> None:
     axes.set_title("Accuracy, 95 % intervals")
     names = list(sets)
-    for place, (measure, label) in enumerate(_SHOWN.items()):
+    for place, (measure, label) in enumerate(_MEASURE_LABELS.items()):
         having = [number for number, name in enumerate(names) if measure in sets[name]["measures"]]
         if not having:
             continue

@@ -53,8 +53,8 @@ class MetricsLog:
 
         self._dir = run_dir
         path = run_dir / METRICS_FILE
-        before = read_rows(path) if path.exists() else []
-        self.rows = [row for row in before if row["step"] <= completed_steps]
+        stored_rows = read_rows(path) if path.exists() else []
+        self.rows = [row for row in stored_rows if row["step"] <= completed_steps]
         self._tracked: list[Any] = [_tracked_run(name, run_dir, tracked_config) for name in trackers]
         write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = open_records(path)
@@ -97,9 +97,9 @@ class MetricsLog:
 
 def _tracked_run(tracker: str, run_dir: Path, config: dict[str, Any] | None) -> Any:
     """Return a run of wandb or trackio, with the name of the run's directory."""
-    own = {"dir": str(run_dir)} if tracker == "wandb" else {}  # trackio keeps all runs in $TRACKIO_DIR
+    directory = {"dir": str(run_dir)} if tracker == "wandb" else {}  # trackio keeps all runs in $TRACKIO_DIR
     module = importlib.import_module(tracker)
-    return module.init(project="megatron_ibpo", name=run_dir.name, config=config, **own)
+    return module.init(project="megatron_ibpo", name=run_dir.name, config=config, **directory)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -108,10 +108,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line is not JSON, or not a row.
     """
-    return [read_row(line, where) for where, line in record_lines(path)]
+    return [read_row(line, location) for location, line in record_lines(path)]
 
 
-def read_row(line: bytes, where: str) -> dict[str, Any]:
+def read_row(line: bytes, location: str) -> dict[str, Any]:
     """Return the row on a line of a metrics.jsonl.
 
     Raises:
@@ -120,9 +120,9 @@ def read_row(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = read_json(line)
     except ValueError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
+        raise ValueError(f"{location}: not JSON: {error}") from error
     if not _is_row(row):
-        raise ValueError(f"{where}: not a row of a metrics log, which has a kind, a step and numbers")
+        raise ValueError(f"{location}: not a row of a metrics log, which has a kind, a step and numbers")
     return row
 
 
@@ -160,7 +160,6 @@ class Columns:
             self.add(row)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row of metrics.jsonl."""
         values = {name: value for name, value in row.items() if name not in ("kind", "step", "seconds")}
         values |= {f"seconds/{stage}": value for stage, value in row.get("seconds", {}).items()}
         for name in values:
@@ -175,20 +174,20 @@ class Columns:
     def names(self) -> list[str]:
         return list(self._values)
 
-    def known(self, *names: str) -> tuple[Array, ...]:
+    def values(self, *names: str) -> tuple[Array, ...]:
         """Return (steps, values of each name) of the rows that have all of them."""
         columns = np.array([self._values.get(name, [np.nan] * len(self.steps)) for name in names])
         present = ~np.isnan(columns).any(axis=0)
         return np.array(self.steps, float)[present], *columns[:, present]
 
-    def last(self, name: str, most: int) -> float | None:
-        """Return the mean of the column's last `most` known values; None if there are none."""
-        _, values = self.known(name)
-        return float(values[-most:].mean()) if values.size else None
+    def last(self, name: str, count: int) -> float | None:
+        """Return the mean of the column's last `count` known values; None if there are none."""
+        _, values = self.values(name)
+        return float(values[-count:].mean()) if values.size else None
 
-    def thinned(self, first: int | None, last: int | None, most: int) -> dict[str, Any]:
-        """Return the rows from step `first` to `last` in at most `most` buckets of equal size; the newest row
-        has its own.
+    def thinned(self, first: int | None, last: int | None, max_buckets: int) -> dict[str, Any]:
+        """Return the rows from step `first` to `last` in at most `max_buckets` buckets of equal size; the
+        newest row has its own.
 
         Returns:
             "first" and "last": steps of each bucket. "metrics": name → "mean" and, if a bucket has several
@@ -201,7 +200,7 @@ class Columns:
         if last is not None:
             chosen &= steps <= last
         steps = steps[chosen]
-        size = max(1, -(-len(steps) // most))
+        size = max(1, -(-len(steps) // max_buckets))
         starts = np.arange(0, len(steps), size)
         if size > 1 and starts[-1] < len(steps) - 1:
             starts = np.append(starts, len(steps) - 1)  # the newest row is shown as it is
@@ -240,11 +239,14 @@ def metrics_by_task(groups: Sequence[Group]) -> dict[str, float]:
     for group in groups:
         by_task.setdefault(group.prompt.task, []).append(group)
     metrics: dict[str, float] = {}
-    for task, own in sorted(by_task.items()):
+    for task, task_groups in sorted(by_task.items()):
         scored = [
-            response.correct for group in own for response in group.responses if response.reward is not None
+            response.correct
+            for group in task_groups
+            for response in group.responses
+            if response.reward is not None
         ]
-        metrics[f"prompts/{task}"] = float(len(own))
+        metrics[f"prompts/{task}"] = float(len(task_groups))
         if scored:
             metrics[f"accuracy/{task}"] = sum(scored) / len(scored)
     return metrics

@@ -24,9 +24,9 @@ def outcomes_path(run_dir: Path, step: int, name: str = "") -> Path:
 def save_outcomes(run_dir: Path, step: int, evaluated: Sequence[SetEvaluation]) -> None:
     """Write the outcomes of every set."""
     (run_dir / "evaluations").mkdir(exist_ok=True)
-    for one in evaluated:
-        path = outcomes_path(run_dir, step, one.set.name if one.set.is_named else "")
-        write_whole(path, json.dumps({"step": step, "problems": _problems(one.samples)}) + "\n")
+    for set_evaluation in evaluated:
+        path = outcomes_path(run_dir, step, set_evaluation.set.name if set_evaluation.set.is_named else "")
+        write_whole(path, json.dumps({"step": step, "problems": _problems(set_evaluation.samples)}) + "\n")
 
 
 def _problems(samples: Sequence[EvalSample]) -> dict[str, dict[str, list[int | None]]]:
@@ -34,9 +34,9 @@ def _problems(samples: Sequence[EvalSample]) -> dict[str, dict[str, list[int | N
     greedy ones are separate."""
     problems: dict[str, dict[str, list[int | None]]] = {}
     for sample in samples:
-        kept = problems.setdefault(str(sample.prompt_index), {"sampled": [], "greedy": []})
+        outcomes = problems.setdefault(str(sample.prompt_index), {"sampled": [], "greedy": []})
         if sample.kind != "correction":
-            kept[sample.kind].append(None if sample.reward is None else int(sample.correct))
+            outcomes[sample.kind].append(None if sample.reward is None else int(sample.correct))
     return problems
 
 
@@ -48,7 +48,7 @@ def load_outcomes(path: Path) -> dict[int, float]:
     """
     try:
         problems = json.loads(path.read_text(encoding="utf-8"))["problems"]
-        return {int(index): _share(kept["sampled"]) for index, kept in problems.items()}
+        return {int(index): _share(outcomes["sampled"]) for index, outcomes in problems.items()}
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -56,5 +56,5 @@ def load_outcomes(path: Path) -> dict[int, float]:
 
 
 def _share(outcomes: Sequence[int | None]) -> float:
-    known: npt.NDArray[np.float64] = np.array([outcome for outcome in outcomes if outcome is not None])
-    return float(known.mean()) if known.size else float("nan")
+    scored: npt.NDArray[np.float64] = np.array([outcome for outcome in outcomes if outcome is not None])
+    return float(scored.mean()) if scored.size else float("nan")

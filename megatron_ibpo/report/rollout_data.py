@@ -106,10 +106,10 @@ def save_groups(
         "step": step,
         "groups": [_group_to_json(group, decode) for group in groups],
         "trained": _trained_to_json(sequences, old_logprobs, new_logprobs),
-        "explanations": [_explanation_to_json(own) for own in explanations],
+        "explanations": [_explanation_to_json(explanation) for explanation in explanations],
     }
     # a lone surrogate, which a prompt or a message may hold, can be in UTF-8 only as an escape
-    text = _HALF.sub(lambda found: f"\\u{ord(found[0]):04x}", _readable(content))
+    text = _HALF.sub(lambda match: f"\\u{ord(match[0]):04x}", _readable(content))
     write_whole(path, text + "\n")
 
 
@@ -194,7 +194,8 @@ def _explanation_to_json(explanation: GroupExplanation) -> dict[str, Any]:
 
     def lines(samples: Sequence[SampleExplanation]) -> list[list[list[Any]]]:
         return [
-            [[line.name, _plain(line.value), line.sum, line.note] for line in own.lines] for own in samples
+            [[line.name, _plain(line.value), line.sum, line.note] for line in sample.lines]
+            for sample in samples
         ]
 
     return {
@@ -244,9 +245,9 @@ def _group_from_json(item: dict[str, Any]) -> Group:
     corrections = []
     for index, stored in enumerate(item["corrections"]):
         correction = _without(stored, "prompt_decoded")
-        asked = token_ids(correction.pop("prompt_token_ids", prompt["token_ids"]))  # format 1
+        prompt_ids = token_ids(correction.pop("prompt_token_ids", prompt["token_ids"]))  # format 1
         correction["references"] = tuple(correction["references"])
-        correction["response"] = _sample_from_json(correction["response"], index, asked)
+        correction["response"] = _sample_from_json(correction["response"], index, prompt_ids)
         corrections.append(Correction(**correction))
     responses = [
         _sample_from_json(sample, index, prompt["token_ids"])
@@ -374,7 +375,7 @@ TOKENS_PER_STEP = 50_000
 """Tokens of a step after which no further group is kept; some 4 MB."""
 
 
-def is_kept(step: int, num_steps: int, count: int) -> bool:
+def is_recorded_step(step: int, num_steps: int, count: int) -> bool:
     """Return whether the samples of a step are kept: the first step, the last, and others evenly between.
 
     Args:
@@ -407,18 +408,19 @@ def keep_samples(
 
 
 def _first_groups(groups: Sequence[Group]) -> list[Group]:
-    kept: list[Group] = []
+    first_groups: list[Group] = []
     tokens = 0
     for group in groups:
         if tokens >= TOKENS_PER_STEP:
             break
         tokens += sum(len(sample.prompt_token_ids) + len(sample.token_ids) for sample in group.samples)
         corrections = [
-            replace(one, response=_without_engine_records(one.response)) for one in group.corrections
+            replace(correction, response=_without_engine_records(correction.response))
+            for correction in group.corrections
         ]
         responses = list(map(_without_engine_records, group.responses))
-        kept.append(replace(group, responses=responses, corrections=corrections))
-    return kept
+        first_groups.append(replace(group, responses=responses, corrections=corrections))
+    return first_groups
 
 
 def _without_engine_records(sample: Sample) -> Sample:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron_ibpo.report.run_dir import whole
+from megatron_ibpo.report.run_dir import atomic_path
 from megatron_ibpo.report.summary import HELD_OUT_LOSS
 
 _LINES = {
@@ -64,7 +64,7 @@ def plot_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> bo
             axes.set_xlabel("steps")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
             draw(axes)
-        with whole(path) as unfinished:
+        with atomic_path(path) as unfinished:
             figure.savefig(unfinished, format="png")
     return True
 

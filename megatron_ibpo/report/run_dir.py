@@ -129,12 +129,12 @@ def run_tokenizer(run_dir: Path) -> Tokenizer:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: it is complete or absent, whenever the run ends."""
-    with whole(path) as unfinished:
+    with atomic_path(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write `path` to; it is renamed at the end of the block."""
     path.parent.mkdir(exist_ok=True)  # not its parents: a deleted run directory stays deleted
     unfinished = path.with_suffix(".tmp")
@@ -175,12 +175,14 @@ def how_to_go_on(run_dir: Path, training: str = "train") -> str:
         return "The run cannot be resumed: it saved no checkpoint (--save-interval saves while it runs)."
     launcher = Path(__file__).resolve().parents[2] / "tools/ibpo.sh"
     program = ["bash", str(launcher)] if launcher.exists() else ["ibpo"]  # outside a clone
-    here = run_dir.absolute()
-    command = shlex.join([*program, training, "--config", str(here / CONFIG_FILE), "--load", str(here)])
+    absolute_dir = run_dir.absolute()
+    command = shlex.join(
+        [*program, training, "--config", str(absolute_dir / CONFIG_FILE), "--load", str(absolute_dir)]
+    )
     from_where = f"after step {int(steps[-1].name.removeprefix('step_'))}" if steps else "from the journal"
     return (
-        f"To resume {from_where} (on several nodes: start the script on every node with --load {here}):\n"
-        f"  {command}"
+        f"To resume {from_where} (on several nodes: start the script on every node with --load "
+        f"{absolute_dir}):\n  {command}"
     )
 
 

@@ -19,8 +19,7 @@ from megatron_ibpo.basics.redaction import without_keys
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.evaluate import SetEvaluation
-from megatron_ibpo.report.correction_value import break_even_lines
-from megatron_ibpo.report.display import ProgressDisplay, Size, sizes_table
+from megatron_ibpo.report.display import ProgressDisplay, Size, plain_table, sizes_table
 from megatron_ibpo.report.metrics_log import MetricsLog
 from megatron_ibpo.report.run_dir import (
     METRICS_FILE,
@@ -31,7 +30,7 @@ from megatron_ibpo.report.run_dir import (
     write_whole,
 )
 from megatron_ibpo.report.stages import Forecast, error_line
-from megatron_ibpo.report.summary import HELD_OUT_LOSS, summarise
+from megatron_ibpo.report.summary import HELD_OUT_LOSS, break_even_lines, summarise
 
 
 class Report:
@@ -99,7 +98,7 @@ class Report:
 
     def predicted(self, forecast: Forecast) -> None:
         """Show the predicted time of a step, and keep it for the end of the run."""
-        self.note(forecast.said)
+        self.note(forecast.text)
         if forecast.seconds is None:
             return
         self._predicted = {name: round(float(value), 4) for name, value in forecast.seconds.items()}
@@ -119,12 +118,12 @@ class Report:
             spent: metrics of the cost of training until then.
         """
         metrics = dict(spent or {})
-        for one in evaluated:
-            metrics |= one.set.metrics(one.evaluation.metrics())
+        for set_evaluation in evaluated:
+            metrics |= set_evaluation.set.metrics(set_evaluation.evaluation.metrics())
         self._record("evaluation", step, metrics, seconds)
-        for one in evaluated:
-            of_set = f", {one.set.name}" if one.set.is_named else ""
-            self.note(f"evaluation after {counted(step, 'step')}{of_set}: {one.evaluation}")
+        for set_evaluation in evaluated:
+            of_set = f", {set_evaluation.set.name}" if set_evaluation.set.is_named else ""
+            self.note(f"evaluation after {counted(step, 'step')}{of_set}: {set_evaluation.evaluation}")
 
     def held_out_loss(self, step: int, loss: float, seconds: Mapping[str, float]) -> None:
         """Record and show the loss per token of held-out demonstrations after `step` completed steps."""
@@ -133,10 +132,10 @@ class Report:
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """Record and show step number `step`, counted from 1, with its seconds by stage."""
-        told = dict(self._deaths())
-        metrics = dict(metrics) | self._since(told)
+        deaths = dict(self._deaths())
+        metrics = dict(metrics) | self._since(deaths)
         self._record("step", step, metrics, seconds)
-        self._deaths_told = told  # not earlier: a row that found no room is recorded again
+        self._deaths_told = deaths  # not earlier: a row that found no room is recorded again
         self._display.step(step, metrics, seconds)
 
     def finish(
@@ -160,7 +159,7 @@ class Report:
             since=self._since(self._deaths()),
             predicted=self._predicted,
         )
-        kept = [self._run_dir / METRICS_FILE]
+        files = [self._run_dir / METRICS_FILE]
         for name, write in (
             (SUMMARY_FILE, lambda path: _write_summary(summary, path)),
             ("curves.png", lambda path: plot_curves(self._log.rows, path, title=self._title)),
@@ -168,7 +167,7 @@ class Report:
             try:
                 # a directory that was deleted during the run is not made again
                 if self._run_dir.is_dir() and write(self._run_dir / name):
-                    kept.append(self._run_dir / name)
+                    files.append(self._run_dir / name)
             except OSError as error:  # the results are shown all the same
                 self.note(f"{self._run_dir / name} could not be written: {error.strerror}")
         # the command's error handler prints last why a run failed
@@ -184,7 +183,7 @@ class Report:
             self.note(line)
         if self._predicted is not None and (errors := summary["prediction_error"]) is not None:
             self.note(error_line(self._predicted, errors))
-        for file in kept:
+        for file in files:
             self.note(str(file))
         if status != "finished":
             self.note(how_to_go_on(self._run_dir, self._command))
@@ -232,9 +231,7 @@ def _write_summary(summary: dict[str, Any], path: Path) -> bool:
 def _results_table(summary: dict[str, Any]) -> Table:
     """Return a table with the start and end of each measure of the summary that was measured at either; "–"
     for the other."""
-    table = Table("", show_edge=False, pad_edge=False)
-    for column in ("start", "end"):
-        table.add_column(column, justify="right")
+    table = plain_table(("",), ("start", "end"))
     for key in (key.removesuffix("_start") for key in summary if key.endswith("_start")):
         values = summary[f"{key}_start"], summary[f"{key}_end"]
         if values != (None, None):
@@ -257,9 +254,7 @@ def measure_name(key: str) -> str:
 
 
 def _seconds_table(summary: dict[str, Any]) -> Table:
-    table = Table("stage", show_edge=False, pad_edge=False)
-    for column in ("seconds", "share"):
-        table.add_column(column, justify="right")
+    table = plain_table(("stage",), ("seconds", "share"))
     total = summary["seconds_total"]
     by_time = sorted(summary["seconds_by_stage"].items(), key=lambda item: -item[1])
     for stage, seconds in by_time:
@@ -320,7 +315,7 @@ def count_lines(counts: Mapping[str, int]) -> list[str]:
 PROGRAM = "megatron_ibpo"
 
 
-class _Shown(logging.Handler):
+class _ConsoleHandler(logging.Handler):
     def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
@@ -339,7 +334,7 @@ def warnings_shown(show: Callable[[str], None]) -> Iterator[None]:
 
     Otherwise Python would print them to stderr, without the time and beside the display.
     """
-    handler = _Shown(show)
+    handler = _ConsoleHandler(show)
     logger = logging.getLogger(PROGRAM)
     logger.addHandler(handler)
     try:
@@ -364,9 +359,7 @@ def supervised_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     Args:
         rows: metrics.jsonl. Measures without values are left out.
     """
-    table = Table("", show_edge=False, pad_edge=False)
-    for column in ("first", "last"):
-        table.add_column(column, justify="right")
+    table = plain_table(("",), ("first", "last"))
     for metric, (name, kind) in _BEFORE_AND_AFTER.items():
         values = [row[metric] for row in rows if row["kind"] == kind and metric in row]
         if values:

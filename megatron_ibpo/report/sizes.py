@@ -60,7 +60,7 @@ def run_sizes(
             f"of {counted(world_size, 'rank')}",
         ),
         Size("precision", "bfloat16" if config.model.bf16 else "float32", "of the trainer, --bf16"),
-        *(Size(part, library, how) for part, (library, how) in (layers or {}).items()),
+        *(Size(part, library, implementation) for part, (library, implementation) in (layers or {}).items()),
         Size("loss", loss.loss_variant, _computed_by(loss, loss_backend)),
     ]
     overrides = {"--model-override": config.model.model_override}
@@ -72,9 +72,9 @@ def run_sizes(
     if engines is not None:
         per_engine = rollout.rollout_num_gpus_per_engine
         backend = rollout.rollout_backend
-        own = f"{backend}, TP{per_engine}, {sampling_precision(rollout).dtype}"
+        engine = f"{backend}, TP{per_engine}, {sampling_precision(rollout).dtype}"
         in_trainer = f"--rollout-backend {backend}: the trainer's own process, float32"
-        sizes.append(Size("engines", engines, in_trainer if samples_in_trainer(backend) else own))
+        sizes.append(Size("engines", engines, in_trainer if samples_in_trainer(backend) else engine))
     unused = set() if corrections else {"corrections per step"}
     unused |= {"epochs per step"} if loss.num_epochs_per_rollout == 1 else set()
     unused |= {"budget"} if config.run.budget is None else set()

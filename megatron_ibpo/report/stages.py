@@ -1,7 +1,7 @@
-"""Seconds by stage of the loop, and the error of a prediction of them."""
+"""Seconds by stage of the start and of the loop, and the error of a prediction of them."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -36,8 +36,8 @@ class Stages:
             yield
         finally:
             elapsed = time.perf_counter() - start
-            own = elapsed - self._inner.pop()
-            self._seconds[name] = self._seconds.get(name, 0.0) + own
+            own_seconds = elapsed - self._inner.pop()
+            self._seconds[name] = self._seconds.get(name, 0.0) + own_seconds
             if self._inner:
                 self._inner[-1] += elapsed
 
@@ -47,8 +47,8 @@ class Stages:
 
     def take(self) -> dict[str, float]:
         """Return the seconds by stage since the last call."""
-        taken, self._seconds = self._seconds, {}
-        return taken
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
 
 SAMPLING, TRAINING, WEIGHTS, STEP = "sampling", "training", "weights", "step"
@@ -64,7 +64,7 @@ class Forecast:
 
     seconds: Mapping[str, float] | None
     """Seconds of a step and of its parts, by the names here."""
-    said: str
+    text: str
     """The same as text for the user."""
 
 
@@ -74,12 +74,14 @@ def measured_seconds(rows: Sequence[Row]) -> dict[str, float] | None:
     steps = [row["seconds"] for row in rows if row["kind"] == "step" and row.get("seconds")][1:]
     if not steps:
         return None
-    found = {
+    medians = {
         name: median(sum(seconds.get(stage, 0.0) for stage in stages) for seconds in steps)
         for name, stages in _STAGES.items()
     }
-    whole = (sum(value for stage, value in seconds.items() if stage not in FREE_STAGES) for seconds in steps)
-    return found | {STEP: median(whole)}
+    step_seconds = (
+        sum(value for stage, value in seconds.items() if stage not in FREE_STAGES) for seconds in steps
+    )
+    return medians | {STEP: median(step_seconds)}
 
 
 def prediction_error(predicted: Mapping[str, float], rows: Sequence[Row]) -> dict[str, float] | None:
@@ -98,3 +100,30 @@ def error_line(predicted: Mapping[str, float], errors: Mapping[str, float]) -> s
         f"A step was predicted to take {predicted[STEP]:.2f} s, an error of {errors[STEP]:+.0%} against the "
         f"median step ({parts})."
     )
+
+
+class StartLines:
+    """Shows a line as each stage of a start begins, and at the end the seconds of every stage."""
+
+    def __init__(self, show: Callable[[str], None] = lambda line: print(line, flush=True)) -> None:
+        """Begin to count seconds.
+
+        Args:
+            show: shows a line, at once also where the output is a file.
+        """
+        self._show = show
+        self._began = time.monotonic()
+        self._stages: list[tuple[str, float]] = []
+
+    def __call__(self, stage: str) -> None:
+        """Show that a stage begins; the one before it has ended."""
+        now = time.monotonic()
+        self._stages.append((stage, now))
+        self._show(f"start, {now - self._began:.1f} s: {stage} …")
+
+    def end(self) -> None:
+        """Show the seconds of all stages."""
+        now = time.monotonic()
+        ends = [*(began for _, began in self._stages[1:]), now]
+        parts = (f"{stage} {end - began:.1f}" for (stage, began), end in zip(self._stages, ends, strict=True))
+        self._show(f"started in {now - self._began:.1f} s: {', '.join(parts)}")

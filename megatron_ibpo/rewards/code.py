@@ -73,7 +73,7 @@ class CodeExecution:
     """Difference up to which a real number equals the expected one, where the label names none."""
 
     @classmethod
-    def of(cls, data: DataConfig) -> CodeExecution:
+    def from_config(cls, data: DataConfig) -> CodeExecution:
         return cls(
             data.code_executor,
             data.unsafe_code_execution,
@@ -180,7 +180,7 @@ def _is_output(block: str, *, is_marked: bool) -> bool:
         statements = ast.parse(block).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return not is_marked
-    return all(isinstance(each, ast.Expr) and not _calls(each) for each in statements)
+    return all(isinstance(statement, ast.Expr) and not _calls(statement) for statement in statements)
 
 
 def _calls(statement: ast.Expr) -> bool:
@@ -196,7 +196,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str | None]]:
         if opened is None:
             opened, lines = _fence(line), []
         elif set(line.strip()) == {opened.marks[0]} and len(line.strip()) >= len(opened.marks):
-            block = "".join(f"{each}\n" for each in lines)
+            block = "".join(f"{body_line}\n" for body_line in lines)
             yield opened.language, textwrap.dedent(block) if opened.is_indented else block
             opened = None
         else:
@@ -216,12 +216,12 @@ class _Fence(NamedTuple):
 def _fence(line: str) -> _Fence | None:
     """Return the fence on this line: three or more of "`" or "~" with no "`" after them."""
     inner = line.lstrip(" \t")
-    rest = inner.lstrip(inner[:1]) if inner.startswith(("```", "~~~")) else "`"
-    if "`" in rest:
+    info = inner.lstrip(inner[:1]) if inner.startswith(("```", "~~~")) else "`"
+    if "`" in info:
         return None
-    language = _LANGUAGE.match(rest.lstrip(" \t"))
+    language = _LANGUAGE.match(info.lstrip(" \t"))
     assert language is not None  # it may be empty
-    return _Fence(inner[: len(inner) - len(rest)], language[0], inner != line)
+    return _Fence(inner[: len(inner) - len(info)], language[0], inner != line)
 
 
 def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
@@ -327,8 +327,8 @@ def _verdicts(executor: Executor, program: str, problem: Problem, settings: Code
     deadline = time.monotonic() + settings.total_seconds
 
     def limits() -> Limits:
-        left = max(0.1, deadline - time.monotonic())
-        return Limits(seconds=min(settings.seconds, left), memory_bytes=settings.memory_mb << 20)
+        seconds_left = max(0.1, deadline - time.monotonic())
+        return Limits(seconds=min(settings.seconds, seconds_left), memory_bytes=settings.memory_mb << 20)
 
     if problem.test is not None:
         done = executor.check(program, problem.test, problem.entry_point, limits())
@@ -337,8 +337,8 @@ def _verdicts(executor: Executor, program: str, problem: Problem, settings: Code
     first = offered_imports(program)
     tolerance = settings.float_tolerance if problem.float_tolerance is None else problem.float_tolerance
     if problem.function is not None:
-        left = deadline - time.monotonic()
-        calls = executor.call(program, first, problem.function, problem.inputs, limits(), left)
+        seconds_left = deadline - time.monotonic()
+        calls = executor.call(program, first, problem.function, problem.inputs, limits(), seconds_left)
         for call, right in zip(calls, problem.outputs, strict=False):
             yield call.reached or _verdict(
                 call.returned and any(same_result(call.result, expected, tolerance) for expected in right)
@@ -392,7 +392,8 @@ def same_result(result: Any, expected: Any, tolerance: float) -> bool:
     tolerance, as in `same_output`."""
     if isinstance(expected, list) and isinstance(result, list) and tolerance:
         return len(result) == len(expected) and all(
-            same_result(one, other, tolerance) for one, other in zip(result, expected, strict=True)
+            same_result(item, expected_item, tolerance)
+            for item, expected_item in zip(result, expected, strict=True)
         )
     if isinstance(expected, dict) and isinstance(result, dict) and tolerance:
         return result.keys() == expected.keys() and all(
@@ -438,8 +439,10 @@ def _offered() -> dict[str, str]:
     offered: dict[str, str] = {}
     for name in [*_OFFERED, "typing"]:
         module = importlib.import_module(name)
-        public = getattr(module, "__all__", [each for each in vars(module) if not each.startswith("_")])
-        offered |= {each: f"from {name} import {each}" for each in public}
+        public = getattr(
+            module, "__all__", [attribute for attribute in vars(module) if not attribute.startswith("_")]
+        )
+        offered |= {attribute: f"from {name} import {attribute}" for attribute in public}
     return offered | {name: f"import {name}" for name in _OFFERED}
 
 

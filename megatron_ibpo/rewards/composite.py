@@ -42,8 +42,8 @@ def parts_of(rm_type: str, data: DataConfig) -> list[Part]:
     if not parts:
         raise ConfigError("--rm-type composite: has no parts; name them, --reward-part math=0.9")
     metrics = [part.metric for part in parts]
-    if (twice := next((name for name in metrics if metrics.count(name) > 1), None)) is not None:
-        raise ConfigError(f"--reward-part: two functions are called {twice}; rename one of them")
+    if (repeated_name := next((name for name in metrics if metrics.count(name) > 1), None)) is not None:
+        raise ConfigError(f"--reward-part: two functions are called {repeated_name}; rename one of them")
     return parts
 
 
@@ -55,21 +55,21 @@ def check_parts(data: DataConfig) -> None:
     Raises:
         ConfigError: with the reason.
     """
-    main, *others = parts_of(COMPOSITE, data)
-    if COMPOSITE in (part.name for part in (main, *others)):
+    main, *secondary_parts = parts_of(COMPOSITE, data)
+    if COMPOSITE in (part.name for part in (main, *secondary_parts)):
         raise ConfigError("--reward-part composite: a composite cannot contain itself")
-    most = _summed([max(part.weight, 0.0) for part in others])
-    everything = min(1.0, _summed([main.weight, most]))
+    largest_bonus = _summed([max(part.weight, 0.0) for part in secondary_parts])
+    largest_reward = min(1.0, _summed([main.weight, largest_bonus]))
     threshold = data.reward_threshold
-    if most >= threshold:
+    if largest_bonus >= threshold:
         raise ConfigError(
-            f"--reward-part: the parts other than {main.name} add up to {most:g}, which reaches "
+            f"--reward-part: the parts other than {main.name} add up to {largest_bonus:g}, which reaches "
             f"--reward-threshold {threshold:g}, so a response could be correct without the first; lower "
             "their weights"
         )
-    if everything < threshold:
+    if largest_reward < threshold:
         raise ConfigError(
-            f"--reward-part: all parts add up to {everything:g}, below --reward-threshold {threshold:g}, "
+            f"--reward-part: all parts add up to {largest_reward:g}, below --reward-threshold {threshold:g}, "
             "so no response could be correct; raise their weights"
         )
 

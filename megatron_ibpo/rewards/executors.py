@@ -107,10 +107,9 @@ class LocalExecutor:
         self._isolated = isolated
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
-        """Run the program as `Executor` says."""
-        given = stdin.encode(errors="surrogatepass")
+        stdin_bytes = stdin.encode(errors="surrogatepass")
         with Process(
-            "program", program, [first], stdin=given, limits=limits, isolated=self._isolated
+            "program", program, [first], stdin=stdin_bytes, limits=limits, isolated=self._isolated
         ) as process:
             return process.finish()
 
@@ -123,11 +122,10 @@ class LocalExecutor:
         limits: Limits,
         total: float,
     ) -> Iterator[Call]:
-        """Call the function as `Executor` says."""
-        given = _requests(arguments)
+        requests = _requests(arguments)
         longest = replace(limits, seconds=min(total, limits.seconds * len(arguments)))
         with Process(
-            "calls", program, [first, name], stdin=given, limits=longest, isolated=self._isolated
+            "calls", program, [first, name], stdin=requests, limits=longest, isolated=self._isolated
         ) as process:
             read = 0
             for _ in arguments:
@@ -179,7 +177,6 @@ class RemoteExecutor:
         self._url = server_url("--code-executor", url) + "/run_code"
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
-        """Run the program as `Executor` says."""
         return self._post(_script("program", program, first), stdin, limits)
 
     def call(
@@ -258,7 +255,9 @@ def _execution(answer: Any) -> Execution:
 
 
 def _requests(arguments: Sequence[list[Any]]) -> bytes:
-    lines = (json.dumps(each, default=lambda digits: f"{_LONG}{digits}") for each in arguments)
+    lines = (
+        json.dumps(call_arguments, default=lambda digits: f"{_LONG}{digits}") for call_arguments in arguments
+    )
     return b"".join(_LONG_INTEGER.sub(r"\1", line).encode() + b"\n" for line in lines)
 
 

@@ -29,18 +29,18 @@ _SHORTEST_QUOTE = 20
 def final_part(response: str, prompt: str = "") -> str:
     """Return the text after the thinking, without quotations of the prompt: those answer nothing. Unfinished
     thinking has no final part."""
-    rest = after_thinking(response)
+    final_text = after_thinking(response)
     quoted = prompt.strip()
-    return rest.replace(quoted, "\n") if len(quoted) >= _SHORTEST_QUOTE else rest
+    return final_text.replace(quoted, "\n") if len(quoted) >= _SHORTEST_QUOTE else final_text
 
 
 def final_boxes(text: str) -> list[str]:
     r"""Return the contents of the last complete, non-empty `\boxed{...}` or `\fbox{...}`, and of the boxes
     before it with no words between: together they are the answer. Duplicates are dropped."""
-    found = _boxes(text)
+    boxes = _boxes(text)
     contents: list[str] = []
     end = None
-    for start, stop, content in reversed(found):
+    for start, stop, content in reversed(boxes):
         if not content.strip():
             continue
         if end is not None and not _BETWEEN_BOXES.fullmatch(text, stop, end):
@@ -52,8 +52,8 @@ def final_boxes(text: str) -> list[str]:
 
 def stated_answer(text: str) -> str | None:
     """Return the rest of the line after the last "answer is", "answer:" or "####"; None without one."""
-    found = _STATED.findall(text)
-    return _BOLD.sub("", "".join(found[-1])).strip() if found else None
+    statements = _STATED.findall(text)
+    return _BOLD.sub("", "".join(statements[-1])).strip() if statements else None
 
 
 def answer_place(text: str, answer: str) -> int | None:
@@ -61,8 +61,8 @@ def answer_place(text: str, answer: str) -> int | None:
     None without one."""
     letters = "".join(answer.split())[:_LONGEST_SOUGHT]
     places = [i for i, letter in enumerate(text) if not letter.isspace()]
-    found = "".join(text[i] for i in places).rfind(letters) if letters else -1
-    return places[found] if found >= 0 else None
+    start = "".join(text[i] for i in places).rfind(letters) if letters else -1
+    return places[start] if start >= 0 else None
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:

@@ -64,11 +64,11 @@ class JudgeWire:
             raise ConfigError("--rm-batch-size: a judge gets one response per request; leave it at 1")
         _check_place(data.rm_score)
 
-    def body(self, questions: Sequence[Question], *, again: bool = False) -> dict[str, Any]:
+    def body(self, questions: Sequence[Question], *, insists: bool = False) -> dict[str, Any]:
         """Return one user message; without --rm-model no model is named, and the server takes its own."""
         (question,) = questions
-        content = _filled(self._template, question, self._place)
-        if again:
+        content = _fill_template(self._template, question, self._place)
+        if insists:
             content += f"\n\n{_DEMAND} {_form(self._place)}"
         message = {"role": "user", "content": content}
         named = {} if self._model is None else {"model": self._model}
@@ -79,7 +79,6 @@ class JudgeWire:
         return [content["choices"][0]["message"]["content"] or ""]
 
     def reading(self, answer: str) -> tuple[str, str | None]:
-        """Return the arguments of `score`."""
         return answer, self._place
 
     def trial(self) -> tuple[str, None]:
@@ -104,12 +103,12 @@ def score(text: str, place: str | None) -> dict[str, float]:
     """
     end = text[-_END:]
     if place is not None and place.isidentifier():
-        found = _field(end, place)
+        last_score = _field(end, place)
     else:
         matches = [match[1] for match in re.finditer(place or _SCORE, end)]
-        found = matches[-1] if matches else None
+        last_score = matches[-1] if matches else None
     try:
-        number = float(found)
+        number = float(last_score)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= LARGEST_REWARD:
@@ -119,16 +118,16 @@ def score(text: str, place: str | None) -> dict[str, float]:
 
 def _field(text: str, name: str) -> Any:
     """Return the field of the last JSON object that has it; objects within others do not count."""
-    decoder, found = json.JSONDecoder(), None
+    decoder, field_value = json.JSONDecoder(), None
     start = text.find("{")
     while start >= 0:
         try:
             value, start = decoder.raw_decode(text, start)
-            found = value.get(name, found)
+            field_value = value.get(name, field_value)
         except (ValueError, RecursionError):
             start += 1
         start = text.find("{", start)
-    return found
+    return field_value
 
 
 def _check_place(place: str | None) -> None:
@@ -163,7 +162,7 @@ def _read_template(path: Path | None) -> str:
     return template
 
 
-def _filled(template: str, question: Question, place: str | None) -> str:
+def _fill_template(template: str, question: Question, place: str | None) -> str:
     """Return the template with its placeholders replaced, in one pass: a response may contain one too. The
     response is what follows the thinking, as for the other verifiers. Each text is shortened."""
     response = _without_scores(final_part(question.response), place)
@@ -184,7 +183,7 @@ def _without_scores(response: str, place: str | None) -> str:
     """Return the response with its imitations of a score marked, so that a judge's quotation of one is no
     score. The pattern of a user is not looked for."""
     if place is None:
-        return _OWN_SCORE.sub(lambda found: f"{found[0]} [of the response]", response)
+        return _OWN_SCORE.sub(lambda match: f"{match[0]} [of the response]", response)
     if place.isidentifier():
         return response.replace(f'"{place}"', f'"{place} [of the response]"')
     return response

@@ -30,20 +30,18 @@ class ScoreWire:
             if value is not None:
                 raise ConfigError(f"{flag}: only http_judge uses it, and --rm-url is for http_score")
 
-    def body(self, questions: Sequence[Question], *, again: bool = False) -> Any:
-        """Return the texts."""
+    def body(self, questions: Sequence[Question], *, insists: bool = False) -> Any:
         texts = [asdict(question) for question in questions]
         return texts if self.batch_size > 1 else texts[0]
 
     def answers(self, content: Any, count: int) -> list[Any]:
         """Return one object for each response."""
-        answers = content if self.batch_size > 1 else [content]
-        if not isinstance(answers, list) or len(answers) != count:
+        scores = content if self.batch_size > 1 else [content]
+        if not isinstance(scores, list) or len(scores) != count:
             raise ValueError(f"expected a list of {count} scores")
-        return answers
+        return scores
 
     def reading(self, answer: Any) -> tuple[Any]:
-        """Return the argument of `score`."""
         return (answer,)
 
     def trial(self) -> tuple[str, Any]:

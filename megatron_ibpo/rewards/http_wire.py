@@ -35,11 +35,11 @@ class Wire(Protocol):
     batch_size: int
     """Most responses of one request."""
 
-    def body(self, questions: Sequence[Question], *, again: bool = False) -> Any:
+    def body(self, questions: Sequence[Question], *, insists: bool = False) -> Any:
         """Return the body of a request as JSON: at most `batch_size` responses to score.
 
         Args:
-            again: the first answer had no score that can be read; the body demands one.
+            insists: the first answer had no score that can be read; the body demands one.
         """
         ...
 

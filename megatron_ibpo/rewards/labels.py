@@ -17,7 +17,7 @@ ANSWER_KEYS = (
 """Keys of an object under which the accepted answers may be."""
 _ABOUT = frozenset({"style"})
 """Keys of an object that say nothing about the answer, such as verl's `style` beside `ground_truth`."""
-MOST_ANSWERS = 1000
+MAX_ANSWERS = 1000
 _LONGEST_KEPT = 1000
 """Longest label in characters whose answers are cached."""
 _LONGEST_PYTHON = 20_000
@@ -91,8 +91,8 @@ def _answers_in(value: Any, layers: int) -> list[str]:
 def _answers_of_list(values: list[Any], layers: int) -> list[str]:
     if not values:
         raise LabelError(f"it is or holds an empty list, so no answer is right; {_HINT}")
-    if len(values) > MOST_ANSWERS:
-        raise LabelError(f"it is a list of {len(values):,} answers; at most {MOST_ANSWERS:,} are compared")
+    if len(values) > MAX_ANSWERS:
+        raise LabelError(f"it is a list of {len(values):,} answers; at most {MAX_ANSWERS:,} are compared")
     answers: list[str] = []
     for value in values:
         if not isinstance(value, str):
@@ -103,7 +103,7 @@ def _answers_of_list(values: list[Any], layers: int) -> list[str]:
 
 
 def _with_backslashes(text: str) -> str:
-    return _ESCAPED.sub(lambda found: _LETTERS[found[0]], text)
+    return _ESCAPED.sub(lambda match: _LETTERS[match[0]], text)
 
 
 def _content(label: dict[Any, Any]) -> Any:
@@ -111,10 +111,10 @@ def _content(label: dict[Any, Any]) -> Any:
     keys = [key for key, value in label.items() if value is not None and key not in _ABOUT]
     if len(keys) == 1 and keys[0] in ANSWER_KEYS:
         return label[keys[0]]
-    found = listed([repr(key)[:60] for key in label], most=5) or "no keys"
+    key_list = listed([repr(key)[:60] for key in label], most=5) or "no keys"
     raise LabelError(
-        f"it is an object with {found}; one with a single key out of {', '.join(ANSWER_KEYS)} is understood, "
-        "or give the --rm-type that grades it"
+        f"it is an object with {key_list}; one with a single key out of {', '.join(ANSWER_KEYS)} is "
+        "understood, or give the --rm-type that grades it"
     )
 
 

@@ -37,7 +37,7 @@ def cpu_limit(seconds: float) -> Iterator[None]:
     def give_up(*_: Any) -> None:
         raise _TimeUp
 
-    before = signal.signal(signal.SIGVTALRM, give_up)
+    previous_handler = signal.signal(signal.SIGVTALRM, give_up)
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _REPEAT_S)
         try:
@@ -48,7 +48,7 @@ def cpu_limit(seconds: float) -> Iterator[None]:
         raise ResponseError(f"not judged within {seconds:g} s of processor time") from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, previous_handler)
 
 
 def in_batches(judge: Callable[[str, str, str, dict[str, Any]], Any]) -> Callable[..., list[Any]]:
@@ -64,7 +64,7 @@ def in_batches(judge: Callable[[str, str, str, dict[str, Any]], Any]) -> Callabl
         labels: Sequence[str],
         metadata: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        return [judge(*asked) for asked in zip(prompts, responses, labels, metadata, strict=True)]
+        return [judge(*row) for row in zip(prompts, responses, labels, metadata, strict=True)]
 
     score.batched = True  # type: ignore[attr-defined]
     return score

@@ -77,7 +77,7 @@ _AND = re.compile(r",?\s++and\b")
 _DIGIT = re.compile(r"\d")
 
 
-def _judged(prompt: str, response: str, label: str, _: dict[str, Any]) -> Any:
+def _reward(prompt: str, response: str, label: str, _: dict[str, Any]) -> Any:
     """Return 1 for a response whose answer equals its label, else 0, also if it has no answer."""
     try:
         return float(is_right(response, label, prompt))
@@ -85,7 +85,7 @@ def _judged(prompt: str, response: str, label: str, _: dict[str, Any]) -> Any:
         return {"score": 0.0, RESPONSE_ERROR: 1.0}
 
 
-score = in_batches(_judged)
+score = in_batches(_reward)
 
 
 def is_right(response: str, label: str, prompt: str = "") -> bool:
@@ -218,9 +218,9 @@ def _equal(answer: _Answer, label: str) -> bool:
         (ours, decimal_comma(theirs)),
         (decimal_comma(ours), theirs),
     ]
-    for one, other in readings:
-        if one is not None and other is not None:
-            decided = compare(one, other)
+    for ours_reading, theirs_reading in readings:
+        if ours_reading is not None and theirs_reading is not None:
+            decided = compare(ours_reading, theirs_reading)
             if decided is not None:
                 return decided
     if text_form(ours) == text_form(theirs) or _same_word(ours, theirs):
@@ -320,15 +320,15 @@ def _plainly_differ(gold: list[Any], answers: list[Any]) -> bool:
     if ours is None or theirs is None:
         return False
     return all(
-        abs(one - other) > (_FAR * (abs(one) + abs(other)) if one and other else _NOISE)
-        for one, other in ((ours, theirs), (100 * ours, theirs), (ours, 100 * theirs))
+        abs(a - b) > (_FAR * (abs(a) + abs(b)) if a and b else _NOISE)
+        for a, b in ((ours, theirs), (100 * ours, theirs), (ours, 100 * theirs))
     )
 
 
 def _value(parsed: list[Any]) -> complex | None:
     """Return the value of the one parsed formula, with each variable at a point of its own; None if it has no
     value, such as a set or an equation."""
-    formulas = [each for each in parsed if not isinstance(each, str)]
+    formulas = [item for item in parsed if not isinstance(item, str)]
     if len(formulas) != 1 or not isinstance(formulas[0], Expr):
         return None
     places = {symbol: 1 + crc32(symbol.name.encode()) / 2**32 for symbol in formulas[0].free_symbols}
@@ -366,10 +366,9 @@ def _equal_to_itself(label: str) -> list[Any]:
 def _plain(text: str) -> str:
     """Return the text in the spelling that math-verify reads."""
     text = text.replace("\\$", "").replace("\\fbox", "\\boxed").replace("\\varnothing", "\\emptyset")
-    text = _SCALE.sub(lambda found: f" \\times 10^{{{_ZEROS[found[1] or found[2]]}}}", text)
+    text = _SCALE.sub(lambda match: f" \\times 10^{{{_ZEROS[match[1] or match[2]]}}}", text)
     return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
 
 
 def _depth(text: str) -> int:
-    """Return the depth of nested braces."""
     return max(accumulate((brace == "{") - (brace == "}") for brace in text), default=0)

@@ -48,8 +48,8 @@ def extract_answer(response: str, metadata: dict[str, Any] | None = None) -> str
 
 def _tagged(text: str) -> str | None:
     """Return the content of the last `<answer>…</answer>`; None without one."""
-    before, closed, _ = text.rpartition("</answer>")
-    _, opened, content = before.rpartition("<answer>")
+    through_last_answer, closed, _ = text.rpartition("</answer>")
+    _, opened, content = through_last_answer.rpartition("<answer>")
     return content.partition("</answer>")[0] if closed and opened else None
 
 
@@ -62,7 +62,7 @@ class _Item:
     entry: dict[str, Any]
 
     @classmethod
-    def of(cls, prompt: str, label: str, metadata: dict[str, Any]) -> _Item:
+    def from_row(cls, prompt: str, label: str, metadata: dict[str, Any]) -> _Item:
         """Return the item of a prompt.
 
         Raises:
@@ -77,8 +77,8 @@ class _Item:
             raise LabelError(f"reasoning_gym's {name} cannot be graded: {UNGRADABLE[name]}")
         if name not in GRADABLE:
             raise LabelError(f"reasoning_gym has no task {shown(name)}{nearest(name, GRADABLE)}")
-        if (why := unfit_row(name, label, metadata)) is not None:
-            raise LabelError(why)
+        if (problem := unfit_row(name, label, metadata)) is not None:
+            raise LabelError(problem)
         entry = {"question": metadata.get("question", prompt), "answer": label, "metadata": metadata}
         return cls(Task(name, pickle.dumps(parameters)), label, entry)
 
@@ -99,7 +99,7 @@ def score(
         LabelError: a prompt does not come from reasoning_gym, or the scorer fails on its label.
         SandboxError: the scorer cannot run here.
     """
-    items = [_Item.of(*row) for row in zip(prompts, labels, metadata, strict=True)]
+    items = [_Item.from_row(*row) for row in zip(prompts, labels, metadata, strict=True)]
     answers = [extract_answer(*pair) for pair in zip(responses, metadata, strict=True)]
     return _graded(items, answers)
 
@@ -112,7 +112,7 @@ def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
     """Return why an item cannot be graded: its own answer does not get full marks, or a wrong one does."""
     answers = (label, *_NO_ANSWERS)
     try:
-        item = _Item.of("", label, metadata)
+        item = _Item.from_row("", label, metadata)
         extracted = [extract_answer(answer, metadata) for answer in answers]
         values = _graded([item] * len(answers), extracted, checks_labels=True)
     except (LabelError, SandboxError) as error:
@@ -133,43 +133,43 @@ def _graded(
         checks_labels: the scorer also judges an answer that is the label, whatever an answer may be.
     """
     values: list[Any] = [0.0] * len(items)
-    asked = []
+    gradable = []
     for place, (item, answer) in enumerate(zip(items, answers, strict=True)):
         if answer is None and item.label.strip():
             continue  # elsewhere the empty answer is right, as now and then in ab
         if (checks_labels and answer == item.label) or is_expression(item.task.name, answer or ""):
-            asked.append((place, item, answer or ""))
+            gradable.append((place, item, answer or ""))
         else:
             values[place] = WRONG
     failed = []
-    verdicts = _judged([(item, answer) for _, item, answer in asked])
-    for (place, item, _), verdict in zip(asked, verdicts, strict=True):
+    verdicts = _judge([(item, answer) for _, item, answer in gradable])
+    for (place, item, _), verdict in zip(gradable, verdicts, strict=True):
         if verdict.kind == "right":
             values[place] = 1.0
         elif verdict.kind in _FAULTS:
             values[place] = WRONG
             failed.append(item)
-    for item, verdict in zip(failed, _judged([(item, item.label) for item in failed]), strict=True):
+    for item, verdict in zip(failed, _judge([(item, item.label) for item in failed]), strict=True):
         if verdict.kind in _FAULTS:
             raise LabelError(
-                f"reasoning_gym's scorer of {item.task.name} fails on {shown(item.label)}: {verdict.why}"
+                f"reasoning_gym's scorer of {item.task.name} fails on {shown(item.label)}: {verdict.reason}"
             )
     return values
 
 
-def _judged(asked: Sequence[tuple[_Item, str]]) -> list[Verdict]:
+def _judge(pairs: Sequence[tuple[_Item, str]]) -> list[Verdict]:
     """Return the verdict on each answer to an item."""
     places_of: dict[Task, list[int]] = {}
-    for place, (item, _) in enumerate(asked):
+    for place, (item, _) in enumerate(pairs):
         places_of.setdefault(item.task, []).append(place)
     verdicts: dict[int, Verdict] = {}
     for task, places in places_of.items():
-        asks = [(asked[place][1], asked[place][0].entry) for place in places]
-        verdicts |= zip(places, judge_answers(task, asks), strict=True)
-    for place, (item, _) in enumerate(asked):
-        kind, why = verdicts[place].kind, verdicts[place].why
+        attempts = [(pairs[place][1], pairs[place][0].entry) for place in places]
+        verdicts |= zip(places, judge_answers(task, attempts), strict=True)
+    for place, (item, _) in enumerate(pairs):
+        kind, reason = verdicts[place].kind, verdicts[place].reason
         if kind == "unfit":
-            raise LabelError(f"reasoning_gym's {item.task.name} cannot be made: {why}")
+            raise LabelError(f"reasoning_gym's {item.task.name} cannot be made: {reason}")
         if kind == "silent":
-            raise SandboxError(f"reasoning_gym's scorer of {item.task.name}: {why}")
-    return [verdicts[place] for place in range(len(asked))]
+            raise SandboxError(f"reasoning_gym's scorer of {item.task.name}: {reason}")
+    return [verdicts[place] for place in range(len(pairs))]

@@ -55,16 +55,16 @@ def _rebind(body: list[ast.stmt], scopes: list[_Scope], outer: set[str]) -> None
             continue
         names = [name for name in _arguments(statement) if any(name in scope for scope in scopes)]
         outer |= {name for name in names if name not in scopes[-1]}
-        after = [_assignment(name) for name in names]
+        rebindings = [_assignment(name) for name in names]
         blocks = list(_blocks(statement))
         for block in blocks:
             _rebind(block, scopes, outer)
-            if after and block:
-                block[:0] = after
+            if rebindings and block:
+                block[:0] = rebindings
         if not blocks:
-            written += after
+            written += rebindings
         elif isinstance(statement, ast.If | ast.For | ast.AsyncFor | ast.While) and not statement.orelse:
-            statement.orelse = after
+            statement.orelse = rebindings
     body[:] = written
 
 
@@ -116,7 +116,7 @@ def _bound_in(scope: ast.Module | _Function) -> _Scope:
     """Return the names that a function or a module binds, without those of inner scopes."""
     declared: set[str] = set()
     arguments = [] if isinstance(scope, ast.Module) else ast.walk(scope.args)
-    bound = {each.arg for each in arguments if isinstance(each, ast.arg)}
+    bound = {argument.arg for argument in arguments if isinstance(argument, ast.arg)}
     nodes: list[ast.AST] = list(scope.body)
     while nodes:
         node = nodes.pop()

@@ -35,7 +35,7 @@ _TRIAL_S = 20.0
 _LARGEST_ANSWER = 64 << 20
 _MOST_UNREAD = 16
 """Responses in a row without a readable score that show that the server or the template is at fault."""
-_SHOWN = 150
+_SHOWN_CHARACTERS = 150
 """Characters of a judge's answer that a message shows."""
 _LONGEST_WHY = 2000
 _START_TIMEOUT = _CLOSE_TIMEOUT = 5.0
@@ -52,13 +52,13 @@ class _NoAnswerError(Exception):
     """The server gave no answer; the text says why, in one line and without the key, which a server or the
     library may quote."""
 
-    def __init__(self, why: str, *, transient: bool = False, status: int | None = None):
+    def __init__(self, reason: str, *, transient: bool = False, status: int | None = None):
         """
         Args:
             transient: the same request may succeed later.
             status: status of the answer, if there was one.
         """
-        super().__init__(_line(why))
+        super().__init__(_line(reason))
         self.transient, self.status = transient, status
 
 
@@ -75,7 +75,7 @@ class _Call:
         self.outcome: Future[Outcome] = Future()
         self.retries = 0
         """Requests for it that were made again so far."""
-        self.again = False
+        self.is_repeated = False
         """True once its first answer had no score that can be read: the next request demands one."""
 
     def settle(self, outcome: Outcome) -> None:
@@ -179,7 +179,7 @@ class RewardServer:
         while self._alone or self._waiting:
             if self._alone:
                 call = self._alone.popleft()
-                await self._ask([call], self._timeout if call.again else self._timeout / 2)
+                await self._ask([call], self._timeout if call.is_repeated else self._timeout / 2)
             else:
                 count = min(len(self._waiting), self._wire.batch_size)
                 calls = [self._waiting.popleft() for _ in range(count)]
@@ -190,7 +190,7 @@ class RewardServer:
     async def _ask(self, calls: Sequence[_Call], seconds: float) -> None:
         """Get an answer for the calls within so many seconds."""
         try:
-            answers = await self._answers(calls, seconds)
+            answers = await self._request_answers(calls, seconds)
             for call, answer in zip(calls, answers, strict=True):
                 reading = self._read(self._wire.reading(answer))
                 reading.add_done_callback(partial(self._in_loop, call, answer))
@@ -202,8 +202,8 @@ class RewardServer:
                     self._start_asking()
                 return
             for call in calls:
-                why = f"{self._wire.url}: {error} ({counted(call.retries + 1, 'request')})"
-                call.settle(Outcome(None, why, {RETRIES: float(call.retries)}))
+                error_message = f"{self._wire.url}: {error} ({counted(call.retries + 1, 'request')})"
+                call.settle(Outcome(None, error_message, {RETRIES: float(call.retries)}))
             self._settle_doubtful()
         except Exception as error:  # a verifier process that does not start, or a fault of ours
             for call in calls:
@@ -228,16 +228,16 @@ class RewardServer:
             read = reading.result()
             details = read.details | {RETRIES: float(call.retries)}
             if UNREADABLE in read.details:
-                details |= {UNREADABLE: float(call.again), REFUSED: 0.0}
+                details |= {UNREADABLE: float(call.is_repeated), REFUSED: 0.0}
                 self._has_scored, self._unread_in_a_row = True, 0
             call.settle(Outcome(read.value, read.error, details))
         self._settle_doubtful()
 
     def _take_unreadable(self, call: _Call, answer: Any) -> None:
-        if call.again:
+        if call.is_repeated:
             self._doubtful.append((call, answer))
             return
-        call.again = True
+        call.is_repeated = True
         self._alone.append(call)
         self._start_asking()
 
@@ -253,12 +253,14 @@ class RewardServer:
         self._unread_in_a_row += len(self._doubtful)
         for call, answer in self._doubtful:
             details = {UNREADABLE: 1.0, RETRIES: float(call.retries)}
-            end = shown(without_keys(str(answer)[-_LONGEST_WHY:])[-_SHOWN:])
+            end = shown(without_keys(str(answer)[-_LONGEST_WHY:])[-_SHOWN_CHARACTERS:])
             ending = f"no score in the judge's answer, which ends {end}"
             if is_broken:
-                why = f"{ending}; it was asked twice, and has given a readable score to none of the last "
-                why += f"{counted(self._unread_in_a_row, 'response')}: see the template"
-                call.settle(Outcome(None, why, details))
+                error_message = (
+                    f"{ending}; it was asked twice, and has given a readable score to none of the last "
+                )
+                error_message += f"{counted(self._unread_in_a_row, 'response')}: see the template"
+                call.settle(Outcome(None, error_message, details))
             else:
                 self._refusals += 1
                 if self._refusals.bit_count() == 1:
@@ -269,14 +271,14 @@ class RewardServer:
 
     # ------------------------------------------------------------------------------------------ the request
 
-    async def _answers(self, calls: Sequence[_Call], seconds: float) -> list[Any]:
+    async def _request_answers(self, calls: Sequence[_Call], seconds: float) -> list[Any]:
         """Return the answers of one request, made until it succeeds, fails for good, or time is up."""
         deadline, wait = self._loop.time() + seconds, _FIRST_WAIT
-        body = self._wire.body([call.question for call in calls], again=calls[0].again)
+        body = self._wire.body([call.question for call in calls], insists=calls[0].is_repeated)
         while True:
-            left = deadline - self._loop.time()
+            seconds_left = deadline - self._loop.time()
             try:
-                content = await _exchange(self._session, self._wire.url, body, min(left, seconds / 2))
+                content = await _exchange(self._session, self._wire.url, body, min(seconds_left, seconds / 2))
                 return _understood(self._wire.answers, content, len(calls))
             except _NoAnswerError as error:
                 self._count_failure(error)
@@ -331,7 +333,6 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _api_key() -> str:
-    """Return the key."""
     key = os.environ.get(API_KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(f"{API_KEY}: has characters that no HTTP header can hold; set it to the key alone")
@@ -352,8 +353,8 @@ async def _exchange(session: aiohttp.ClientSession, url: str, body: Any, seconds
     except (aiohttp.ClientError, OSError) as error:
         raise _NoAnswerError(f"{type(error).__name__}: {error}", transient=True) from None
     if not HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES:
-        why = f"status {status}: {_start_of(content)}"
-        raise _NoAnswerError(why, transient=is_transient(status), status=status)
+        reason = f"status {status}: {_start_of(content)}"
+        raise _NoAnswerError(reason, transient=is_transient(status), status=status)
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
@@ -370,7 +371,7 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _understood(read: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a wire makes of the content of an answer."""
+    """Return what the wire reads from the content of an answer."""
     try:
         return read(*arguments)
     except (ValueError, LookupError, TypeError, AttributeError) as error:

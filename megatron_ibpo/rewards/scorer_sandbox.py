@@ -32,17 +32,17 @@ of all sandboxes count together."""
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """A fork copies one thread."""
 _START_S = 100.0
-_MOST_ASKS = 64
+_ATTEMPTS_PER_REQUEST = 64
 """Answers of one request: a judge that answers while it is asked must not wait for its answers to be read."""
 _MOST_BYTES = 16 << 20
-"""Bytes after which a request has no further ask: a data row may have 64 MiB, and so would each of its
+"""Bytes after which a request has no further attempt: a data row may have 64 MiB, and so would each of its
 responses' asks."""
 _NAMES: dict[bytes, Literal["right", "wrong", "raised", "unfit", "ended", "silent"]] = {
     judges.RIGHT: "right",
     judges.WRONG: "wrong",
     judges.RAISED: "raised",
     judges.UNFIT: "unfit",
-    judges.ENDED: "ended",
+    judges.DIED: "ended",
     judges.SILENT: "silent",
 }
 
@@ -54,7 +54,7 @@ class Verdict:
     kind: Literal["right", "wrong", "raised", "unfit", "ended", "silent"]
     """`raised`: the scorer raised. `ended`: it died or took too long. `unfit`: the task has no dataset with
     these parameters. `silent`: it did not answer, without a reason to see."""
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Task:
     """A pickle of the parameters, which is read in the sandbox only."""
 
 
-Ask = tuple[str, dict[str, Any]]
+Attempt = tuple[str, dict[str, Any]]
 """An answer, and the entry of the task's dataset that it answers."""
 
 
-def judge_answers(task: Task, asks: Sequence[Ask]) -> list[Verdict]:
+def judge_answers(task: Task, attempts: Sequence[Attempt]) -> list[Verdict]:
     """Return the verdict of the task's scorer on each answer.
 
     Raises:
@@ -79,13 +79,13 @@ def judge_answers(task: Task, asks: Sequence[Ask]) -> list[Verdict]:
     needs_it = task.name not in EVALUATE_NOTHING - READ_PARAMETERS
     sandbox = open_scorers(retries=needs_it)
     if isinstance(sandbox, ScorerSandbox):
-        return sandbox.judge(task, asks)
+        return sandbox.judge(task, attempts)
     if needs_it:
         does = "reads parameters of the row" if task.name in READ_PARAMETERS else "may run text as code"
         raise SandboxError(
             f"reasoning_gym's scorer of {task.name} {does}, so it needs the sandbox: {sandbox}"
         )
-    return [_judged_here(task.name, *ask) for ask in asks]
+    return [_judge_in_process(task.name, *attempt) for attempt in attempts]
 
 
 _opened: list[ScorerSandbox] = []
@@ -151,25 +151,25 @@ class ScorerSandbox:
             self.close()
             raise
 
-    def judge(self, task: Task, asks: Sequence[Ask]) -> list[Verdict]:
+    def judge(self, task: Task, attempts: Sequence[Attempt]) -> list[Verdict]:
         """Return the verdict on each answer.
 
         Raises:
             SandboxError: the sandbox failed, and is closed.
         """
         verdicts: list[Verdict] = []
-        while len(verdicts) < len(asks):
-            verdicts += self._judge(task, _first_pickled(asks[len(verdicts) :]))
+        while len(verdicts) < len(attempts):
+            verdicts += self._judge(task, _first_pickled(attempts[len(verdicts) :]))
         return verdicts
 
-    def _judge(self, task: Task, asks: Sequence[bytes]) -> list[Verdict]:
-        is_kept = task.name in EVALUATE_NOTHING
-        request = pickle.dumps((task.name, is_kept, task.parameters, asks))
-        most = len(asks) * (_HEAD.size + judges.LONGEST_TEXT)
-        seconds = len(asks) * (judges.CREATE_S + judges.JUDGE_S + 2 * judges.WALL_S)
+    def _judge(self, task: Task, attempts: Sequence[bytes]) -> list[Verdict]:
+        reuses_judge = task.name in EVALUATE_NOTHING
+        request = pickle.dumps((task.name, reuses_judge, task.parameters, attempts))
+        max_bytes = len(attempts) * (_HEAD.size + judges.LONGEST_TEXT)
+        seconds = len(attempts) * (judges.CREATE_S + judges.JUDGE_S + 2 * judges.WALL_S)
         try:
             self._send(request, seconds)
-            return _verdicts(self._receive(seconds, most), len(asks))
+            return _verdicts(self._receive(seconds, max_bytes), len(attempts))
         except (OSError, ValueError) as error:
             self.close()
             raise SandboxError(f"the sandbox of scorers failed: {error_text(error)}") from None
@@ -181,11 +181,11 @@ class ScorerSandbox:
         self._socket.settimeout(seconds)
         self._socket.sendall(_LENGTH.pack(len(content)) + content)
 
-    def _receive(self, seconds: float, most: int) -> bytes:
+    def _receive(self, seconds: float, max_bytes: int) -> bytes:
         self._socket.settimeout(seconds)
         try:
             size = _LENGTH.unpack(self._read(_LENGTH.size))[0]
-            if size > most:
+            if size > max_bytes:
                 raise SandboxError("the sandbox of scorers says too much")
             return self._read(size)
         except OSError as error:
@@ -201,7 +201,6 @@ class ScorerSandbox:
         return content
 
     def close(self) -> None:
-        """End everything in it."""
         with suppress(ValueError):
             _opened.remove(self)
         self._socket.close()
@@ -211,11 +210,11 @@ class ScorerSandbox:
 _LENGTH, _HEAD = struct.Struct("<I"), struct.Struct("<cH")
 
 
-def _first_pickled(asks: Sequence[Ask]) -> list[bytes]:
-    """Return as many of the first asks as one request may have, at least one."""
+def _first_pickled(attempts: Sequence[Attempt]) -> list[bytes]:
+    """Return as many of the first attempts, pickled, as one request may have; at least one."""
     pickled, size = list[bytes](), 0
-    for ask in asks[:_MOST_ASKS]:
-        pickled.append(pickle.dumps(ask))
+    for attempt in attempts[:_ATTEMPTS_PER_REQUEST]:
+        pickled.append(pickle.dumps(attempt))
         size += len(pickled[-1])
         if size >= _MOST_BYTES:
             break
@@ -223,7 +222,6 @@ def _first_pickled(asks: Sequence[Ask]) -> list[bytes]:
 
 
 def _verdicts(content: bytes, count: int) -> list[Verdict]:
-    """Return the verdicts that the sandbox sends."""
     verdicts = []
     while content:
         if len(content) < _HEAD.size:
@@ -232,8 +230,10 @@ def _verdicts(content: bytes, count: int) -> list[Verdict]:
         text, content = content[_HEAD.size : _HEAD.size + length], content[_HEAD.size + length :]
         if kind not in _NAMES or len(text) < length:
             raise ValueError("no verdict")
-        why = "".join(each if each.isprintable() else " " for each in text.decode(errors="replace"))
-        verdicts.append(Verdict(_NAMES[kind], why))
+        reason = "".join(
+            character if character.isprintable() else " " for character in text.decode(errors="replace")
+        )
+        verdicts.append(Verdict(_NAMES[kind], reason))
     if len(verdicts) != count:
         raise ValueError(f"{len(verdicts)} verdicts on {count} answers")
     return verdicts
@@ -245,12 +245,12 @@ def _packages() -> tuple[str, ...]:
 
 
 def _import_paths() -> str:
-    """Return Python that lets the packages be imported."""
+    """Return Python code that makes the packages importable."""
     directories = sorted({str(Path(path).parent) for path in _packages()})
     return f"import sys; sys.path += {directories!r}"
 
 
-def _judged_here(name: str, answer: str, entry: dict[str, Any]) -> Verdict:
+def _judge_in_process(name: str, answer: str, entry: dict[str, Any]) -> Verdict:
     try:
         with cpu_limit(judges.JUDGE_S):
             return Verdict("right" if judges.is_right(_dataset(name), name, answer, entry) else "wrong")

@@ -41,29 +41,29 @@ def _is_integral(text: str) -> bool:
     return _is_formula(text.replace("Integral(", "exp(").replace(",", "+"))
 
 
-def _made_of(characters: str, without: tuple[str, ...] = ()) -> Callable[[str], bool]:
+def _contains_only(characters: str, without: tuple[str, ...] = ()) -> Callable[[str], bool]:
     pattern = re.compile(rf"[{characters} \t\r\n]*+")
 
-    def is_made_of(text: str) -> bool:
+    def only_these(text: str) -> bool:
         compact = "".join(text.split())
         return pattern.fullmatch(text) is not None and not any(part in compact for part in without)
 
-    return is_made_of
+    return only_these
 
 
-_is_arithmetic = _made_of(r"0-9+\-*/()", without=("**", "//", "(*"))
+_is_arithmetic = _contains_only(r"0-9+\-*/()", without=("**", "//", "(*"))
 # lists of these are evaluated; they have no brackets of a call, and no lower-case letters for a keyword
-_is_letters = _made_of(r"A-E\[\],'\"")
-_is_numbers = _made_of(r"0-9\[\],\-")
-_is_board = _made_of(r"Q_\[\],'\"")
+_is_letters = _contains_only(r"A-E\[\],'\"")
+_is_numbers = _contains_only(r"0-9\[\],\-")
+_is_board = _contains_only(r"Q_\[\],'\"")
 _ANSWER, _LABEL = "answer", "label"
 _EVALUATED: dict[str, dict[str, Callable[[str], bool]]] = {
     "binary_matrix": {_ANSWER: _is_numbers},
-    "bitwise_arithmetic": {"problem": _made_of(r"0-9a-fx+\-*&|\^~<>()", without=("**", "(*"))},
+    "bitwise_arithmetic": {"problem": _contains_only(r"0-9a-fx+\-*&|\^~<>()", without=("**", "(*"))},
     "countdown": {_ANSWER: _is_arithmetic},
     "intermediate_integration": {_ANSWER: _is_formula, _LABEL: _is_integral, "integrand": _is_formula},
     "n_queens": {_ANSWER: _is_board},
-    "number_sorting": {_LABEL: _made_of(r"0-9eE.+\-\[\],'\"")},
+    "number_sorting": {_LABEL: _contains_only(r"0-9eE.+\-\[\],'\"")},
     "polynomial_multiplication": {_ANSWER: _is_formula, _LABEL: _is_formula},
     "puzzle24": {_ANSWER: _is_arithmetic},
     "simple_integration": {_ANSWER: _is_formula, _LABEL: _is_integral, "integrand": _is_formula},

@@ -27,7 +27,7 @@ _GREEK = {
 _TABLE = str.maketrans(_SYMBOLS | _GREEK)
 _RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱˣ", "0123456789+-=()nix", strict=True))
 _LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙₖᵢₓ", "0123456789+-=()nkix", strict=True))
-_RAISED_RUN, _LOWERED_RUN = (re.compile(f"[{''.join(each)}]+") for each in (_RAISED, _LOWERED))
+_RAISED_RUN, _LOWERED_RUN = (re.compile(f"[{''.join(characters)}]+") for characters in (_RAISED, _LOWERED))
 _VULGAR = re.compile("[¼-¾⅐-⅞↉]")
 _ROOT = re.compile(r"(√|∛)\s*(?:\(([^()]{1,200})\)|\{([^{}]{1,200})\}|(\d+(?:\.\d+)?|\\pi|[A-Za-z]))")
 _WORD_ROOT = re.compile(r"(?<![A-Za-z\\])sqrt\s*(?:\(([^()]{1,200})\)|\{([^{}]{1,200})\}|\[([^][]{1,200})\])")
@@ -87,11 +87,11 @@ def latex(text: str) -> str:
     text = text.translate(_TABLE)
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text).translate(_TABLE)  # letters and digits of other fonts
-    text = _CONSTANT.sub(lambda found: f"{found[1] or found[2] or found[3]} ", text)
+    text = _CONSTANT.sub(lambda match: f"{match[1] or match[2] or match[3]} ", text)
     text = _FUNCTION.sub(r"\\\1 ", text)
     for pattern, spelling in _RULES:
         text = pattern.sub(spelling, text)
-    text = _WORD_ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2] or found[3]}}}", text)
+    text = _WORD_ROOT.sub(lambda match: f"\\sqrt{{{match[1] or match[2] or match[3]}}}", text)
     text = _ROOT.sub(_root, text)
     return _MIXED.sub(_improper, text)
 
@@ -107,19 +107,19 @@ def text_form(text: str) -> str:
     return re.sub(r"\{([A-Za-z0-9])\}", r"\1", text).rstrip(".")
 
 
-def _vulgar(found: re.Match[str]) -> str:
-    numerator, _, denominator = unicodedata.normalize("NFKC", found[0]).partition("⁄")
+def _vulgar(match: re.Match[str]) -> str:
+    numerator, _, denominator = unicodedata.normalize("NFKC", match[0]).partition("⁄")
     return f"\\frac{{{numerator}}}{{{denominator}}}"
 
 
-def _root(found: re.Match[str]) -> str:
-    degree = "[3]" if found[1] == "∛" else ""
-    return f"\\sqrt{degree}{{{found[2] or found[3] or found[4]}}}"
+def _root(match: re.Match[str]) -> str:
+    degree = "[3]" if match[1] == "∛" else ""
+    return f"\\sqrt{degree}{{{match[2] or match[3] or match[4]}}}"
 
 
-def _improper(found: re.Match[str]) -> str:
+def _improper(match: re.Match[str]) -> str:
     """Return a mixed number such as `1 1/4` as an improper fraction; other text as it is."""
-    whole, numerator, denominator = (int(group) for group in found.groups() if group is not None)
+    integer, numerator, denominator = (int(group) for group in match.groups() if group is not None)
     if not 0 < numerator < denominator:
-        return found[0]
-    return f"\\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
+        return match[0]
+    return f"\\frac{{{integer * denominator + numerator}}}{{{denominator}}}"

@@ -44,8 +44,8 @@ def left_open(text: str) -> str:
 
 def open_at_end(text: str) -> str:
     """Return the mark that opens thinking at the very end of a text; empty if there is none."""
-    found = _OPEN_AT_END.search(text[-_LONGEST_END:])
-    return found[0].strip() if found is not None else ""
+    match = _OPEN_AT_END.search(text[-_LONGEST_END:])
+    return match[0].strip() if match is not None else ""
 
 
 def after_thinking(response: str) -> str:
@@ -78,8 +78,8 @@ def _last_unquoted(mark: str, text: str) -> int:
     An answer that mentions `<think>` opens no thinking."""
     end = len(text)
     while (start := text.rfind(mark, 0, end)) > 0:
-        after = start + len(mark)
-        if text[start - 1] not in _QUOTES or text[start - 1] != text[after : after + 1]:
+        mark_end = start + len(mark)
+        if text[start - 1] not in _QUOTES or text[start - 1] != text[mark_end : mark_end + 1]:
             break
         end = start
     return start
@@ -88,7 +88,7 @@ def _last_unquoted(mark: str, text: str) -> int:
 def _last_channel(text: str) -> _Mark | None:
     end = len(text)
     while (start := text.rfind(_CHANNEL_MARK, 0, end)) >= 0:
-        if (found := _CHANNEL.match(text, start)) is not None:
-            return _Mark(start, found[0], found["opens"] is not None)
+        if (match := _CHANNEL.match(text, start)) is not None:
+            return _Mark(start, match[0], match["opens"] is not None)
         end = start
     return None

@@ -47,16 +47,16 @@ def try_rewards(
         response = trial_response(prompt)
         scored = pool.submit(target, (prompt.text, response, prompt.label, prompt.metadata))
         extracted = pool.submit(f"{__name__}:extraction", (target, response, prompt.metadata))
-        for what, unread, outcome in (
+        for prefix, unread, outcome in (
             ("", "return 0 or raise ResponseError", scored.result()),
             ("its extract_answer: ", "return None", extracted.result()),
         ):
-            _check(f"--rm-type {target}: {what}", unread, outcome, prompt, logs)
+            _check(f"--rm-type {target}: {prefix}", unread, outcome, prompt, logs)
             details |= outcome.details
     return details
 
 
-def _check(what: str, unread: str, outcome: Outcome, prompt: Prompt, logs: Path | None) -> None:
+def _check(prefix: str, unread: str, outcome: Outcome, prompt: Prompt, logs: Path | None) -> None:
     """
     Args:
         unread: what the function should do with a response that it cannot read.
@@ -64,9 +64,8 @@ def _check(what: str, unread: str, outcome: Outcome, prompt: Prompt, logs: Path 
     if outcome.error is None:
         return
     response = shown(trial_response(prompt))
-    message = (
-        f"{what}{outcome.error} on {prompt.task}, prompt {prompt.index}, with a made-up response, {response}"
-    )
+    place = f"{prompt.task}, prompt {prompt.index}"
+    message = f"{prefix}{outcome.error} on {place}, with a made-up response, {response}"
     if outcome.trace is not None:
         message += f" ({unread} for one that it cannot read)"
     if outcome.trace is not None and logs is not None:

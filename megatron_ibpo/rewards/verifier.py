@@ -43,7 +43,7 @@ WIRES: dict[str, Callable[[DataConfig], Wire]] = {
     VERIFIERS["http_score"]: ScoreWire,
 }
 """Functions that get a server's answer in place of a response → the protocol of that server."""
-_OWN = frozenset(VERIFIERS.values()) - {VERIFIERS["http_score"]}
+_READS_MARKS = frozenset(VERIFIERS.values()) - {VERIFIERS["http_score"]}
 """Functions that read a response with its marks of thinking; others read what the policy wrote."""
 
 _log = logging.getLogger(__name__)
@@ -114,11 +114,14 @@ class Verifier:
         A function that raises, hangs, kills its process (twice, since it gets a second try) or returns no
         finite number gives a score without a reward. The first such error of a call is logged.
         """
-        asked = [self._ask(prompt, response) for prompt, response in pairs]
-        scores = [self._judged(one, [outcome.result() for outcome in one.outcomes]) for one in asked]
+        scorings = [self._ask(prompt, response) for prompt, response in pairs]
+        scores = [
+            self._combined_score(scoring, [outcome.result() for outcome in scoring.outcomes])
+            for scoring in scorings
+        ]
         errors = [
-            one.described(score.error)
-            for one, score in zip(asked, scores, strict=True)
+            scoring.described(score.error)
+            for scoring, score in zip(scorings, scores, strict=True)
             if score.error is not None
         ]
         if errors:
@@ -134,14 +137,14 @@ class Verifier:
         Raises:
             WorkerError: a process that had to be replaced does not start again.
         """
-        asked = self._ask(prompt, response)
-        outcomes = await asyncio.gather(*[asyncio.wrap_future(outcome) for outcome in asked.outcomes])
-        score = self._judged(asked, outcomes)
+        scoring = self._ask(prompt, response)
+        outcomes = await asyncio.gather(*[asyncio.wrap_future(outcome) for outcome in scoring.outcomes])
+        score = self._combined_score(scoring, outcomes)
         if score.error is not None:
             self._errors += 1
             if self._errors.bit_count() == 1:
                 _log.warning(
-                    "verifiers have failed on %d responses: %s", self._errors, asked.described(score.error)
+                    "verifiers have failed on %d responses: %s", self._errors, scoring.described(score.error)
                 )
         return score
 
@@ -161,15 +164,15 @@ class Verifier:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, prompt: Prompt, response: str | Response) -> _Asked:
+    def _ask(self, prompt: Prompt, response: str | Response) -> _Scoring:
         response = _as_response(prompt, response)
         try:
             name = rm_type_of(prompt, self._data)
             parts, targets = parts_of(name, self._data), functions_of(prompt, self._data)
             outcomes = [self._submit(target, prompt, response) for target in targets]
         except ConfigError as error:  # found at the start where the first prompts name it
-            return _Asked("verifier of the row", _place_of(prompt), refused=str(error))
-        return _Asked(name, _place_of(prompt), parts, outcomes)
+            return _Scoring("verifier of the row", _place_of(prompt), refused=str(error))
+        return _Scoring(name, _place_of(prompt), parts, outcomes)
 
     def _submit(self, target: str, prompt: Prompt, response: Response) -> Future[Outcome]:
         text = _text_for(target, response)
@@ -194,24 +197,24 @@ class Verifier:
         that."""
         if target != VERIFIERS["code"]:
             return prompt.metadata
-        return prompt.metadata | CodeExecution.of(self._data).as_metadata()
+        return prompt.metadata | CodeExecution.from_config(self._data).as_metadata()
 
-    def _judged(self, asked: _Asked, outcomes: Sequence[Outcome]) -> Score:
-        if asked.refused is not None:
-            return Score(None, False, asked.refused)
-        outcome = combined(asked.parts, outcomes) if asked.name == COMPOSITE else outcomes[0]
+    def _combined_score(self, scoring: _Scoring, outcomes: Sequence[Outcome]) -> Score:
+        if scoring.refused is not None:
+            return Score(None, False, scoring.refused)
+        outcome = combined(scoring.parts, outcomes) if scoring.name == COMPOSITE else outcomes[0]
         if outcome.error is not None:
             if outcome.trace is None:
                 return Score(None, False, outcome.error, outcome.details)
             if self._logs is not None:
-                append_trace(self._logs / REWARD_FAULTS, asked.described(outcome.error), outcome.trace)
-            return Score(None, False, f"{outcome.error} on {asked.prompt}", outcome.details)
+                append_trace(self._logs / REWARD_FAULTS, scoring.described(outcome.error), outcome.trace)
+            return Score(None, False, f"{outcome.error} on {scoring.prompt}", outcome.details)
         assert outcome.value is not None
         return Score(outcome.value, outcome.value >= self._data.reward_threshold, details=outcome.details)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Scoring:
     """The calls for one response."""
 
     name: str
@@ -260,7 +263,7 @@ def open_pool(data: DataConfig, rm_types: Iterable[str] = ()) -> WorkerPool:
     targets = reward_functions(data, rm_types)
     pool = WorkerPool(targets, size=worker_count(data), timeout=data.reward_timeout)
     if VERIFIERS["code"] in targets:
-        checked = pool.submit(CHECK, ("", "", "", CodeExecution.of(data).as_metadata())).result()
+        checked = pool.submit(CHECK, ("", "", "", CodeExecution.from_config(data).as_metadata())).result()
         if checked.error is not None:
             pool.close()
             raise ConfigError(f"code rewards: {checked.error}")
@@ -360,18 +363,18 @@ def _as_response(prompt: Prompt, response: str | Response) -> Response:
 
 
 def _text_for(target: str, response: Response) -> str:
-    return response.marked if target in _OWN else response.text
+    return response.marked if target in _READS_MARKS else response.text
 
 
 def _function(name: str) -> str:
     """Return module:function of a verifier other than a composite."""
-    known = dict.fromkeys([*VERIFIERS, COMPOSITE], "") | VERIFIERS
-    return known_or_path("--rm-type", name, known, "verifier") or name
+    builtin = dict.fromkeys([*VERIFIERS, COMPOSITE], "") | VERIFIERS
+    return known_or_path("--rm-type", name, builtin, "verifier") or name
 
 
 CHECKED_AT_START = 64
 """Prompts per source whose labels are checked before the run starts."""
-_MOST_SHOWN = 5
+_SHOWN_LABELS = 5
 _LONGEST_QUESTION = 60
 
 
@@ -392,7 +395,7 @@ def check_labels(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> Non
         lines = [_problem_line(prompt, error) for error, prompt in reversed(first_with.items())]
         raise LabelError(
             f"{counted(len(problems), 'label')} of the first {len(prompts)} cannot be graded:\n  "
-            + "\n  ".join(lines[:_MOST_SHOWN])
+            + "\n  ".join(lines[:_SHOWN_LABELS])
         )
 
 
@@ -405,12 +408,12 @@ def label_problems(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> l
 
 
 def _label_problems(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> list[tuple[Prompt, str]]:
-    asked = [
+    calls = [
         (prompt, pool.submit(f"{__name__}:problem", (target, prompt.label, prompt.metadata)))
         for prompt in prompts
         for target in functions_of(prompt, data)
     ]
-    return [(prompt, error) for prompt, call in asked if (error := call.result().error) is not None]
+    return [(prompt, error) for prompt, call in calls if (error := call.result().error) is not None]
 
 
 def _problem_line(prompt: Prompt, error: str) -> str:
@@ -426,6 +429,6 @@ def problem(target: str, label: str, metadata: dict[str, Any]) -> float:
     """
     module = load_module("--rm-type", target)
     ask = getattr(module, "label_problem", None)
-    if ask is not None and (why := ask(label, metadata)) is not None:
-        raise LabelError(why)
+    if ask is not None and (reason := ask(label, metadata)) is not None:
+        raise LabelError(reason)
     return 0.0

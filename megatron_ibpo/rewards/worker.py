@@ -47,15 +47,15 @@ def main() -> None:
         except BaseException as error:
             connection.send(("failed", f"--rm-type {target}: {error_text(error)}"))
             return
-    own = os.getpid()
-    connection.send(("ready", (own, [target for target in targets if _is_batched(functions[target])])))
+    own_pid = os.getpid()
+    connection.send(("ready", (own_pid, [target for target in targets if _is_batched(functions[target])])))
     while True:
         try:
             target, calls = connection.recv()
         except (EOFError, OSError):
             return
         answer = _answer(target, functions, calls)
-        if os.getpid() != own:  # a function forked, and both returned: one answers
+        if os.getpid() != own_pid:  # a function forked, and both returned: one answers
             os._exit(0)
         connection.send(answer)
 

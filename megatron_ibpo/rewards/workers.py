@@ -157,8 +157,8 @@ class WorkerPool:
         with self._lock:
             self._started_in = max(self._started_in, time.monotonic() - began)
         started.set_result(None)
-        while taken := self._next_calls(worker.batched):
-            for _, calls in groupby(taken, key=lambda call: call.target):
+        while queued_calls := self._next_calls(worker.batched):
+            for _, calls in groupby(queued_calls, key=lambda call: call.target):
                 worker = self._settled(worker, list(calls))
         self._end(worker)
 
@@ -182,17 +182,17 @@ class WorkerPool:
         target = calls[0].target
         outcomes, fault = worker.ask(target, [call.arguments for call in calls], self._timeout)
         died = fault is not None and fault.died
-        again = fault is not None and (len(calls) > 1 or (died and once_more))
+        retries = fault is not None and (len(calls) > 1 or (died and once_more))
         if fault is not None and died:
-            so = f"{counted(len(calls), 'call')} {'repeated' if again else 'failed'}"
-            self._count_death(target, fault.why, so)
-        if again:
+            so = f"{counted(len(calls), 'call')} {'repeated' if retries else 'failed'}"
+            self._count_death(target, fault.reason, so)
+        if retries:
             for call in calls:
                 worker = self._settle(self._alive(worker), [call], once_more=once_more and not died)
             return worker
         if fault is not None:
-            why = f"{fault.why}, and another one before it" if died else fault.why
-            outcomes = [Outcome(None, why, trace=fault.trace)]
+            error_message = f"{fault.reason}, and another one before it" if died else fault.reason
+            outcomes = [Outcome(None, error_message, trace=fault.trace)]
         for call, outcome in zip(calls, outcomes, strict=True):
             call.outcome.set_result(outcome)
         return worker
@@ -226,14 +226,14 @@ class WorkerPool:
                 return self._start(timeout)
         return self._start(timeout)
 
-    def _count_death(self, what: str, why: str, so: str) -> None:
+    def _count_death(self, function_name: str, reason: str, so: str) -> None:
         with self._lock:
             if self._closed:  # closing it is why it died
                 return
             self.deaths += 1
             deaths = self.deaths
         if deaths <= _DEATHS_TOLD or deaths.bit_count() == 1:
-            _log.warning("%s: %s; %s (death %d)", what, why, so, deaths)
+            _log.warning("%s: %s; %s (death %d)", function_name, reason, so, deaths)
 
     def _start(self, timeout: float) -> _Worker:
         with self._lock:
@@ -270,7 +270,7 @@ class _Call:
 class _Fault:
     """The reason why a worker has no outcomes."""
 
-    why: str
+    reason: str
     died: bool = False
     trace: str | None = None
 
@@ -335,8 +335,8 @@ class _Worker:
             self.end()
             return [], _Fault(self.how_it_died(), died=True)
         if kind == "error":
-            why, trace = content
-            return [], _Fault(why, trace=trace)
+            reason, trace = content
+            return [], _Fault(reason, trace=trace)
         return [Outcome(value, error, details) for value, details, error in content], None
 
     def is_alive(self) -> bool:

@@ -14,8 +14,7 @@ from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Report, Stages, run_sizes
 from megatron_ibpo.report.disk import DiskWait
-from megatron_ibpo.report.stages import Forecast
-from megatron_ibpo.report.start_lines import StartLines
+from megatron_ibpo.report.stages import Forecast, StartLines
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import check_loss_of_run, doubtful_settings
 from megatron_ibpo.run.cost import CostMeter

@@ -23,13 +23,13 @@ from megatron_ibpo.data.row_prompts import with_system_prompt
 from megatron_ibpo.engines import AsyncEngine
 from megatron_ibpo.environments import Sessions
 from megatron_ibpo.evaluate import (
-    Asked,
     Corrector,
+    EvalRequest,
     EvalSample,
     EvalSet,
     KeptSamples,
     SetEvaluation,
-    answered,
+    complete_samples,
     eval_sample,
     evaluate,
 )
@@ -391,8 +391,8 @@ class LiveRollouts:
         evaluation, samples = evaluate(
             own.prompts,
             partial(
-                answered,
-                found={} if kept is None else kept.found(own.name),
+                complete_samples,
+                stored={} if kept is None else kept.stored(own.name),
                 ask=partial(self._ask_evaluated, own, meanwhile),
                 add=(lambda _: None) if kept is None else kept.add,
             ),
@@ -407,7 +407,7 @@ class LiveRollouts:
         self,
         own: EvalSet,
         meanwhile: Callable[[], None] | None,
-        asked: Sequence[Asked],
+        asked: Sequence[EvalRequest],
         each: Callable[[int, EvalSample], None],
     ) -> None:
         corrects, read = self.config.run.eval_compare_and_correct, ResponseText(self.data.tokenizer)

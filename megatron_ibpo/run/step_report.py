@@ -15,7 +15,7 @@ from megatron_ibpo.report import (
     save_groups,
     step_alarms,
 )
-from megatron_ibpo.report.rollout_data import is_kept, keep_samples
+from megatron_ibpo.report.rollout_data import is_recorded_step, keep_samples
 from megatron_ibpo.run.operator_skill import (
     corrects,
 )
@@ -47,7 +47,7 @@ def report(run: Run, groups: list[Group], credit: Credit, metrics: dict[str, flo
                     explanations=credit.explanations,
                 )
             )
-        elif is_kept(step, settings.num_rollout, settings.keep_samples):
+        elif is_recorded_step(step, settings.num_rollout, settings.keep_samples):
             _keep_samples(run, step, groups, credit)
         if run.engines is not None:
             alive, engines = run.engines.alive, run.engines.count

@@ -32,7 +32,7 @@ from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Report, Size, Stages, prepare_run_dir, run_sizes
 from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.report.run_dir import locked
-from megatron_ibpo.report.start_lines import StartLines
+from megatron_ibpo.report.stages import StartLines
 from megatron_ibpo.run.loop import NotFiniteError
 from megatron_ibpo.run.open import choose_backend
 from megatron_ibpo.run.preflight import check_model, disk_bytes, preflight

@@ -89,14 +89,14 @@ def audit_responses(
         AuditedResponse(
             prompt=number,
             boundaries=bounds,
-            values=[*ended.mean(axis=1).tolist(), 0.0],
-            first_half=[*ended[:, 0::2].mean(axis=1).tolist(), 0.0],
-            second_half=[*ended[:, 1::2].mean(axis=1).tolist(), 0.0],
+            values=[*outcomes_BR.mean(axis=1).tolist(), 0.0],
+            first_half=[*outcomes_BR[:, 0::2].mean(axis=1).tolist(), 0.0],
+            second_half=[*outcomes_BR[:, 1::2].mean(axis=1).tolist(), 0.0],
             modified=modified_tokens(group, index, edits[number]),
             phi=phi[number][index],
             sibling=sibling_tokens(group, index, marks, mark_insertions=insertions),
         )
-        for (group, number, index), bounds, ended in zip(chosen, boundaries, outcomes, strict=True)
+        for (group, number, index), bounds, outcomes_BR in zip(chosen, boundaries, outcomes, strict=True)
     ]
     readable = [
         {
@@ -159,11 +159,11 @@ def sibling_tokens(
 ) -> list[int] | None:
     """Return 1 for each token of a response that differs from the nearest correct response of its group, the
     first of equally near ones; None if none is correct. This mask needs no correction."""
-    siblings = [Correction(index, (), other) for other in group.responses if other.correct]
+    siblings = [Correction(index, (), response) for response in group.responses if response.correct]
     if not siblings:
         return None
-    alone = replace(group, corrections=siblings)
-    (edits, numbers) = find_edits(compared_pairs([alone], marks), mark_insertions=mark_insertions)
+    sibling_group = replace(group, corrections=siblings)
+    (edits, numbers) = find_edits(compared_pairs([sibling_group], marks), mark_insertions=mark_insertions)
     nearest = edits[int(np.argmin(numbers))]
     return [int(changed) for changed in nearest[: group.responses[index].num_content_tokens]]
 
@@ -174,8 +174,8 @@ def correction_edits(
     """Return, for each group, the tokens of its target that every correction changes, as training masks
     them."""
     edits, _ = find_edits(compared_pairs(groups, marks), mark_insertions=mark_insertions)
-    left = iter(edits)
-    return [list(islice(left, len(group.corrections))) for group in groups]
+    remaining_edits = iter(edits)
+    return [list(islice(remaining_edits, len(group.corrections))) for group in groups]
 
 
 class _Asker:
@@ -190,8 +190,10 @@ class _Asker:
         method = foundation.method.operator
         # corrects all responses, so that the policy of a baseline can be audited too, or of a method that
         # corrects only some, such as examples/credit/gated.py
-        own = fields(CompareAndCorrect) if isinstance(method, CompareAndCorrect) else ()
-        self.operator = CompareAndCorrect(**{field.name: getattr(method, field.name) for field in own})
+        operator_fields = fields(CompareAndCorrect) if isinstance(method, CompareAndCorrect) else ()
+        self.operator = CompareAndCorrect(
+            **{field.name: getattr(method, field.name) for field in operator_fields}
+        )
         self.thinking = thinking_marks(self.operator, tokenizer)
 
     def groups(self, count: int, seed: int) -> tuple[list[Group], list[list[float]]]:
@@ -218,22 +220,23 @@ class _Asker:
         seed: int,
     ) -> list[np.ndarray]:
         """Return, for each response, [boundaries - 1, rollouts]: 1 where the continuation ended correct."""
-        asked = [
+        requests = [
             (prompt, request)
             for (prompt, response), bounds in zip(pieces, boundaries, strict=True)
             for request in prefix_requests(prompt, response, bounds, rollouts, self.config, seed)
         ]
 
-        def whole(prompt: Prompt, rest: Sample) -> Response:
-            begun = rest.prompt_token_ids[len(prompt.token_ids) :]
-            ids = np.concatenate([begun, rest.token_ids])
+        def full_response(prompt: Prompt, continuation: Sample) -> Response:
+            prefix_ids = continuation.prompt_token_ids[len(prompt.token_ids) :]
+            ids = np.concatenate([prefix_ids, continuation.token_ids])
             return self.texts.of_ids(prompt, prompt.token_ids, ids)
 
-        with self._sampler(whole) as sampler:
-            written = sampler.run(sampler.answers(asked))
-        ended = iter(float(rest.correct) for rest in written)
+        with self._sampler(full_response) as sampler:
+            written = sampler.run(sampler.answers(requests))
+        outcomes = iter(float(continuation.correct) for continuation in written)
         return [
-            np.array([[next(ended) for _ in range(rollouts)] for _ in bounds[:-1]]) for bounds in boundaries
+            np.array([[next(outcomes) for _ in range(rollouts)] for _ in bounds[:-1]])
+            for bounds in boundaries
         ]
 
     def _context(self, seed: int) -> CreditContext:

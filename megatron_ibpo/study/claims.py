@@ -65,34 +65,35 @@ def _outcome(claim: PublishedClaim, seeds: int, test: Estimate | None, holm_p: f
 
 def _differences_per_seed(claim: PublishedClaim, study: Study, runs: Sequence[RunResult]) -> list[float]:
     """Return one difference per seed; empty where nothing was run."""
-    method, other = (
+    method, baseline = (
         {run.seed: run for run in runs if run.method == name} for name in (claim.method, claim.than)
     )
-    return _MEASURES[claim.measure](method, other, study.threshold)
+    return _MEASURES[claim.measure](method, baseline, study.threshold)
 
 
-def _accuracy(method: _Runs, other: _Runs, _: float) -> list[float]:
+def _accuracy(method: _Runs, baseline: _Runs, _: float) -> list[float]:
     return [
-        method[s].accuracy[-1][1] - other[s].accuracy[-1][1] for s in sorted(method.keys() & other.keys())
+        method[s].accuracy[-1][1] - baseline[s].accuracy[-1][1]
+        for s in sorted(method.keys() & baseline.keys())
     ]
 
 
-def _cost(method: _Runs, other: _Runs, threshold: float) -> list[float]:
-    """Return log₂(cost to the threshold of the other, over that of the method). A run that never reached it
-    counts as if it had at its end, which favours it; seeds where neither did are left out."""
+def _cost(method: _Runs, baseline: _Runs, threshold: float) -> list[float]:
+    """Return log₂(cost to the threshold of the baseline, over that of the method). A run that never reached
+    it counts as if it had at its end, which favours it; seeds where neither did are left out."""
     differences = []
-    for seed in sorted(method.keys() & other.keys()):
-        costs = [cost_to_threshold(of[seed], threshold) for of in (method, other)]
+    for seed in sorted(method.keys() & baseline.keys()):
+        costs = [cost_to_threshold(runs[seed], threshold) for runs in (method, baseline)]
         if any(map(math.isfinite, costs)):
             first, second = (
-                cost if math.isfinite(cost) else of[seed].reward[-1][0]
-                for cost, of in zip(costs, (method, other), strict=True)
+                cost if math.isfinite(cost) else runs[seed].reward[-1][0]
+                for cost, runs in zip(costs, (method, baseline), strict=True)
             )
             differences.append(math.log2(second / first))
     return differences
 
 
-def _correction_success(method: _Runs, other: _Runs, threshold: float) -> list[float]:
+def _correction_success(method: _Runs, baseline: _Runs, threshold: float) -> list[float]:
     """Return the rise of the corrections' success from the first to the last five steps of a run."""
     pairs = [method[seed].correction_success for seed in sorted(method)]
     return [pair[1] - pair[0] for pair in pairs if pair]
@@ -105,7 +106,7 @@ _MEASURES: dict[str, Callable[[_Runs, _Runs, float], list[float]]] = {
 }
 
 
-def read_claims(raw: Any, methods: Mapping[str, Any], where: str) -> tuple[PublishedClaim, ...]:
+def read_claims(raw: Any, methods: Mapping[str, Any], location: str) -> tuple[PublishedClaim, ...]:
     """Return the claims of a study file.
 
     Raises:
@@ -116,12 +117,12 @@ def read_claims(raw: Any, methods: Mapping[str, Any], where: str) -> tuple[Publi
         try:
             claim = PublishedClaim(**entry)
         except TypeError as error:
-            raise ValueError(f"{where}: published-claims, number {number}: {error}") from error
+            raise ValueError(f"{location}: published-claims, number {number}: {error}") from error
         strangers = {claim.method, claim.than} - {"", *methods}
         if strangers or claim.measure not in _MEASURES or not (claim.method or claim.untestable):
             raise ValueError(
-                f"{where}: published-claims, number {number}: must have a method of the study and may have "
-                f"than (another), and a measure of {', '.join(_MEASURES)}; or untestable, the reason why"
+                f"{location}: published-claims, number {number}: must have a method of the study and may "
+                f"have than (another), and a measure of {', '.join(_MEASURES)}; or untestable, the reason why"
             )
         claims.append(claim)
     return tuple(claims)
@@ -248,18 +249,19 @@ def _claim(
         blocks.append("what tuning tried was not kept")
     for choice in findings.choices:
         if choice.method in (method, findings.study.baseline) and choice.at_edge:
-            on = f" on {choice.task}" if choice.task else ""
+            of_task = f" on {choice.task}" if choice.task else ""
             blocks.append(
-                f"the best {' and '.join(choice.at_edge)} of {choice.method}{on} is at the edge of its grid"
+                f"the best {' and '.join(choice.at_edge)} of {choice.method}{of_task} is at the edge of "
+                "its grid"
             )
     if verdict == "better":
         blocks += _fresh(confirmed.get(method))
     return Claim(method, verdict, tuple(blocks))
 
 
-def _fresh(again: dict[str, Any] | None) -> list[str]:
-    if again is None:
+def _fresh(confirmation: dict[str, Any] | None) -> list[str]:
+    if confirmation is None:
         return ["not run again with fresh seeds"]
-    if _verdict(again) == "better":
+    if _verdict(confirmation) == "better":
         return []
-    return [f"fresh seeds do not show it: {again['mean']:+.3f}, p {again['holm_p']:.3f}"]
+    return [f"fresh seeds do not show it: {confirmation['mean']:+.3f}, p {confirmation['holm_p']:.3f}"]

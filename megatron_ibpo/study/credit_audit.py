@@ -6,15 +6,23 @@ far as rollouts can tell. A token mask is compared with that step within each re
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Group
+from rich.table import Table
 from scipy import stats
+
+from megatron_ibpo.report.display import plain_table
 
 Array = npt.NDArray[np.float64]
 
@@ -26,7 +34,7 @@ Credit = Callable[["AuditedResponse"], list[Array]]
 RESAMPLES = 1000
 RANDOM = "random masks of the same size"
 SIBLING = "difference to a correct sibling, same responses"
-ALONE = "difference to a correct sibling, wherever there is one"
+SIBLING_ANYWHERE = "difference to a correct sibling, wherever there is one"
 RANDOM_MASKS = 20
 
 
@@ -82,8 +90,7 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
 
     Args:
         min_drop: a response whose largest drop is smaller has no step that can be called the error. It is
-            left
-            out of the figures that need one, and counted.
+            left out of the figures that need one, and counted.
 
     Raises:
         ValueError: no responses.
@@ -93,7 +100,7 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
     located = [r for r in responses if len(r.values) > 2 and r.drops.max() >= min_drop]
     masked = [r for r in located if r.modified is not None]
     with_sibling = [r for r in located if r.sibling is not None]
-    both = [r for r in masked if r.sibling is not None]
+    masked_with_sibling = [r for r in masked if r.sibling is not None]
     rng = np.random.default_rng(0)
     drawn = {id(r): [rng.permutation(_mask(r)) for _ in range(RANDOM_MASKS)] for r in masked}
     credits: dict[str, Credit] = {
@@ -118,15 +125,15 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
         "largest_drop": _mean(located, lambda r: float(r.drops.max())),
         "position_of_the_drop": _mean(located, _position),
         "mask": {
-            name: _scores(both if name == SIBLING else masked, credit, measures)
+            name: _scores(masked_with_sibling if name == SIBLING else masked, credit, measures)
             for name, credit in credits.items()
         }
-        | {ALONE: _scores(with_sibling, _sibling, measures)}
+        | {SIBLING_ANYWHERE: _scores(with_sibling, _sibling, measures)}
         | {"ceiling: drops of the other rollouts": {"auc": _mean(masked, _ceiling_auc)}},
         "mask_above_random_auc": _mean(
             masked, lambda r: _averaged(credits["mask"], _auc, r) - _averaged(credits[RANDOM], _auc, r)
         ),
-        "mask_equals_sibling": _mean(both, lambda r: float(r.modified == r.sibling)),
+        "mask_equals_sibling": _mean(masked_with_sibling, lambda r: float(r.modified == r.sibling)),
         "phi": {
             "positive": float(np.mean([r.phi > 0 for r in responses])),
             "rank_correlation": _of_prompts(responses, _phi_rank),
@@ -149,7 +156,7 @@ def _sibling(response: AuditedResponse) -> list[Array]:
 def _scores(
     responses: Sequence[AuditedResponse], credit: Credit, measures: dict[str, Measure]
 ) -> dict[str, dict[str, float] | None]:
-    return {what: _mean(responses, partial(_averaged, credit, measure)) for what, measure in measures.items()}
+    return {name: _mean(responses, partial(_averaged, credit, measure)) for name, measure in measures.items()}
 
 
 def _averaged(credit: Credit, measure: Measure, response: AuditedResponse) -> float:
@@ -239,7 +246,7 @@ def _of_prompts(
         return {"estimate": estimate, "low": float("nan"), "high": float("nan")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # a statistic may be constant
-        found = stats.bootstrap(
+        bounds = stats.bootstrap(
             (np.arange(len(groups)),),
             lambda drawn: statistic([response for i in drawn for response in groups[i]]),
             n_resamples=RESAMPLES,
@@ -247,4 +254,134 @@ def _of_prompts(
             vectorized=False,
             rng=np.random.default_rng(0),
         ).confidence_interval
-    return {"estimate": estimate, "low": float(found.low), "high": float(found.high)}
+    return {"estimate": estimate, "low": float(bounds.low), "high": float(bounds.high)}
+
+
+# ------------------------------------------------------------------------------------------------ for display
+
+_MEASURES = {
+    "auc": "AUC",
+    "rank_correlation": "rank correlation",
+    "first_credited_step_is_the_error": "first credited step is the error",
+}
+_CREDITS = {"mask": "tokens that corrections change (the mask)"}
+_DASH = "–"
+
+
+def audit_page(counts: Mapping[str, int], findings: Mapping[str, Any]) -> Group:
+    """Return the findings of `credit_audit.audit` for a console, with 95 % intervals in brackets.
+
+    Args:
+        counts: numbers of what was sampled for them.
+    """
+    return Group(*_sampled(counts, findings), "", _agreement(findings), "", *_verdicts(findings))
+
+
+def _sampled(counts: Mapping[str, int], findings: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"{counts['responses_sampled']:,} responses were sampled; {counts['wrong']:,} are wrong. "
+        f"{counts['corrections_correct']:,} of {counts['corrections']:,} corrections succeed."
+    )
+    yield (
+        f"{findings['responses']:,} wrong responses to {findings['prompts']:,} prompts were audited with "
+        f"{counts['rollouts']:,} continuations."
+    )
+    yield (
+        f"In {findings['with_a_located_error']:,} of them one step costs at least {findings['min_drop']:.0%} "
+        f"of the chance to end correct: the error. {findings['located_and_masked']:,} of these have a "
+        "correction that earns credit."
+    )
+    if findings["largest_drop"] is not None:
+        yield (
+            f"The error costs {_number(findings['largest_drop'])} of the chance, and ends at "
+            f"{_number(findings['position_of_the_drop'])} of the response."
+        )
+
+
+def _agreement(findings: Mapping[str, Any]) -> Table:
+    table = plain_table(("does credit lie on the error?",), [*_MEASURES.values()])
+    for name, scores in findings["mask"].items():
+        table.add_row(_CREDITS.get(name, name), *(_number(scores.get(measure)) for measure in _MEASURES))
+    return table
+
+
+def _verdicts(findings: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "AUC is the chance that the error has a larger share of credited tokens than another step of its "
+        "response; .5 is no better than chance."
+    )
+    if (above := findings["mask_above_random_auc"]) is not None:
+        comparison = "more often than" if (above["low"] or 0.0) > 0 else "not surely more often than"
+        yield f"The mask lies on the error {comparison} random tokens: AUC higher by {_number(above)}."
+    if (equal := findings["mask_equals_sibling"]) is not None:
+        yield (
+            f"A share of {_number(equal)} of the masks equals the difference to a correct response of the "
+            "same group, which costs no correction."
+        )
+    phi = findings["phi"]
+    yield (
+        f"A share of {phi['positive']:.2f} of the wrong responses earns a bonus (φ > 0). The rank "
+        f"correlation of φ with how near a response was to correct is {_number(phi['rank_correlation'])}, "
+        f"and {_number(phi['rank_correlation_within_prompts'])} among responses to one prompt."
+    )
+
+
+def _number(value: Mapping[str, float | None] | None) -> str:
+    """Return an estimate with its interval; a dash for what could not be measured."""
+    if value is None or value["estimate"] is None:
+        return _DASH
+    low, high = value["low"], value["high"]
+    interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+    return f"{value['estimate']:.2f}{interval}"
+
+
+def plot_audit(
+    responses: Sequence[AuditedResponse], findings: dict[str, Any], path: Path, *, title: str
+) -> None:
+    """Plot the value along wrong responses, the places of its largest drops, and the agreement of credit with
+    them."""
+    with mpl.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
+        figure = Figure(figsize=(13, 3.8), dpi=120, layout="constrained")
+        figure.suptitle(title)
+        values, drops, agreement = figure.subplots(1, 3, width_ratios=[1, 1, 1.3])
+        _draw_values(values, responses)
+        _draw_drops(drops, responses, findings["min_drop"])
+        _draw_agreement(agreement, findings)
+        figure.savefig(path)
+
+
+def _draw_values(axes: Axes, responses: Sequence[AuditedResponse]) -> None:
+    grid = np.linspace(0, 1, 50)
+    curves = []
+    for response in responses:
+        at = np.asarray(response.boundaries) / response.boundaries[-1]
+        curves.append(np.interp(grid, at, response.values))
+        axes.plot(at, response.values, color="grey", alpha=0.15, linewidth=0.8)
+    axes.plot(grid, np.mean(curves, axis=0), label="mean")
+    axes.set_title("Value of prefixes of wrong responses")
+    axes.set_xlabel("share of the response")
+    axes.set_ylabel("rollouts that end correct")
+    axes.legend(frameon=False)
+
+
+def _draw_drops(axes: Axes, responses: Sequence[AuditedResponse], min_drop: float) -> None:
+    ends = [
+        response.boundaries[int(response.drops.argmax()) + 1] / response.boundaries[-1]
+        for response in responses
+        if response.drops.max() >= min_drop
+    ]
+    axes.hist(ends, bins=np.linspace(0, 1, 11).tolist())
+    axes.set_title(f"Where the largest drop (≥ {min_drop:g}) ends")
+    axes.set_xlabel("share of the response")
+
+
+def _draw_agreement(axes: Axes, findings: dict[str, Any]) -> None:
+    bars = {name: measured["auc"] for name, measured in findings["mask"].items()}
+    defined_bars = {name: bar for name, bar in bars.items() if bar is not None}
+    for place, bar in enumerate(reversed(defined_bars.values())):
+        low, high = bar["estimate"] - bar["low"], bar["high"] - bar["estimate"]
+        axes.errorbar(bar["estimate"], place, xerr=[[max(low, 0)], [max(high, 0)]], fmt="o", capsize=3)
+    axes.set_yticks(range(len(defined_bars)), list(reversed(defined_bars)))
+    axes.axvline(0.5, color="grey", linewidth=0.8)
+    axes.set_xlim(0, 1)
+    axes.set_title("Agreement with the drop, AUC and 95 % interval")

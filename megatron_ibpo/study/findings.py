@@ -12,8 +12,8 @@ from typing import Any
 from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, check_user_file, read_user_file
 from megatron_ibpo.report import jsonable
 from megatron_ibpo.study.plan import Choice, PublishedClaim, Study, Task, Tried, Tuning, choose
-from megatron_ibpo.study.power import PowerAnalysis
 from megatron_ibpo.study.run_results import RunResult
+from megatron_ibpo.study.statistics import PowerAnalysis
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def _plain(value: Any) -> Any:
 
 
 def _study(raw: dict[str, Any]) -> Study:
-    known = {item.name for item in fields(Study)}
-    content = {key: value for key, value in raw.items() if key in known}
+    field_names = {item.name for item in fields(Study)}
+    content = {key: value for key, value in raw.items() if key in field_names}
     for key in ("seeds", "pilot_seeds", "confirm_seeds"):
         if key in content:
             content[key] = tuple(content[key])
@@ -95,12 +95,12 @@ def _study(raw: dict[str, Any]) -> Study:
     if (tune := content.get("tune")) is not None:
         grid = tune.get("grid") or {tune["setting"]: tune["values"]}
         values = {key: tuple(of_key) for key, of_key in grid.items()}
-        own = {
+        own_grids = {
             method: {key: tuple(of_key) for key, of_key in grid.items()}
             for method, grid in tune.get("own", {}).items()
         }
         methods = tuple(tune.get("methods", ()))
-        content["tune"] = Tuning(values, tuple(tune["seeds"]), tune["budget"], own, methods)
+        content["tune"] = Tuning(values, tuple(tune["seeds"]), tune["budget"], own_grids, methods)
     if "published_claims" in content:
         content["published_claims"] = tuple(PublishedClaim(**c) for c in content["published_claims"])
     if "tasks" in content:
@@ -123,5 +123,5 @@ def _choice(raw: Mapping[str, Any]) -> Choice:
 def _power(raw: Mapping[str, Any] | None) -> PowerAnalysis | None:
     if raw is None:
         return None
-    seen = raw["detectable"]
-    return PowerAnalysis(**{**raw, "detectable": math.inf if seen is None else seen})
+    detectable = raw["detectable"]
+    return PowerAnalysis(**{**raw, "detectable": math.inf if detectable is None else detectable})

@@ -2,21 +2,28 @@
 
 import base64
 import io
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
+from scipy import stats
 
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.report.page.comparison import comparison
-from megatron_ibpo.report.page.html import embedded, page
+from megatron_ibpo.credit.break_even import ACCOMPANIED, ALONE, skill_needed
+from megatron_ibpo.report.page.html import comparison, embedded, page
 from megatron_ibpo.study.claims import Comparison
-from megatron_ibpo.study.curves import break_even_figure, break_even_points, dose_figure, figure_of_runs
 from megatron_ibpo.study.findings import Findings
-from megatron_ibpo.study.power import in_words
+from megatron_ibpo.study.plan import Study
+from megatron_ibpo.study.run_results import RunResult
+from megatron_ibpo.study.statistics import WINDOW_RESPONSES, in_words, response_windows
 from megatron_ibpo.study.table import Table, markdown, tables
 
 
@@ -70,12 +77,190 @@ def _page(findings: Findings, all_tables: Sequence[Table], pictures: Sequence[tu
         size += f" {counted(findings.runs_left, 'run')} to go."
     power = in_words(findings.power) if findings.power is not None else "power: no pilot was run."
     drawn = [{"title": title, "picture": picture} for title, picture in pictures]
-    head, rest = [asdict(table) for table in all_tables[:2]], [asdict(table) for table in all_tables[2:]]
+    first_tables, later_tables = (
+        [asdict(table) for table in all_tables[:2]],
+        [asdict(table) for table in all_tables[2:]],
+    )
     overview = {
         "name": study.name,
         "lines": [size, power],
         "tasks": [f"{task.name}: {task.kind}" for task in study.tasks if task.name and task.kind],
-        "sections": [*head, *drawn, *rest],
+        "sections": [*first_tables, *drawn, *later_tables],
     }
     runs = {"version": "", "runs": [], "comparison": comparison([]), "study": overview}
     return page(study.name, f'{{"runs":{embedded(runs)}}}')
+
+
+Points = list[tuple[float, float]]
+
+_STYLE: Any = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+
+
+# ---------------------------------------------------------------------------------------------------- figures
+
+
+def figure_of_runs(study: Study, results: Sequence[RunResult]) -> Figure:
+    """Draw both curves of every task that has runs, one row per task."""
+    panels: list[tuple[str, Callable[[RunResult], Points]]] = [
+        ("Accuracy on held-out problems", lambda run: run.accuracy),
+        (f"Reward in training, mean of {WINDOW_RESPONSES} responses", _smooth_rewards),
+    ]
+    tasks = [task.name for task in study.tasks if any(run.task == task.name for run in results)]
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(12.5, 0.6 + 3.6 * len(tasks)), dpi=120, layout="constrained")
+        for row, task in enumerate(tasks):
+            of_task = [run for run in results if run.task == task]
+            for column, (title, points) in enumerate(panels, start=1):
+                axes = figure.add_subplot(len(tasks), 2, 2 * row + column)
+                _draw(axes, study, of_task, points)
+                axes.set_title(f"{task}: {title}" if task else title)
+                axes.set_xlabel(f"{study.budget_unit.replace('-', ' ')}, evaluation not counted")
+            axes.axhline(study.threshold, color="grey", linewidth=0.8, linestyle="--")
+        lines, names = figure.axes[0].get_legend_handles_labels()
+        figure.legend(lines, names, frameon=False, loc="outside right center")
+        figure.suptitle(f"{study.name}: mean over seeds, 95 % interval")
+    return figure
+
+
+def dose_figure(study: Study, points: Sequence[dict[str, Any]]) -> Figure:
+    """Draw the difference from the baseline against the comparison skill of the warm start, one line per
+    method."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
+        axes = figure.add_subplot()
+        for method in dict.fromkeys(point["method"] for point in points):
+            of_method = [point for point in points if point["method"] == method]
+            skill, mean, low, high = ([p[key] for p in of_method] for key in ("skill", "mean", "low", "high"))
+            wings = [np.subtract(mean, low), np.subtract(high, mean)]
+            axes.errorbar(skill, mean, yerr=wings, marker="o", capsize=3, label=method)
+        axes.axhline(0, color="grey", linewidth=0.8)
+        axes.set_xlabel("comparison skill of the warm start, measured")
+        axes.set_ylabel(f"accuracy against {study.baseline}, 95 % interval")
+        axes.legend(frameon=False)
+    return figure
+
+
+def _draw(
+    axes: Axes, study: Study, results: Sequence[RunResult], points: Callable[[RunResult], Points]
+) -> None:
+    colors = mpl.color_sequences["tab10" if len(study.methods) <= 10 else "tab20"]
+    # a method keeps its colour in panels that lack other methods
+    for method, color in zip(study.methods, cycle(colors), strict=False):
+        curves = [points(run) for run in results if run.method == method]
+        curves = [curve for curve in curves if len(curve) > 1]
+        if not curves:
+            continue
+        grid, mean, half = band(curves)
+        axes.plot(grid, mean, label=method, color=color)
+        axes.fill_between(grid, mean - half, mean + half, alpha=0.15, color=color, linewidth=0)
+
+
+def band(curves: Sequence[Points]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (spent, mean, half width of the 95 % interval) on a common grid that all curves cover. The
+    interval is Student's t over the curves; the width is 0 for a single curve."""
+    start = max(curve[0][0] for curve in curves)
+    end = min(curve[-1][0] for curve in curves)
+    grid = np.linspace(start, end, 100)
+    values = np.array([np.interp(grid, [s for s, _ in curve], [v for _, v in curve]) for curve in curves])
+    if len(curves) == 1:
+        return grid, values[0], np.zeros(len(grid))
+    half = stats.t.ppf(0.975, len(curves) - 1) * stats.sem(values, axis=0)
+    return grid, values.mean(axis=0), half
+
+
+def _smooth_rewards(run: RunResult) -> Points:
+    steps, means = response_windows([reward for _, reward in run.reward], run.step_responses)
+    if not len(steps):
+        return run.reward
+    return [(run.reward[step][0], mean) for step, mean in zip(steps.tolist(), means.tolist(), strict=True)]
+
+
+_TITLES = {
+    ALONE: "No correct response in the group:\na first correct text is wanted",
+    ACCOMPANIED: "A correct response in the group:\nanother one is wanted",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """The corrections of one run in groups of one composition."""
+
+    task: str
+    method: str
+    seed: int
+    composition: str
+    """`ALONE` or `ACCOMPANIED`."""
+    resample: float
+    """p, success rate of a further response."""
+    skill: float
+    """q, success rate of a correction, with its 95 % interval."""
+    skill_low: float
+    skill_high: float
+    price: float
+    """κ, price of a correction in responses."""
+
+    @property
+    def margin(self) -> float:
+        """Success rate of the corrections above what the law requires at their price."""
+        return self.skill - skill_needed(self.resample, self.price, first=self.composition == ALONE)
+
+
+def break_even_points(runs: Sequence[RunResult]) -> list[Point]:
+    """Return the points of all runs that made corrections, up to two per run."""
+    return [
+        Point(
+            run.task,
+            run.method,
+            run.seed,
+            composition,
+            standing["resample"]["estimate"],
+            standing["skill"]["estimate"],
+            standing["skill"]["low"],
+            standing["skill"]["high"],
+            run.break_even["price"],
+        )
+        for run in runs
+        if run.break_even is not None
+        for composition in (ALONE, ACCOMPANIED)
+        if (standing := run.break_even.get(composition)) is not None
+    ]
+
+
+def break_even_figure(points: Sequence[Point]) -> Figure:
+    """Draw the success of corrections over that of a further response, and the break-even curve at the median
+    price of the points. Above the curve corrections pay, if the law's assumptions hold."""
+    with mpl.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
+        figure = Figure(figsize=(11, 4.6), dpi=120, layout="constrained")
+        for axes, composition in zip(figure.subplots(1, 2), _TITLES, strict=True):
+            _draw_law(axes, [point for point in points if point.composition == composition], composition)
+        figure.axes[0].set_ylabel("success of a correction, 95 % interval")
+    return figure
+
+
+def _draw_law(axes: Axes, points: Sequence[Point], composition: str) -> None:
+    names = dict.fromkeys((point.task, point.method) for point in points)
+    for task, method in names:
+        method_points = [point for point in points if (point.task, point.method) == (task, method)]
+        skill = np.array([point.skill for point in method_points])
+        wings = np.array(
+            [[p.skill - p.skill_low for p in method_points], [p.skill_high - p.skill for p in method_points]]
+        )
+        label = f"{task}: {method}" if task else method
+        axes.errorbar(
+            [point.resample for point in method_points],
+            skill,
+            yerr=np.maximum(wings, 0),
+            fmt="o",
+            capsize=2,
+            label=label,
+        )
+    if points:
+        price = median(point.price for point in points)
+        resample = np.linspace(0, 1, 200)
+        needed = [skill_needed(p, price, first=composition == ALONE) for p in resample]
+        axes.plot(resample, needed, color="black", label=f"break-even at κ = {price:.1f}")
+        axes.legend(frameon=False, fontsize=7)
+    axes.set_title(_TITLES[composition])
+    axes.set_xlabel("success of a further response")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)

@@ -11,6 +11,7 @@ from scipy import stats
 from megatron_ibpo.basics.text import counted, listed, shown
 from megatron_ibpo.evaluate.accuracy import unknown_as_nan
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE, read_results
+from megatron_ibpo.report.display import plain_table
 from megatron_ibpo.study.statistics import Array, Estimate, estimate, shown_p
 
 
@@ -28,7 +29,7 @@ class Compared:
     """Two-sided p of no difference, by permutation: each problem's difference has either sign equally
     often. Unlike the t test's, it holds for few problems, whose differences may all be equal."""
     problems: int
-    alone: int
+    unpaired: int
     """Number of problems that only one of the two has, or has an outcome for."""
     settings: tuple[str, ...]
     """Sampling settings that differ between the two, apart from the policy."""
@@ -55,32 +56,25 @@ def compare_evaluations(first: Path, second: Path, measure: str) -> list[Compare
 
 def comparison_table(compared: list[Compared]) -> Table:
     """Return a table with one line per set."""
-    table = Table("set", show_edge=False, pad_edge=False)
-    for column in (
-        "problems",
-        "first",
-        "second",
-        "difference",
-        "95 % interval",
-        "p",
-    ):
-        table.add_column(column, justify="right")
-    for one in compared:
-        d = one.difference
+    numbers = ("problems", "first", "second", "difference", "95 % interval", "p")
+    table = plain_table(("set",), numbers)
+    for comparison in compared:
+        d = comparison.difference
         bounds = f"{d.low:+.3f} to {d.high:+.3f}"
-        values = (f"{one.first:.3f}", f"{one.second:.3f}", f"{d.mean:+.3f}", bounds)
-        table.add_row(one.set, f"{one.problems}", *values, shown_p(one.p))
+        values = (f"{comparison.first:.3f}", f"{comparison.second:.3f}", f"{d.mean:+.3f}", bounds)
+        table.add_row(comparison.set, f"{comparison.problems}", *values, shown_p(comparison.p))
     return table
 
 
 def comparison_notes(compared: list[Compared]) -> list[str]:
     """Return notes that the reader needs with the table."""
     notes = []
-    for one in compared:
-        if one.alone:
-            notes.append(f"{one.set}: {counted(one.alone, 'problem')} in only one of the two, left out")
-        if one.settings:
-            notes.append(f"{one.set}: sampled differently: {'; '.join(one.settings)}")
+    for comparison in compared:
+        if comparison.unpaired:
+            problems = counted(comparison.unpaired, "problem")
+            notes.append(f"{comparison.set}: {problems} in only one of the two, left out")
+        if comparison.settings:
+            notes.append(f"{comparison.set}: sampled differently: {'; '.join(comparison.settings)}")
     return notes
 
 
@@ -132,7 +126,7 @@ def _compared(name: str, first: dict[str, Any], second: dict[str, Any], measure:
         difference=estimate(second_P - first_P),
         p=_permutation_p(first_P, second_P),
         problems=len(scored),
-        alone=len({*values[0], *values[1]}) - len(scored),
+        unpaired=len({*values[0], *values[1]}) - len(scored),
         settings=tuple(_differences(first["settings"], second["settings"])),
     )
 

@@ -260,9 +260,9 @@ def _planned(
         base = [] if study.recipe is None else ["--config", str(study.recipe)]
         recipes = (*base, "--config", str(recipe))
         if config is None:
-            where = f"task {task.name}, method {method}" if task.name else f"method {method}"
+            description = f"task {task.name}, method {method}" if task.name else f"method {method}"
             # parsing is ten times as fast without flags, so the run's directory is set below
-            config = _checked(recipes, where)
+            config = _checked(recipes, description)
             doubts = tuple(doubtful_settings(config, find_operator(config.algorithm)))
         config.run.seed = config.data.data_seed = seed
         config.run.run_dir = path_of_user(directory)
@@ -277,12 +277,12 @@ def _planned(
     return runs
 
 
-def _checked(arguments: Sequence[str], where: str) -> Config:
+def _checked(arguments: Sequence[str], description: str) -> Config:
     try:
         config = parse_config(arguments)
         check_run(config)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{description}: {error}") from error
     return config
 
 
@@ -326,8 +326,8 @@ def choose(task: str, method: str, tried: Sequence[Tried]) -> Choice:
 def beyond(choice: Choice) -> dict[str, Settings]:
     """Return, for each setting at an edge with a value beyond, the best combination with that value."""
     tried = [run.setting for run in choice.tried]
-    further = {key: _beyond(key, choice.setting, tried) for key in choice.at_edge}
-    return {key: choice.setting | {key: value} for key, value in further.items() if value is not None}
+    values_beyond = {key: _beyond(key, choice.setting, tried) for key in choice.at_edge}
+    return {key: choice.setting | {key: value} for key, value in values_beyond.items() if value is not None}
 
 
 def _lies_at_edge(key: str, best: Settings, settings: Sequence[Settings]) -> bool:

@@ -14,8 +14,8 @@ import yaml
 
 from megatron_ibpo.basics.user_files import JSON_BYTES, read_user_file
 from megatron_ibpo.report import load_outcomes, outcomes_path, read_rows
-from megatron_ibpo.report.correction_value import break_even
 from megatron_ibpo.report.run_dir import SKILL_FILE
+from megatron_ibpo.report.summary import break_even
 from megatron_ibpo.study.plan import PlannedRun, Study
 from megatron_ibpo.study.statistics import (
     WINDOW_RESPONSES,
@@ -133,7 +133,9 @@ def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) 
         task=run.task,
         lr=config["lr"],
         prompts_per_step=prompts,
-        other_accuracies={found[1]: v for n, v in evaluations[-1].items() if (found := _AT.fullmatch(n))},
+        other_accuracies={
+            temperature[1]: v for n, v in evaluations[-1].items() if (temperature := _AT.fullmatch(n))
+        },
         seconds=json.loads((run.directory / "summary.json").read_text(encoding="utf-8"))["seconds_total"],
         skill=comparison_skill(measured) if (measured := run.directory / SKILL_FILE).exists() else None,
         break_even=break_even(steps),
@@ -252,11 +254,11 @@ def compare_at_equal_steps(study: Study, results: Sequence[RunResult]) -> list[d
         for name in filter(by_method.__contains__, _baseline_first(study)):
             line = {"task": task.name, "method": name, "first": last - _STEPS + 1, "last": last}
             if reached[name] >= last:
-                own = _rewards(by_method[name], last)
-                shared = sorted(own.keys() & baseline.keys())
-                line |= {"seeds": len(own), "reward": asdict(estimate(list(own.values())))}
+                rewards = _rewards(by_method[name], last)
+                shared = sorted(rewards.keys() & baseline.keys())
+                line |= {"seeds": len(rewards), "reward": asdict(estimate(list(rewards.values())))}
                 if name != study.baseline and shared:
-                    line["difference"] = asdict(estimate([own[s] - baseline[s] for s in shared]))
+                    line["difference"] = asdict(estimate([rewards[s] - baseline[s] for s in shared]))
             lines.append(line)
     return lines
 
@@ -374,7 +376,9 @@ def _line(
         },
     }
     if runs is not baseline and shared:
-        method_SP, baseline_SP = (_matrix([of[seed] for seed in shared]) for of in (runs, baseline))
+        method_SP, baseline_SP = (
+            _matrix([results_by_seed[seed] for seed in shared]) for results_by_seed in (runs, baseline)
+        )
         line["difference"] = asdict(estimate(np.nanmean(method_SP - baseline_SP, axis=1)))
     return line
 

@@ -104,7 +104,7 @@ def skill_of_checkpoint(
     operator, context = foundation.method.operator, foundation.max_context
     with ExitStack() as stack:
         tokenizer = load_tokenizer(hf_dir, embedding_rows=foundation.shape.vocab_size)
-        asked = held_out_prompts(config, tokenizer, context, prompts)
+        prompt_list = held_out_prompts(config, tokenizer, context, prompts)
         verifier = stack.enter_context(open_verifier(config.data))
         engine = ThreadedEngine(open_engine(config, foundation, stack))
         sampler = Sampler(
@@ -117,4 +117,4 @@ def skill_of_checkpoint(
         vocabulary = Vocabulary(CorrectionTemplate(tokenizer, operator.ibpo_k), thinking=marks)
         asking = Asking(operator.ibpo_k, config.rollout, vocabulary, context, seed, targets)
         with sampler:
-            return operator_skill(sampler.run(try_corrections(sampler, asked, asking)))
+            return operator_skill(sampler.run(try_corrections(sampler, prompt_list, asking)))

@@ -15,13 +15,13 @@ from megatron_ibpo.study.run_results import comparison_skill
 MOST_SEEDS = 1_000
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _are_seeds(value: Any) -> bool:
     are_few = isinstance(value, list) and len(value) <= MOST_SEEDS
-    return are_few and all(_is_whole(seed) and 0 <= seed < 2**62 for seed in value)
+    return are_few and all(_is_integer(seed) and 0 <= seed < 2**62 for seed in value)
 
 
 def _are_methods(value: Any) -> bool:
@@ -31,7 +31,7 @@ def _are_methods(value: Any) -> bool:
 
 
 _TEXT = "text", lambda value: isinstance(value, str)
-_NUMBER = "a number", lambda value: (_is_whole(value) or isinstance(value, float)) and abs(value) < 1e300
+_NUMBER = "a number", lambda value: (_is_integer(value) or isinstance(value, float)) and abs(value) < 1e300
 _MAPPING = "`key: value` lines", lambda value: isinstance(value, Mapping)
 _METHODS = "names, each with settings, a recipe or an import path", _are_methods
 _CLAIMS = (
@@ -45,7 +45,7 @@ _NAMES = (
 _SEEDS = "a list of whole numbers from 0 to 2^62", _are_seeds
 _SEEDS_OR_COUNT = (
     f"a list of whole numbers from 0 to 2^62 or how many, up to {MOST_SEEDS:,}",
-    lambda value: _are_seeds(value) or (_is_whole(value) and 0 < value <= MOST_SEEDS),
+    lambda value: _are_seeds(value) or (_is_integer(value) and 0 < value <= MOST_SEEDS),
 )
 Kind = tuple[str, Callable[[Any], bool]]
 _OF_STUDY: dict[str, Kind] = {
@@ -58,7 +58,10 @@ _OF_STUDY: dict[str, Kind] = {
     "recipe": _TEXT,
     "common": _MAPPING,
     "threshold": _NUMBER,
-    "processes": ("a whole number from 1 to 10,000", lambda value: _is_whole(value) and 0 < value <= 10_000),
+    "processes": (
+        "a whole number from 1 to 10,000",
+        lambda value: _is_integer(value) and 0 < value <= 10_000,
+    ),
     "run_timeout": _NUMBER,
     "tune": _MAPPING,
     "tasks": _MAPPING,
@@ -118,7 +121,7 @@ def read_study(
     raw = {"name": paths[0].stem} | _of_kinds(raw, _OF_STUDY, str(paths[0]))
     if missing := {"methods", "baseline", "budget"} - raw.keys():
         raise ConfigError(f"{paths[0]}: a study needs {', '.join(sorted(missing))}")
-    if _is_whole(raw.get("seeds")):
+    if _is_integer(raw.get("seeds")):
         raw["seeds"] = range(raw["seeds"])
     if "tune" in raw:
         raw["tune"] = _tuning(raw["tune"], paths[0])

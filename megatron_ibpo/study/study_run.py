@@ -34,9 +34,9 @@ from megatron_ibpo.study.plan import (
     plan_runs,
     plan_tuning,
 )
-from megatron_ibpo.study.power import PowerAnalysis, analyse, in_words
 from megatron_ibpo.study.run_results import RunResult, read_run
 from megatron_ibpo.study.runs import Outcome, Program, execute, is_finished, summary
+from megatron_ibpo.study.statistics import PowerAnalysis, analyse, in_words
 from megatron_ibpo.weights.formats.weight_files import has_weights, without_weights
 
 OVERHEAD_S = 40.0
@@ -182,7 +182,9 @@ class _Conductor:
         by_seed: dict[int, list[float]] = {}
         for result in self._results(pilot):
             by_seed.setdefault(result.seed, []).append(result.accuracy[-1][1])
-        accuracies = [statistics.fmean(of) for of in by_seed.values() if len(of) == len(self.study.tasks)]
+        accuracies = [
+            statistics.fmean(by_task) for by_task in by_seed.values() if len(by_task) == len(self.study.tasks)
+        ]
         return analyse(
             accuracies,
             seeds=len(self.study.seeds),
@@ -271,7 +273,6 @@ def _check_policies(planned: Sequence[PlannedRun]) -> None:
 
 
 def _announcement(study: Study, runs: Sequence[PlannedRun]) -> str:
-    """Return the number of runs and their cost."""
     kinds = [(len(study.tasks), "task"), (len(study.methods), "method"), (len(study.seeds), "seed")]
     parts = [f"{study.name}: {' x '.join(counted(number, noun) for number, noun in kinds)}"]
     main = len(study.tasks) * len(study.methods) * len(study.seeds)
@@ -287,7 +288,6 @@ def _announcement(study: Study, runs: Sequence[PlannedRun]) -> str:
 
 
 def _remaining_cost(study: Study, runs: Sequence[PlannedRun]) -> str:
-    """Return the cost of the remaining runs."""
     # tuning must end before it is known whether a main run has the tuned settings
     measured = [
         (run, run_summary["seconds_total"]) for run in runs if (run_summary := summary(run)) is not None

@@ -8,8 +8,7 @@ from typing import Any
 from megatron_ibpo.study.claims import SEEDS_TO_REPEAT, ClaimOutcome, Comparison
 from megatron_ibpo.study.findings import Findings
 from megatron_ibpo.study.plan import Study
-from megatron_ibpo.study.power import in_words
-from megatron_ibpo.study.statistics import WINDOW_RESPONSES, estimate, shown_p
+from megatron_ibpo.study.statistics import WINDOW_RESPONSES, estimate, in_words, shown_p
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ def brief(findings: Findings, compared: Comparison) -> list[Table]:
         "corrections right, first → last",
     ]  # fmt: skip
     amounts = _equal_amounts(compared.equal_amounts)
-    shown = [Table("", header, rows), _published(compared.published), amounts]
-    return [table for table in shown if table.rows]
+    tables = [Table("", header, rows), _published(compared.published), amounts]
+    return [table for table in tables if table.rows]
 
 
 def _origin(findings: Findings) -> list[str]:
@@ -105,16 +104,18 @@ def _verdicts(study: Study, compared: Comparison) -> Table:
 def _published(outcomes: Sequence[ClaimOutcome]) -> Table:
     rows = [
         [
-            one.claim.source,
-            one.claim.claim,
-            f"{one.claim.method} – {one.claim.than}" if one.claim.than else one.claim.method or "–",
-            one.claim.measure if one.claim.method else "–",
-            str(one.seeds) if one.seeds else "–",
-            interval(asdict(one.difference), "+") if one.difference is not None else "–",
-            shown_p(one.holm_p),
-            f"{one.outcome}: {one.claim.untestable}" if one.claim.untestable else one.outcome,
+            outcome.claim.source,
+            outcome.claim.claim,
+            f"{outcome.claim.method} – {outcome.claim.than}"
+            if outcome.claim.than
+            else outcome.claim.method or "–",
+            outcome.claim.measure if outcome.claim.method else "–",
+            str(outcome.seeds) if outcome.seeds else "–",
+            interval(asdict(outcome.difference), "+") if outcome.difference is not None else "–",
+            shown_p(outcome.holm_p),
+            f"{outcome.outcome}: {outcome.claim.untestable}" if outcome.claim.untestable else outcome.outcome,
         ]
-        for one in outcomes
+        for outcome in outcomes
     ]
     header = ["source", "claim", "runs", "measure", "seeds", "difference [95 %, t]", "p Holm", "outcome"]
     legend = (
@@ -175,20 +176,20 @@ def _tests(difference: dict[str, Any] | None) -> list[str]:
 
 
 def _methods(study: Study, task: str, lines: Sequence[dict[str, Any]]) -> Table:
-    others = list(dict.fromkeys(at for line in lines for at in line["other_accuracies"]))
+    temperatures = list(dict.fromkeys(at for line in lines for at in line["other_accuracies"]))
     header = [
         "method", "P", "G", "lr", "sequences per prompt", "tuned", "seeds", "steps", "spent", "FLOPs",
-        "accuracy [95 %]", *(f"T = {at} [95 %]" for at in others), "greedy [95 %]",
+        "accuracy [95 %]", *(f"T = {at} [95 %]" for at in temperatures), "greedy [95 %]",
         "against baseline [95 %]", "p t test", "p Holm",
         "cost to threshold, of baseline", "FLOPs to threshold, decoding x 10",
         "corrections right, first → last",
     ]  # fmt: skip
     title = "Methods" if not task else f"Methods on {task}"
-    rows = [_cells(study, line, others) for line in lines]
+    rows = [_cells(study, line, temperatures) for line in lines]
     return Table(title, header, rows, _legend(study, lines) if lines else "")
 
 
-def _cells(study: Study, line: dict[str, Any], others: Sequence[str]) -> list[str]:
+def _cells(study: Study, line: dict[str, Any], temperatures: Sequence[str]) -> list[str]:
     unit = study.budget_unit.replace("-", "_")
     cost = line["cost_to_threshold"]
     ratio = cost["of_baseline"]
@@ -205,7 +206,7 @@ def _cells(study: Study, line: dict[str, Any], others: Sequence[str]) -> list[st
         f"{line['spent'][unit]:.4g}",
         f"{line['spent']['flops']:.2e}",
         interval(line["accuracy"]),
-        *(interval(line["other_accuracies"].get(at)) for at in others),
+        *(interval(line["other_accuracies"].get(at)) for at in temperatures),
         interval(line["greedy_over_seeds"]),
         *_tests(line.get("difference")),
         f"{ratio:.2f}x, {reached}" if ratio is not None else reached,

@@ -122,7 +122,7 @@ def test_parameters_are_counted_by_elements_whatever_dtype_they_have(models, tmp
     for dtype in (torch.float32, torch.bfloat16):
         own = {key: tensor.to(dtype) for key, tensor in tensors.items()}
         save_file(own | {"rotary_emb.inv_freq": torch.ones(8)}, tmp_path / "model.safetensors")
-        assert sum(trained_elements(tmp_path, read_hf_config(tmp_path)).values()) == count
+        assert sum(trained_elements(tmp_path, read_hf_config(tmp_path)).values()) == count, dtype
 
 
 def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():

@@ -110,7 +110,7 @@ def test_every_command_of_a_wheel_shows_its_help(python):
         assert "|{" not in said, (name, "a type as the parser writes it", said)
 
 
-def test_a_wheel_holds_the_loss_the_edit_distance_their_kernels_and_its_types(python, site):
+def test_a_wheel_holds_loss_edit_distance_kernels_and_types(python, site):
     done = python("-c", FROM_PYTHON, ROOT, site)
     assert done.returncode == 0, done.stderr
     assert "tl.exp" in done.stdout, "ibpo loss shows the code for GPUs"
@@ -123,7 +123,7 @@ def test_a_wheel_holds_the_loss_the_edit_distance_their_kernels_and_its_types(py
     assert [place for place in places if not (site / place).exists()] == []
 
 
-def test_what_only_the_clone_holds_is_asked_for(python):
+def test_files_of_the_clone_alone_are_asked_for(python):
     done = python("-m", "megatron_ibpo.commands.main", "skill", "nowhere")
     assert done.returncode == 2
     assert done.stderr == "error: --config: required, the recipe with the task and its sampling\n"

@@ -469,7 +469,7 @@ def test_the_configuration_of_a_run_of_version_0_1_means_the_same(parsed):
         older = yaml.safe_load(written) | others | {"ibpo-operator": "compare-and-correct"}
         found = parsed(yaml.safe_dump(older | {"ibpo-gate": False}))
         assert found.algorithm.ibpo_operator == ("compare-and-correct" if corrections else "none")
-        assert config_yaml(found) == written
+        assert config_yaml(found) == written, preset
         with pytest.raises(
             ConfigError, match=r"recipe\.yaml, line \d+: --ibpo-gate: moved out of the package"
         ):
@@ -569,7 +569,7 @@ def test_help_shows_the_common_flags_within_the_terminal_defaults_of_recipes_and
 
     for columns in (60, 80, 200):
         text = shown("--help", columns=columns)
-        assert flags_of(text) == list(COMMON_FLAGS)
+        assert flags_of(text) == list(COMMON_FLAGS), columns
         assert max(map(len, text.splitlines())) <= min(columns, 100)
     assert shown("-h", columns=200) == text
     (tmp_path / "mine.yaml").write_text("lr: 0.25\n")

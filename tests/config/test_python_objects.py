@@ -99,7 +99,9 @@ def test_rewards_in_lists_and_mappings_are_stored_under_their_names(tmp_path, mo
         config = mi.load_recipe(
             "small_cpu", run_dir=run_dir, environment="openenv://a:1", environment_reward=rewards, **settings
         )
-        assert load_hook("--environment-reward", config.environment.environment_reward[0])([], []) == [1.0]
+        assert load_hook("--environment-reward", config.environment.environment_reward[0])([], []) == [1.0], (
+            rewards
+        )
     parts = parts_of("composite", config.data)
     assert [(part.metric, part.weight) for part in parts] == [
         ("math", 0.9), ("close", 0.2), ("in_a_module", -0.1),
@@ -187,7 +189,7 @@ def test_what_cannot_be_stored_is_refused_in_a_line(load):
     ):
         with pytest.raises(ConfigError, match=says) as refused:
             load(**settings)
-        assert "\n" not in str(refused.value)
+        assert "\n" not in str(refused.value), settings
 
 
 def test_a_stored_object_that_has_changed_since_is_not_loaded(load, tmp_path):

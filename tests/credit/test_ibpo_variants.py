@@ -21,13 +21,13 @@ from megatron_ibpo.credit.estimators import group_z_score
 from megatron_ibpo.edit_distance import distance, opcodes
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy.loss_objective import loss_params
-from megatron_ibpo.report.correction_value import break_even, break_even_lines
+from megatron_ibpo.report.summary import break_even, break_even_lines
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.requests import with_beginning
-from megatron_ibpo.study.curves import break_even_points
+from megatron_ibpo.study.page import break_even_points
 from megatron_ibpo.study.run_results import RunResult
 
 from support.credit_cases import (  # isort: skip
@@ -107,7 +107,7 @@ def test_in_a_wrong_group_lambda_cancels_and_the_signed_mask_turns_round():
     for estimator, expected in (("group", 3**0.5), ("group-bessel", 1.5), ("maxrl", 3.0)):
         for weight in (0.01, 1.9):
             corrected = one_corrected(*wrong, ibpo_lambda=weight, advantages=estimator)[0]
-            assert corrected.advantage == pytest.approx(expected, rel=1e-5)
+            assert corrected.advantage == pytest.approx(expected, rel=1e-5), (estimator, weight)
     assert one_corrected(*wrong, advantages="group-mean")[0].advantage == pytest.approx(0.3 * 3 / 4)
     changed, others = (0.0, 0.0, 0.0, 1.0, 0.0), (1.0, 1.0, 1.0, 0.0, 1.0)
     for variant, learns in (("mask", changed), ("signed-mask", others)):

@@ -82,8 +82,8 @@ def test_where_a_response_stops_too_early_or_too_late():
     ):
         for name, expected in (("divergence-cut", cut), ("divergence-window", window)):
             credit = Loop(fix_last).credit([beside_right(wrong)], gspo(name))
-            assert token_weights(credit.sequences) == [None, expected]
-            assert credit.metrics["weightless_responses"] == float(not any(expected))
+            assert token_weights(credit.sequences) == [None, expected], name
+            assert credit.metrics["weightless_responses"] == float(not any(expected)), name
 
 
 def test_responses_without_a_right_sibling_learn_as_a_whole():

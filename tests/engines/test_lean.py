@@ -226,7 +226,7 @@ def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts():
         for check in (check_run, check_settings):
             with pytest.raises(ConfigError) as refused:
                 check(parse_config([*LEAN, *" ".join(because).split()]))
-            assert str(refused.value).split("\n  ")[1:] == every
+            assert str(refused.value).split("\n  ")[1:] == every, because
 
 
 def test_settings_of_vllm_are_refused():

@@ -131,10 +131,13 @@ def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cach
                 requests = asked(prompts, turn)
                 ours = caching.generate(requests, version=0, timeout=TIMEOUT)
                 theirs = plain.generate(requests, version=0, timeout=TIMEOUT)
-                assert bits(ours) == bits(theirs)
-                assert (unrecorded(ours), unrecorded(theirs)) == (before, [0, 0, 0])
+                assert bits(ours) == bits(theirs), (temperature, turn)
+                assert (unrecorded(ours), unrecorded(theirs)) == (before, [0, 0, 0]), (temperature, turn)
                 for one, other, first in zip(ours, theirs, before, strict=True):
-                    assert np.array_equal(one.routed_experts[first:], other.routed_experts[first:])
+                    assert np.array_equal(one.routed_experts[first:], other.routed_experts[first:]), (
+                        temperature,
+                        turn,
+                    )
                 before = [(len(prompt) - 1) // 64 * 64 for prompt in prompts]
                 prompts = [
                     np.concatenate([prompt, sample.token_ids, draw.integers(2, 64, 50)])

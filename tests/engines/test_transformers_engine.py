@@ -204,7 +204,9 @@ def test_other_families_are_sampled_and_updated(tmp_path, make, tolerance):
             requests = make_requests(8, seed=1, temperature=0.8)
             samples = engine.generate(requests, version=version, timeout=TIMEOUT)
             logprobs = reference_logprobs(model, requests, samples)
-            assert difference([sample.logprobs for sample in samples], logprobs).max() < tolerance
+            assert difference([sample.logprobs for sample in samples], logprobs).max() < tolerance, (
+                f"{version=}"
+            )
 
 
 def test_tensors_of_another_model_are_refused_before_any_is_sent(engine, tmp_path):
@@ -267,7 +269,7 @@ def test_a_run_that_names_no_engine_samples_with_this_one_where_vllm_cannot_and_
         with pytest.raises(ValueError, match="head_dim 16") if refused else nullcontext():
             check_model(rollout, shape, on_gpu=on_gpu)
         idle = " (--vllm-max-num-seqs: no effect)" if "--vllm-max-num-seqs" in flags else ""
-        assert note is None or note.startswith(NOTE.replace(",", f"{idle},"))
+        assert note is None or note.startswith(NOTE.replace(",", f"{idle},")), (name, flags)
     assert parse_config(["--rollout-backend", NAME, "--transformers-max-num-seqs", "8"])
     with pytest.raises(ConfigError, match=r"--vllm-dtype: --rollout-backend transformers has no such"):
         parse_config(["--rollout-backend", NAME, "--vllm-dtype", "float32"])

@@ -72,8 +72,8 @@ def test_every_ratio_to_log_probs_of_a_cut_that_is_not_recorded_is_refused_by_it
         if on_gpu and cut == "--rollout-top-k 20":
             continue  # vLLM records it
         (line,) = refusals(check_truncation, config, readers=all_readers(config), on_gpu=on_gpu)
-        assert line.startswith(f"{cut_flag} with {reader_flag}")
-        assert "scaled by the probability that was cut off" in line
+        assert line.startswith(f"{cut_flag} with {reader_flag}"), way_out
+        assert "scaled by the probability that was cut off" in line, way_out
         assert way_out in line
     refused = refusals(check_run, config)
     assert any(cut_flag in line and reader_flag in line for line in refused) == (cut != "--rollout-top-k 20")
@@ -117,7 +117,7 @@ def test_what_the_trainer_cannot_compute_at_all_is_refused_with_and_without_a_cu
             config = config_of("--use-tis", cut)
             config.rollout.parameters["vllm_arg"] = (name,)
             (line,) = refusals(check_truncation, config)
-            assert line.startswith(f"--vllm-arg {name.split('=')[0]} with --use-tis: ")
+            assert line.startswith(f"--vllm-arg {name.split('=')[0]} with --use-tis: "), (name, cut)
             config.loss.use_tis = False
             check_truncation(config)
 

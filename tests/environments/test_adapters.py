@@ -24,7 +24,7 @@ from megatron_ibpo.config import ConfigError, EnvironmentConfig, load_hook
 from megatron_ibpo.environments.adapters import load_environment
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.environments.protocol import EpisodeFaultError
-from megatron_ibpo.environments.tool_schema import tool_of
+from megatron_ibpo.environments.trl import tool_of
 from support import openenv_server
 from support.documented_modules import DOCS, write_modules
 from support.openenv_server import BreaksTheConnection, Observation, create_app, serving, serving_connections
@@ -117,7 +117,7 @@ def test_one_game_written_for_five_frameworks_goes_the_same_in_each(directory, m
             assert {read_reward(score)[0] for _, score in games} == {1.0}, seed
 
 
-def test_what_cannot_be_an_environment_is_refused_with_what_was_looked_for(directory):
+def test_no_environment_is_refused_with_the_methods_looked_for(directory):
     code = """
         class Game:
             def play(self): pass
@@ -193,7 +193,7 @@ def test_trl_methods_are_tools_and_errors_are_their_answers(made):
     environment.close()
 
 
-def test_a_trl_tool_may_say_that_the_episode_failed_and_the_environment_needs_a_reward(made):
+def test_a_trl_tool_may_fail_the_episode_and_the_environment_needs_a_reward(made):
     code = """
     from megatron_ibpo.environments.protocol import EpisodeFaultError
 
@@ -311,7 +311,7 @@ def test_a_skyrl_environment_gets_the_row_and_its_rewards_are_added_up(made):
     environment.close()
 
 
-def test_a_gym_environment_ends_when_truncated_starts_alike_from_its_seed_and_says_what_it_answered(made):
+def test_a_gym_environment_ends_when_truncated_and_starts_alike_from_its_seed(made):
     def gym(turn, first="'Go.'"):
         return made(f"""
         import random
@@ -347,7 +347,7 @@ def test_a_gym_environment_ends_when_truncated_starts_alike_from_its_seed_and_sa
             environment.step(say("go"))
 
 
-def test_a_textarena_game_shows_what_is_new_and_has_the_reward_of_its_end(made):
+def test_a_textarena_game_shows_new_text_and_has_its_final_reward(made):
     code = """
     class Thing:
         def reset(self, num_players, seed=None): self.moves = []
@@ -387,7 +387,7 @@ def test_the_documented_calculator_is_played(directory):
     assert environment.score() == 1.0
 
 
-def test_text_goes_into_the_named_field_and_what_comes_back_or_one_field_of_it_is_shown():
+def test_text_goes_into_the_named_field_and_an_observation_field_is_shown():
     class Coding:
         def reset(self, question, label, seed, episode_id, difficulty=0):
             return Observation(output=f"{question} {label} {seed} {difficulty}")
@@ -449,7 +449,7 @@ def test_the_policy_calls_the_tools_of_a_server():
         environment.close()
 
 
-def test_what_fails_on_the_wire_is_a_fault_and_never_a_reward():
+def test_a_failure_on_the_wire_is_a_fault_and_never_a_reward():
     class Fails:
         def reset(self, **row):
             return Observation(message="How?")
@@ -629,7 +629,7 @@ def test_an_episode_of_verifiers_asks_the_policy_for_its_messages(name):
 
 
 @pytest.mark.usefixtures("verifiers")
-def test_what_fails_in_an_episode_of_verifiers_is_a_fault(monkeypatch):
+def test_a_failure_in_an_episode_of_verifiers_is_a_fault(monkeypatch):
     in_threads, submit = [], ThreadPoolExecutor.submit
 
     def noted(executor, call, *arguments):

@@ -76,7 +76,7 @@ def turn_ids(tokenizer, ends, message):
 @pytest.mark.parametrize("name", FAMILIES)
 @FEW
 @given(turns=st.lists(st.tuples(st.binary(max_size=8), st.integers(0, 9), answers), max_size=4))
-def test_an_episode_is_its_opening_and_what_was_appended_whatever_the_policy_writes(chat_of, name, turns):
+def test_an_episode_is_only_ever_appended_to_whatever_the_policy_writes(chat_of, name, turns):
     tokenizer, chat, ends = chat_of(name)
     conversation = chat.open(QUESTION, [CALC])
     for policy, end, messages in turns:
@@ -139,7 +139,7 @@ def test_calls_are_read_back_as_the_family_writes_them(chat_of, name, values, se
     assert chat.read(ids, [CALC]) == chat.read(ids[:-1], [CALC]) == assistant(tool_calls=calls)
 
 
-def test_reasoning_is_read_apart_from_the_answer_and_a_call_may_be_text(chat_of):
+def test_reasoning_is_separate_from_the_answer_and_a_call_may_be_text(chat_of):
     for name, thought in (
         ("qwen2_5", "<think>add</think>"), ("qwen3", "<think>\nadd\n</think>\n\n"),
         ("qwen3_5", "add\n</think>\n\n"), ("glm4_5", "\n<think>add</think>\n"),
@@ -176,7 +176,7 @@ tags = st.sampled_from([
 @pytest.mark.parametrize("name", [*FAMILIES, "plain"])
 @FEW
 @given(st.lists(st.one_of(tags, words), max_size=12), st.lists(st.integers(0, 270)))
-def test_reading_never_fails_and_gives_what_any_record_can_hold(chat_of, name, parts, ids):
+def test_reading_never_fails_and_gives_recordable_messages(chat_of, name, parts, ids):
     tokenizer, chat, _ = chat_of(name)
     for turn in (tokenizer.encode("".join(parts)), ids):
         for tools in (None, [], [CALC]):
@@ -223,7 +223,7 @@ READ_AS_QWEN3 = ("qwen2_5", "qwen3_instruct_2507")
     *(pytest.param(name, marks=pytest.mark.slow if name in READ_AS_QWEN3 else ()) for name in FAMILIES),
     "plain",
 ])  # fmt: skip
-def test_whatever_a_model_repeats_is_read_in_time_that_grows_with_its_length(chat_of, name):
+def test_repetitive_turns_are_read_in_linear_time(chat_of, name):
     """What is linear takes 0.1 s; 8 ns for each pair of characters would be too much."""
     tokenizer, chat, _ = chat_of(name)
     for begins in ("", "<tool_call>"):
@@ -238,7 +238,7 @@ def test_whatever_a_model_repeats_is_read_in_time_that_grows_with_its_length(cha
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "plain"])
-def test_calls_are_looked_for_in_so_many_ids_and_what_a_longer_turn_says_at_last_is_text(chat_of, name):
+def test_calls_are_read_within_a_limit_and_a_longer_turn_is_text(chat_of, name):
     tokenizer, chat, ends = chat_of(name)
     (mark,), answer = tokenizer.encode("."), tokenizer.encode("</think>so<tool_call>{")
     long = [*tokenizer.encode("<think>"), *[mark] * LONGEST_READ, *answer]
@@ -273,7 +273,7 @@ def test_arguments_are_an_object_with_the_types_of_the_schema(chat_of):
     assert chat.read(tokenizer.encode(answered), []) == assistant(answered), "no call where no tools are"
 
 
-def test_what_the_template_puts_after_a_turn_is_added_unless_the_policy_wrote_it(chat_of):
+def test_the_templates_end_of_turn_is_added_unless_the_policy_wrote_it(chat_of):
     for name, end, first in (
         ("qwen3", "<|im_end|>", "\n<|im_start|>user"), ("gpt_oss", "<|return|>", "<|start|>user"),
         ("qwen3", "<|endoftext|>", "<|im_end|>\n<|im_start|>user"), ("glm4_5", "<|user|>", "\nmore"),

@@ -145,7 +145,7 @@ def played(pool, *texts, **how):
     return asyncio.run(play(pool, *texts, **how))
 
 
-def test_an_episode_is_a_process_that_opens_answers_scores_and_starts_alike_from_its_seed(pool):
+def test_an_episode_is_a_process_that_starts_alike_from_its_seed(pool):
     async def play():
         async with episode(pool, "how many?", seed=7) as session, episode(pool, seed=7) as other:
             assert json.loads(session.opening.messages[0]["content"]) == ["how many?", "42", {"level": 1}, 7]
@@ -158,7 +158,7 @@ def test_an_episode_is_a_process_that_opens_answers_scores_and_starts_alike_from
     asyncio.run(play())
 
 
-def test_as_many_processes_as_were_needed_at_once_are_forked_ahead_and_one_that_was_killed_is_no_fault():
+def test_processes_are_forked_ahead_and_a_killed_spare_is_no_fault():
     async def pids_of_two(pool):
         async with episode(pool) as one, episode(pool) as other:
             pids = {int(await told(one, PID)), int(await told(other, PID))}
@@ -209,7 +209,7 @@ def test_where_no_process_can_live_forking_ahead_ends(users_module, tmp_path):
     assert (tmp_path / "deaths").read_text() == "x"
 
 
-def test_a_fault_has_its_kind_and_says_what_happened_and_one_of_the_response_is_a_score(pool):
+def test_a_fault_has_its_kind_and_a_responses_fault_is_a_score(pool):
     for text, kind, says in (
         (KILL_SELF, "death", r"step: its process died \(SIGKILL\)"),
         ("os._exit(3)", "death", r"step: its process died \(status 3\)"),
@@ -244,7 +244,7 @@ def test_a_fault_has_its_kind_and_says_what_happened_and_one_of_the_response_is_
         assert played(pool, f"self.reward({reward!r})") == ([""], score)
 
 
-def test_what_takes_too_long_is_ended():
+def test_slow_calls_are_ended():
     async def play_all(pool):
         plays = play(pool, HANG), play(pool, *["said(time.sleep(.8))"] * 3), play(pool, COUNT)
         return await asyncio.gather(*plays, return_exceptions=True)
@@ -292,7 +292,7 @@ def test_nothing_that_an_episode_has_started_outlives_it(pool, last, tmp_path):
     assert eventually(lambda: all(map(has_ended, pids)), seconds=10)
 
 
-def test_an_environment_that_cannot_be_imported_or_isolated_is_refused_in_one_line(pool, monkeypatch):
+def test_an_environment_without_import_or_isolation_is_refused_in_one_line(pool, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     with EnvironmentPool(EnvironmentConfig(environment_sandbox=True)) as sandboxed:
         for own, target, says in (
@@ -306,7 +306,7 @@ def test_an_environment_that_cannot_be_imported_or_isolated_is_refused_in_one_li
 
 
 @pytest.mark.slow
-def test_episodes_and_what_they_started_die_with_their_owner(users_module, tmp_path):
+def test_episodes_and_their_children_die_with_their_owner(users_module, tmp_path):
     program = f"""
         import asyncio
         from megatron_ibpo.config import EnvironmentConfig
@@ -350,7 +350,7 @@ def test_a_sandboxed_environment_has_no_network_and_a_temporary_directory_only()
     assert not Path(found["made"]).exists()
 
 
-def test_whatever_is_killed_every_episode_has_its_turn_answers_or_fails_and_nothing_is_left():
+def test_whatever_is_killed_every_episode_answers_or_fails():
     rng, outcomes, killed, turns = random.Random(0), [], Counter(), 6
     before = {child.pid for child in psutil.Process().children(recursive=True)}
 

@@ -112,7 +112,7 @@ def test_a_broken_call_is_malformed_and_makes_no_other_one(read):
             message = read(family, f"<tool_call>\n{call}\n</tool_call>{good}")
             assert arguments_of(message) == [{"path": "p"}] * num_good, call
             assert message["malformed_tool_calls"], call
-            assert call.splitlines()[0][:30] in message["content"]
+            assert call.splitlines()[0][:30] in message["content"], (family, call)
     assert arguments_of(read("qwen3", '<tool_call>{"name": "write"}</tool_call>')) == [{}]
     for family, broken in (
         ("qwen3_5", "<function=write>\n<parameter=path>\np\n</function>"),
@@ -156,7 +156,7 @@ def test_space_around_a_text_belongs_to_it(read, family):
         assert arguments_of(read(family, written(family, arguments))) == [arguments], repr(text)
 
 
-def test_a_draft_in_reasoning_is_no_call_whether_or_not_the_reasoning_ends(read):
+def test_a_draft_in_reasoning_is_no_call_even_without_an_end(read):
     for family in ("qwen2_5", "qwen3", *IN_TAGS):
         thought, _, call = written(family, {"path": "p"}).rpartition("<tool_call>")
         call, opening = "<tool_call>" + call, "" if family == "qwen3_5" else "<think>"
@@ -181,7 +181,7 @@ def test_a_draft_in_reasoning_is_no_call_whether_or_not_the_reasoning_ends(read)
     assert len(message["malformed_tool_calls"]) == 2
 
 
-def test_calls_that_all_wait_for_one_end_are_read_in_time_that_grows_with_their_length():
+def test_calls_that_share_one_end_are_read_in_linear_time():
     """What is linear takes .1 s. Looking for the end anew for each call took 21 s."""
     begun, ended = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</tool_call>\n", "</parameter>\n</tool_call>"
     start = time.process_time()

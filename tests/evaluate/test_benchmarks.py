@@ -131,7 +131,7 @@ def problem_of_a_function():
     )  # fmt: skip
 
 
-def test_livecodebench_has_public_and_private_tests_and_only_contests_of_its_window(tmp_path):
+def test_livecodebench_has_all_tests_and_only_contests_of_its_window(tmp_path):
     path = tmp_path / "test6.jsonl"
     found, _ = read("livecodebench_v6", lines(path, problem(), problem_of_a_function()))
     (first, asks_stdin, label), (second, asks_function, label_of_function) = found
@@ -185,7 +185,7 @@ def test_another_layout_is_refused_with_line_and_expectation(tmp_path):
         read("gsm8k", lines(tmp_path / "x.jsonl", row, row | {"question": "2+2="}, row))
 
 
-def test_a_field_that_cannot_be_used_and_a_file_that_is_not_what_its_name_says_are_refused(tmp_path):
+def test_unusable_fields_and_misnamed_files_are_refused(tmp_path):
     for name, row, says in [
         ("gsm8k", {"question": "?", "answer": "42"}, "field 'answer' has no '#### ' with the final answer"),
         ("aime25", {"problem": "?", "answer": True}, "field 'answer' must be a text or a number"),

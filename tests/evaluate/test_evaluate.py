@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import EvalSampling
-from megatron_ibpo.evaluate import Corrector, KeptError, KeptSamples, answered, eval_sample, evaluate
+from megatron_ibpo.evaluate import Corrector, KeptError, KeptSamples, complete_samples, eval_sample, evaluate
 from megatron_ibpo.evaluate import pass_at_k as measures
 from megatron_ibpo.evaluate.stored_samples import read_results, read_samples, samples_path
 from support.credit_cases import plain
@@ -60,7 +60,7 @@ def measured(numbers, plan, *, right=1, samples=1, sampled=(1.0, 1.0, -1), answe
     return found[0], requests
 
 
-def test_accuracies_lengths_truncation_and_failures_of_the_verifier_which_are_no_wrong_answers_are_counted():
+def test_failures_of_the_verifier_are_counted_and_are_no_wrong_answers():
     def plan(number, j, request):
         if request.temperature == 0:
             return [1]
@@ -96,7 +96,7 @@ def test_requests_are_the_same_at_every_evaluation_and_differ_within_one():
     assert [request.seed for request in alone if request.temperature > 0] == of_third
 
 
-def test_pass_at_k_is_the_chance_that_one_of_k_drawn_scored_samples_is_right():
+def test_pass_at_k_is_the_chance_that_one_of_k_samples_is_right():
     for hits, n, k in ((0, 4, 2), (4, 4, 2), (1, 4, 1), (1, 4, 2), (2, 4, 2), (1, 4, 4)):
         outcomes = [1.0] * hits + [0.0] * (n - hits)
         drawn = [any(chosen) for chosen in itertools.combinations(outcomes, k)]
@@ -107,7 +107,7 @@ def test_pass_at_k_is_the_chance_that_one_of_k_drawn_scored_samples_is_right():
     assert measures.mean_over_prompts(measures.pass_at(np.array([[1, nan]]), 2)) is None
 
 
-def test_the_most_frequent_answer_counts_and_the_best_of_n_is_chosen_without_the_verifier():
+def test_the_most_frequent_answer_counts_and_best_of_n_needs_no_verifier():
     for outcomes, answers, expected in [
         ([0, 0, 1, 0], "aabc", 0), ([1, 0, 1, 0], "abab", 0.5), ([1, 1, 0, 0], "aabb", 0.5),
         # no answer, or an empty one, is no vote
@@ -137,7 +137,7 @@ def test_an_interval_covers_the_truth_nineteen_times_in_twenty():
     assert few == pytest.approx((0.5655, 1.0), abs=1e-4), "Wilson's of 5 in 5: no failure is no certainty"
 
 
-def test_an_interval_of_several_samples_is_as_wide_as_that_of_a_normal_distribution():
+def test_an_interval_of_several_samples_is_as_wide_as_a_normal_one():
     rng = np.random.default_rng(1)
     correct_PS = (rng.random((600, 4)) < rng.beta(2, 2, size=(600, 1))).astype(float)
     low, high = measures.interval(correct_PS)
@@ -198,7 +198,7 @@ def test_every_sample_is_corrected_without_a_look_at_rewards():
     assert result.corrections_skipped == 0
 
 
-def test_what_is_shown_does_not_depend_on_what_is_right_and_a_prompt_that_does_not_fit_is_left_out():
+def test_candidates_do_not_depend_on_scores_and_long_prompts_are_left_out():
     def shown(*counts, **how):
         return [request.prompt_token_ids.tolist() for request in corrected(*counts, **how)[1]]
 
@@ -210,7 +210,7 @@ def test_what_is_shown_does_not_depend_on_what_is_right_and_a_prompt_that_does_n
     assert (result.corrections_skipped, result.corrected_accuracy) == (4, 0.75)
 
 
-def test_what_was_cut_off_and_what_has_no_answer_are_counted_apart():
+def test_truncated_and_answerless_responses_are_counted_apart():
     """Token 3 has no answer, 4 an empty one; prompts 0 and 1 are cut off, one of them without an answer."""
 
     def plan(number, j, request):
@@ -252,7 +252,7 @@ def evaluated(directory, engine=None, settings=SETTINGS, *, corrects=True):
         return token_ids([prompt.index, *(s.token_ids[0] for s in shown), 9])
 
     def ask(asked):
-        return answered(asked, kept.found("sums"), engine or SimulatedEngine(), kept.add)
+        return complete_samples(asked, kept.stored("sums"), engine or SimulatedEngine(), kept.add)
 
     corrector, sampling = Corrector(prompt_ids, 2, 64) if corrects else None, EvalSampling(4, 8, 0.6, 1.0, -1)
     with KeptSamples(directory, "/models/a", {"sums": settings}) as kept:

@@ -48,7 +48,7 @@ def run_dir(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_policy_is_a_run_whose_settings_yield_to_flags_or_a_checkpoint(run_dir, tmp_path, monkeypatch):
+def test_a_policy_is_a_checkpoint_or_a_run_whose_settings_yield_to_flags(run_dir, tmp_path, monkeypatch):
     stored = run_dir / "checkpoints/step_000020"
     (stored / "hf").mkdir(parents=True)
     for name in ("metadata.json", "run_state.json"):
@@ -77,7 +77,7 @@ def test_a_policy_is_a_run_whose_settings_yield_to_flags_or_a_checkpoint(run_dir
     assert policy_of([str(TINY)]).config.model.hf_checkpoint == TINY
 
 
-def test_a_run_that_sampled_in_its_trainer_is_evaluated_by_engines_and_a_line_says_so(run_dir, capsys):
+def test_a_run_sampled_in_its_trainer_is_evaluated_by_engines_with_a_note(run_dir, capsys):
     by_default = policy_of([str(run_dir)]).config.rollout
     recipe = run_dir / "config.yaml"
     recipe.write_text(recipe.read_text().replace("rollout-backend: null", "rollout-backend: lean"))
@@ -88,7 +88,7 @@ def test_a_run_that_sampled_in_its_trainer_is_evaluated_by_engines_and_a_line_sa
     check_evaluation(config)
 
 
-def test_what_cannot_work_is_refused_before_anything_starts(run_dir, capsys):
+def test_impossible_evaluations_are_refused_before_anything_starts(run_dir, capsys):
     (run_dir / "hf").rmdir()
     of_tiny = ["--hf-checkpoint", str(TINY)]
     compares = [*of_tiny, "--eval-prompt-data", "a.jsonl", "--eval-compare-and-correct"]
@@ -159,7 +159,7 @@ def test_answers_are_extracted_where_the_verifier_of_a_set_defines_them(tmp_path
     assert generated.answer(generated.prompts[0], "1+1=2#2") == "2"
 
 
-def test_what_is_tuned_on_and_what_is_judged_by_share_no_question(tmp_path):
+def test_tuning_and_test_halves_share_no_question(tmp_path):
     def texts(half, spec):
         (own,) = opened(tmp_path, spec, eval_half=half, eval_num_prompts=60)
         return [prompt.text for prompt in own.prompts]
@@ -255,7 +255,7 @@ def left(tmp_path):
 def test_two_evaluations_are_compared_problem_by_problem(left):
     worse, better = left(lambda index, number: False), left(lambda index, number: number == 0)
     (one,) = compare_evaluations(worse, better, "accuracy")
-    assert (one.first, one.second, one.difference.mean, one.problems, one.alone) == (0, 0.5, 0.5, 12, 0)
+    assert (one.first, one.second, one.difference.mean, one.problems, one.unpaired) == (0, 0.5, 0.5, 12, 0)
     assert one.p == pytest.approx(2 / 2**12), "all twelve signs alike, of 2^12"
     assert one.settings == (), "the policies may differ"
     first = left(lambda index, number: index < 6)
@@ -272,7 +272,7 @@ def test_two_evaluations_are_compared_problem_by_problem(left):
     assert one.p == pytest.approx(10 / 16)
 
 
-def test_two_evaluations_are_shown_side_by_side_and_what_cannot_be_compared_is_refused(left, capsys):
+def test_two_evaluations_are_compared_or_refused_as_incomparable(left, capsys):
     first = left(lambda *_: False)
     second = left(lambda *_: True, change=lambda sums: {"prompts": sums.prompts[:10]})
     others = left(lambda *_: True, change=lambda sums: {"name": "others"})
@@ -325,7 +325,7 @@ def lines_of(run_dir):
 @pytest.mark.engine
 @pytest.mark.slow  # test_evaluate.py kills it at many places, with a simulated engine
 @pytest.mark.timeout(900)
-def test_an_evaluation_that_is_killed_comes_to_the_same_as_one_of_the_converted_checkpoint(tmp_path):
+def test_a_killed_evaluation_ends_equal_to_one_of_the_converted_checkpoint(tmp_path):
     dense = ROOT / "examples/tiny_qwen3"
     stored, whole, killed = (tmp_path / name for name in ("stored", "whole", "killed"))
     hf_to_megatron(dense, stored, ParallelConfig(), World(0, 1, torch.device("cpu"), None))

@@ -48,7 +48,7 @@ def test_courses_of_an_episode_with_the_tool(messages, replies, score):
     assert environment.score() == dict(zip(names, score, strict=True))
 
 
-def test_the_tool_computes_sums_and_products_and_nothing_else():
+def test_the_tool_computes_only_sums_and_products():
     assert [calculate(text) for text in ("37*84-5219", " 2 * (3 + -4) ", "99*99+9999")] == [-2111, -2, 19800]
     for wrong in ("", "2**9", "1/2", "1.5", "True", "x", "f(1)", "(" * 99, "9" * 101, "1;2"):
         with pytest.raises(ValueError):  # noqa: PT011 of any text
@@ -68,7 +68,7 @@ def test_a_game_is_won_by_the_number_in_time():
         assert environment.score() == {"score": score, "turns_used": len(guesses)}
 
 
-def test_prompts_are_the_same_in_every_call_and_held_out_and_labelled_with_their_values():
+def test_prompts_are_the_same_in_every_call_with_their_values_as_labels():
     for prompts in (calculator, guess_number):
         assert prompts("eval") == prompts("eval")
         assert len(prompts("eval")) == 512

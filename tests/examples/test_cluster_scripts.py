@@ -70,7 +70,7 @@ def lines(path):
     return path.read_text().splitlines() if path.exists() else []
 
 
-def test_a_slurm_job_is_saved_before_its_time_is_up_and_goes_on_afterwards(slurm, tmp_path):
+def test_a_slurm_job_is_saved_before_its_end_and_resumes(slurm, tmp_path):
     started, requeued = tmp_path / "started", tmp_path / "requeued"
     job = slurm()
     assert eventually(lambda: len(lines(started)) == 3, seconds=20)

@@ -55,7 +55,7 @@ def run(tmp_path_factory):
     return run_dir, output
 
 
-def test_a_run_leaves_what_was_promised(run):
+def test_a_run_leaves_the_promised_files(run):
     run_dir, output = run
     summary = json.loads((run_dir / "summary.json").read_text())
     told = ("accuracy_start", "accuracy_end", "greedy_start", "greedy_end")
@@ -77,7 +77,7 @@ def test_a_run_leaves_what_was_promised(run):
         assert (len(solved), sum(solved.values()) / 8) == (8, evaluation["accuracy"])
 
 
-def test_every_step_tells_what_happened_and_what_was_spent_until_then(run):
+def test_every_step_records_its_metrics_and_the_cost_so_far(run):
     rows = rows_of(run[0])
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
@@ -110,7 +110,7 @@ def start_evaluation(*words):
 
 
 @pytest.mark.slow
-def test_the_policy_of_a_run_is_evaluated_alone_as_it_was_at_its_end(run, tmp_path):
+def test_the_policy_of_a_run_is_evaluated_as_at_its_end(run, tmp_path):
     run_dir, _ = run
     output = output_of(start_evaluation(run_dir, "--run-dir", tmp_path / "alone"))
     at_the_end = rows_of(run_dir, "evaluation")[-1]

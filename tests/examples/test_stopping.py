@@ -52,7 +52,7 @@ def output_of_end(process, status, *, timeout=100, started=()):
     return output
 
 
-def test_all_of_a_run_on_one_machine_listens_on_loopback_and_ends_at_a_signal(tmp_path, scratch):
+def test_a_run_on_one_machine_listens_on_loopback_and_ends_at_a_signal(tmp_path, scratch):
     """It goes to the whole process group, as a terminal, `kill %1` and `timeout` send it."""
     run_dir = tmp_path / "run"
     process, started = run_until(run_dir, 1, *LONG)
@@ -85,7 +85,7 @@ def test_a_signal_while_engines_start_ends_the_run_at_once(tmp_path, scratch):
     assert rows_of(tmp_path / "run") == []
 
 
-def test_trainers_that_are_killed_again_and_again_end_the_run_and_are_named(tmp_path, scratch):
+def test_trainers_killed_repeatedly_end_the_run_and_are_named(tmp_path, scratch):
     run_dir = tmp_path / "run"
     process, started = run_until(run_dir, 1, *LONG)
     started, killed = {*started}, []
@@ -135,7 +135,7 @@ def test_a_run_waits_for_room_on_its_disk(small_disk, scratch):
     assert saved_steps(run_dir) == [4, 6]
 
 
-def test_a_run_whose_disk_stays_full_stops_with_a_summary_and_nothing_in_part(small_disk, scratch):
+def test_a_run_on_a_full_disk_stops_with_a_summary_and_no_partial_file(small_disk, scratch):
     run_dir = small_disk / "run"
     process, _ = run_until(run_dir, 2, *LONG, *ONE_TRAINER, "--save-interval", "1", "--disk-wait", "3")
     fill(small_disk)

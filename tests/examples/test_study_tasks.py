@@ -39,7 +39,7 @@ def test_a_response_is_judged_by_its_answer(kind, question, response, reward):
 
 @pytest.mark.parametrize("kind", STUDY_TASKS)
 @given(seed=st.integers(0, 10**6))
-def test_who_has_no_misconception_mends_every_step_or_compares_with_skill_1_is_right(kind, seed):
+def test_a_student_without_misconception_or_of_full_skill_is_right(kind, seed):
     task, rng, noise = STUDY_TASKS[kind], random.Random(seed), Noise(misconception=0.9, slip=0.1)
     question = task.draw(rng)
     steps = task.solution(question, rng, Noise())

@@ -120,7 +120,7 @@ def test_every_link_between_documents_leads_somewhere():
             assert target.startswith("http") or (document.parent / target).exists(), (document, target)
 
 
-def test_every_page_is_in_the_index_and_says_why_and_every_algorithm_is_on_its_page():
+def test_every_page_is_in_the_index_and_every_algorithm_on_its_page():
     assert "docs/README.md" in (ROOT / "README.md").read_text()
     index = ROOT / "docs/README.md"
     for found in {*index.parent.glob("*.md")} - {index}:
@@ -164,7 +164,7 @@ def imports(path):
             yield from (alias.name for alias in node.names)
 
 
-def test_imports_run_down_and_libraries_are_declared_and_heavy_ones_stay_in_their_rooms():
+def test_imports_run_down_and_heavy_libraries_stay_in_their_rooms():
     may_import = {
         "megatron": {"policy", "models", "weights", "plan"}, "vllm": {"engines"},
         # tokenizers; names in GGUF files; logits beside ours; an engine
@@ -224,13 +224,13 @@ def test_vllm_is_behind_one_door():
         assert '"vllm.' not in text, f"{path}: a module of vLLM by its name as text"
 
 
-def test_tests_are_in_folders_named_as_the_rooms_and_import_no_test_file():
+def test_tests_are_in_folders_of_rooms_and_import_no_test_file():
     files, more = sorted(TESTS.rglob("test_*.py")), {"examples", "gpu", "house", "interpreted", "tools"}
     assert {path.relative_to(TESTS).parts[0] for path in files} - {*ROOMS} - more == set()
     assert [(path.name, name) for path in files for name in imports(path) if "test_" in name] == []
 
 
-def test_public_names_are_those_of_their_rooms_and_importing_the_package_loads_none():
+def test_public_names_are_lazy_and_those_of_their_rooms():
     program = "import sys, megatron_ibpo; print([name for name in sys.modules if 'megatron_ibpo.' in name])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60) == "[]\n"
     for name in megatron_ibpo.__all__:

@@ -91,7 +91,7 @@ def installed(checkout, *groups, python=None, **changes):
     return pip_calls(checkout)
 
 
-def test_the_first_run_installs_in_order_and_later_ones_what_has_changed(checkout):
+def test_the_first_run_installs_in_order_and_later_ones_only_changes(checkout):
     assert installed(checkout) == ALL_CALLS
     halves = [(checkout / f".venv/.steps/packages.{half}.txt").read_text().splitlines() for half in (1, 2)]
     assert sorted(halves[0] + halves[1]) == sorted((ROOT / "requirements/cpu.txt").read_text().splitlines())
@@ -115,7 +115,7 @@ def test_the_first_run_installs_in_order_and_later_ones_what_has_changed(checkou
     assert installed(checkout.rename(checkout.parent / "moved")) == ALL_CALLS[3:]
 
 
-def test_a_failed_step_says_which_and_why_and_the_next_run_goes_on_there(checkout):
+def test_a_failed_step_is_named_and_the_next_run_continues_there(checkout):
     """What pip's sources lack of torch is looked for at PyTorch's index."""
     said = refusal(checkout, FAIL_ON="packages.1", FAIL_WITH="ERROR: connection refused")
     assert "error: could not set up: packages for cpu" in said
@@ -155,7 +155,7 @@ def test_without_a_compiler_or_python_3_11_nothing_is_downloaded(checkout, tmp_p
     assert "set IBPO_PYTHON" in said
 
 
-def test_a_gpu_whose_driver_is_new_enough_gets_the_cuda_packages_and_they_are_not_mixed(checkout):
+def test_a_new_enough_driver_gets_the_cuda_packages_unmixed(checkout):
     def with_gpu(driver, cuda):
         said = f"| NVIDIA-SMI {driver}   Driver Version: {driver}   CUDA Version: {cuda} |"
         each = f'if [[ "$*" == *driver_version* ]]; then printf "{driver}\\n%.0s" 1 2; else echo "{said}"; fi'
@@ -199,7 +199,7 @@ def test_transformer_engine_is_made_where_no_index_has_its_wheels(checkout):
     assert installed(checkout, IBPO_DEVICE="cuda") == []
 
 
-def test_two_at_once_do_the_work_once_and_say_every_so_often_how_far_it_is(checkout):
+def test_two_setups_at_once_do_the_work_once_and_show_progress(checkout):
     script = checkout / "tools/bootstrap.sh"
     script.write_text(script.read_text().replace("say_every=60", "say_every=0.05"))
     both = [started(checkout, SLOW="0.2") for _ in range(2)]
@@ -227,7 +227,7 @@ def test_no_pip_outlives_an_interrupted_bootstrap(checkout, steps):
 
 
 @pytest.mark.slow
-def test_an_environment_of_ones_own_is_used_as_it_is_and_the_extension_is_built_here(checkout):
+def test_a_users_environment_is_used_unchanged_and_the_extension_built(checkout):
     """This Python has the extension of another checkout installed, which is neither used nor changed."""
     for file in ("README.md", "LICENSE", "megatron_ibpo/__init__.py"):
         shutil.copy(ROOT / file, checkout / file)
@@ -249,7 +249,7 @@ def test_an_environment_of_ones_own_is_used_as_it_is_and_the_extension_is_built_
     assert "install pybind11, setuptools and a C++17 compiler" in said
 
 
-def test_an_environment_that_lacks_something_is_told_what_and_how(checkout, tmp_path):
+def test_an_incomplete_environment_is_refused_with_the_missing_packages(checkout, tmp_path):
     bare = program(tmp_path / "bare_python", f'#!/bin/bash\nexec {sys.executable} -S "$@"\n')
     said = refusal(checkout, "dev", IBPO_PYTHON=str(bare))
     assert re.search(r"lacks torch, megatron-core, vllm, .*, hypothesis", said)
@@ -258,7 +258,7 @@ def test_an_environment_that_lacks_something_is_told_what_and_how(checkout, tmp_
     assert command == f"--no-deps --ignore-requires-python {files}", "one command"
 
 
-def test_the_tested_versions_are_the_pinned_ones_and_no_cuda_build_is_among_those_for_cpus():
+def test_tested_versions_are_pinned_and_cpus_get_no_cuda_build():
     """The package depends on no torch: where pip finds no CPU wheel of it, it would bring the CUDA build."""
 
     def canonical(name):
@@ -286,14 +286,14 @@ def test_the_tested_versions_are_the_pinned_ones_and_no_cuda_build_is_among_thos
 
 
 @pytest.mark.lint
-def test_the_image_has_what_is_there_and_the_pinned_versions_and_is_the_one_that_kuberay_runs():
+def test_the_image_has_the_pinned_versions_and_is_the_one_of_kuberay():
     dockerfile = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     for copied in re.findall(r"^COPY (.*)$", dockerfile, re.MULTILINE):
         *sources, target = [word for word in copied.split() if not word.startswith("--")]
         for source in sources:
             assert (ROOT / source).exists(), source
             # bootstrap.sh expects the layout of the repository
-            assert target == source or (target == "./" and "/" not in source)
+            assert target == source or (target == "./" and "/" not in source), copied
     files = ((ROOT / name).read_text() for name in (".dockerignore", ".gitignore"))
     ignored, of_git = ({*re.sub(r"\*\*/|/$|^#.*", "", text, flags=re.MULTILINE).split()} for text in files)
     assert ignored == of_git | {".git"}
@@ -309,7 +309,7 @@ def test_the_image_has_what_is_there_and_the_pinned_versions_and_is_the_one_that
     assert "\nWORKDIR /opt/megatron_ibpo\n" in dockerfile, "which the job's command names"
 
 
-def test_versions_that_differ_are_named_with_both_and_do_not_stop_a_run():
+def test_different_versions_are_both_named_and_stop_no_run():
     near = dict(versions.TESTED) | {"torch": "2.11.0+cpu", "triton": "3.6.0", "numpy": "2.3.5+mkl"}
     del near["vllm"]
     assert versions.differences(near) == {"torch": ("2.11.0+cpu", "2.13.0"), "triton": ("3.6.0", "3.7.1")}
@@ -325,7 +325,7 @@ def run_python(arguments, *, cwd, stdin="", python_path=""):
     return subprocess.check_output(command, cwd=cwd, input=stdin, text=True, timeout=120, env=environment)
 
 
-def test_the_package_imports_and_works_without_torch_vllm_and_megatron(tmp_path):
+def test_the_package_works_without_torch_vllm_and_megatron(tmp_path):
     """It is imported from outside the root; the loss needs torch."""
     without_engines = """
 import sys
@@ -345,7 +345,7 @@ from megatron_ibpo.basics import distributed
     assert run_python(["-c", without_engines], cwd=tmp_path, python_path=str(ROOT)) == "0.5\n"
 
 
-def test_the_hugging_face_package_kernels_is_not_shadowed_in_the_root_and_ours_is_built(tmp_path):
+def test_the_hugging_face_package_kernels_is_not_shadowed(tmp_path):
     """Python started in the root has the root before every installed package on its path."""
     theirs = Path(metadata.distribution("kernels").locate_file("kernels")).resolve()
     code = "import kernels, megatron_ibpo.kernels as ours; print(kernels.__file__, *ours.__path__)"

@@ -50,7 +50,7 @@ def test_large_files_are_named(sizes):
     assert set(LARGE) <= set(sizes), "LARGE names a file that is gone"
 
 
-def test_checkpoints_are_what_their_checksums_say(sizes):
+def test_checkpoints_have_their_checksums(sizes):
     manifests = [ROOT / name for name in sizes if name.endswith("/" + MANIFEST)]
     assert manifests
     for path in manifests:

@@ -383,9 +383,9 @@ def test_places_and_sizes_of_all_ranks_follow_from_one_of_each_stage(planner, tm
         census = planner(plan_of, model, ranks, *layout.split()).census
         for rank, (*place, parameters) in enumerate(planner(places_and_sizes, model, ranks, *layout.split())):
             at = census.place(rank)
-            assert [at.tensor, at.pipeline, at.data, at.expert, at.expert_data] == place
-            assert rank in census.ranks(at.pipeline)
-            assert census.stages[at.pipeline].parameters == parameters
+            assert [at.tensor, at.pipeline, at.data, at.expert, at.expert_data] == place, (ranks, rank)
+            assert rank in census.ranks(at.pipeline), (ranks, rank)
+            assert census.stages[at.pipeline].parameters == parameters, (ranks, rank)
 
 
 def test_rows_that_pad_the_vocabulary_take_memory_and_no_bandwidth(planner, tmp_path):

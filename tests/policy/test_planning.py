@@ -174,7 +174,9 @@ def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, size
     needs_old = [read_again or (old == "recompute" and number > 0) for number in range(steps)]
     for number, part in enumerate(live):
         own, sent = [share[number] for share in plan.shares], []
-        assert len({(len(m.cut.micro_batches), len(m.cut.forward_batches), m.mean_length) for m in own}) == 1
+        assert (
+            len({(len(m.cut.micro_batches), len(m.cut.forward_batches), m.mean_length) for m in own}) == 1
+        ), number
         assert {m.needs_old_logprobs for m in own} == {needs_old[number]}
         assert {m.trained_tokens for m in own} == {sum(s.num_trained_tokens for s in part)}
         for cut in (m.cut for m in own):
@@ -329,7 +331,7 @@ def test_a_ratio_beyond_all_numbers_is_cut_and_stays_finite_and_no_sequence_has_
     arrays = replace(with_ratios([1.0, 1.0]), old_logprobs_R=np.array([-1e4, 1e4], np.float32))
     for loss, cut in ((LossConfig(use_tis=True), 1), (LossConfig(icepop=(0.5, 5.0)), 2)):
         found, (told,) = correct(replace(arrays, rollout_logprobs_R=np.zeros(2, np.float32)), loss)
-        assert np.isfinite(found.token_weights_R).all()
+        assert np.isfinite(found.token_weights_R).all(), loss
         assert told.tokens_cut == cut
     empty = pack(MicroBatch((), ()))
     assert correct(empty, LossConfig(use_tis=True)) == (empty, [])

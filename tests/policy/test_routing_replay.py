@@ -141,7 +141,7 @@ def test_choices_are_replayed_alike_under_every_layout_and_recomputed(checkpoint
         found = run_ranks(all_updated, size, hf_dir, configs, rows, timeout=300)[0]
         for (chosen, how), (own_metrics, own_gradients, _) in zip(several, found, strict=True):
             metrics, gradients, _ = of_own_pass if how == OWN else plain
-            assert gap(own_gradients, gradients) <= 2e-4
+            assert gap(own_gradients, gradients) <= 2e-4, (size, how)
             for name in {*metrics} - {"seconds_old_logprobs"}:
                 assert own_metrics[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), (chosen, name)
 

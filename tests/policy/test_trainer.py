@@ -68,7 +68,7 @@ def test_gradients_and_metrics_are_the_same_under_every_layout(checkpoints, layo
         for number, case in enumerate(cases):
             (moved, metrics), *others = (own[number] for own in per_rank)
             for _, own in others:
-                assert own == metrics | {"seconds_old_logprobs": own["seconds_old_logprobs"]}
+                assert own == metrics | {"seconds_old_logprobs": own["seconds_old_logprobs"]}, case
             expected, expected_metrics = found.setdefault(case[0], (moved, metrics))  # of one process
             assert_close(moved, expected, size, case)
             for name in {*COMPARED} & expected_metrics.keys():
@@ -135,7 +135,7 @@ def test_loss_ratios_and_gradients_are_those_of_autograd_without_the_masked_toke
         }
         for moved, metrics in (own[number] for own in by_rank):
             assert {name: metrics[name] for name in sums} == pytest.approx(sums, rel=2e-5), variant
-            assert 0 < metrics["clip_fraction"] < 1
+            assert 0 < metrics["clip_fraction"] < 1, variant
             if moved:  # rank 0 has the weights; Adam's first step is LR · g / (|g| + EPSILON)
                 exact = {name: own / (1 - own.abs() / EPSILON) for name, own in moved.items()}
                 assert_close(exact, wanted, variant)
@@ -283,7 +283,7 @@ def test_logprobs_loss_and_gradients_are_those_of_one_process(checkpoints, names
         assert own_moved.keys() == moved.keys() == before.keys(), "every weight has a name"
         assert_close(own_moved, moved)
         for values, wanted in zip(own_logprobs, logprobs, strict=True):
-            assert values == pytest.approx(wanted, abs=1e-5, rel=1e-5)
+            assert values == pytest.approx(wanted, abs=1e-5, rel=1e-5), f"{number=}"
         for name in {*metrics} - {"seconds_old_logprobs"}:
             assert own_metrics[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), name
             assert all(rank[number][1][name] == own_metrics[name] for rank in found)

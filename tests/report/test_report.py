@@ -43,7 +43,7 @@ from megatron_ibpo.report.metrics_log import Columns, MetricsLog, read_rows
 from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, save_outcomes
 from megatron_ibpo.report.run_dir import check_disk, locked, run_settings, run_tokenizer, write_whole
 from megatron_ibpo.report.run_report import count_lines
-from megatron_ibpo.report.start_lines import StartLines
+from megatron_ibpo.report.stages import StartLines
 from megatron_ibpo.report.summary import COUNTS
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.weights.formats.retention import checkpoint_bytes, export_bytes
@@ -92,7 +92,7 @@ def rows_of(config):
     return [json.loads(line) for line in (config.run.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_its_files_which_are_not_overwritten_but_go_on_where_it_is_resumed(config):
+def test_a_runs_files_are_never_overwritten_and_continue_when_it_resumes(config):
     start_and_end, run_dir = {0: [evaluated(0.5, 0.4)], 4: [evaluated(0.75, 0.8)]}, config.run.run_dir
     summary, shown = run(config, evaluations=start_and_end)
     four_steps = [("evaluation", 0), *(("step", step) for step in range(1, 5)), ("evaluation", 4)]
@@ -144,7 +144,7 @@ def table_row(shown, name):
     return [cell.strip() for cell in line.strip().split("│")[1:]]
 
 
-def test_an_end_that_was_not_measured_or_on_other_problems_is_a_dash(config, tmp_path):
+def test_an_unmeasured_or_incomparable_end_is_a_dash(config, tmp_path):
     early = {0: [evaluated(0.5, 0.4)], 2: [evaluated(0.75, 0.8)]}
     summary, shown = run(config, evaluations=early, status="interrupted")
     assert (summary["accuracy_start"], summary["accuracy_end"]) == (0.5, None)
@@ -156,7 +156,7 @@ def test_an_end_that_was_not_measured_or_on_other_problems_is_a_dash(config, tmp
     assert table_row(shown, "accuracy, greedy") == ["–", "0.800"]
 
 
-def test_what_a_run_was_not_measured_on_has_no_line_and_truncated_responses_are_not_said_to_teach_nothing(
+def test_unmeasured_values_have_no_line_and_truncation_is_a_kind_of_its_own(
     config,
 ):
     summary, shown = run(config, range(1, 2))
@@ -171,7 +171,7 @@ def test_what_a_run_was_not_measured_on_has_no_line_and_truncated_responses_are_
     ]
 
 
-def test_a_start_says_what_it_does_before_it_does_it_and_how_long_each_stage_took():
+def test_a_start_shows_each_stage_as_it_begins_and_its_seconds():
     lines = []
     starting = StartLines(lines.append)
     starting("data")
@@ -183,7 +183,7 @@ def test_a_start_says_what_it_does_before_it_does_it_and_how_long_each_stage_too
     assert re.fullmatch(r"started in \d+\.\d s: data \d+\.\d, trainers and engines \d+\.\d", lines[-1])
 
 
-def test_sets_with_names_have_metrics_curves_and_lines_of_their_own_for_all_that_samples_told(config):
+def test_named_sets_have_metrics_curves_and_lines_of_their_own(config):
     def sets(first, second, best):
         several = {"pass_at": {2: first + 0.1, 4: second + 0.1}, "majority_accuracy": 0.55}
         own = evaluated(second, second, name="own", best_of_accuracy=best, **several)
@@ -232,7 +232,7 @@ def test_deaths_are_counted_where_they_happen_and_over_resumed_runs(config):
     assert counts["verifier_deaths"] == 0
 
 
-def test_engines_alive_what_is_sampled_ahead_and_a_death_are_shown(config):
+def test_live_engines_sampling_ahead_and_a_death_are_shown(config):
     prepare_run_dir(config)
     ahead = {
         "engines": 4.0, "engines_alive": 3.0, "staleness_mean": 0.25, "staleness_max": 1.0,
@@ -254,7 +254,7 @@ def test_engines_alive_what_is_sampled_ahead_and_a_death_are_shown(config):
         assert ("step 1 of 4" in shown) == terminal
 
 
-def test_rows_are_on_disk_as_soon_as_they_are_written_and_trackers_get_the_same_numbers(config, monkeypatch):
+def test_rows_are_on_disk_at_once_and_trackers_get_the_same_numbers(config, monkeypatch):
     """Seconds are those of the run: its process may have set up an environment for minutes before."""
     prepare_run_dir(config)
     logged, started, before = [], {}, time.time()
@@ -280,7 +280,7 @@ def test_rows_are_on_disk_as_soon_as_they_are_written_and_trackers_get_the_same_
     assert started["trackio"]["config"]["run"]["run_dir"] == str(config.run.run_dir)
 
 
-def test_what_was_sampled_or_trained_is_not_overwritten(tmp_path):
+def test_a_directory_with_samples_or_checkpoints_is_not_overwritten(tmp_path):
     for work in ("journal/000001.journal", "checkpoints/step_000001", "operator_skill.json"):
         config = config_of(tmp_path / work.partition("/")[0])
         prepare_run_dir(config)
@@ -293,7 +293,7 @@ def test_what_was_sampled_or_trained_is_not_overwritten(tmp_path):
         prepare_run_dir(config_of(config.run.run_dir / work))  # a file
 
 
-def test_a_full_disk_is_refused_unless_a_run_writes_in_the_place_of_what_it_has_saved(config, monkeypatch):
+def test_a_full_disk_is_refused_unless_a_run_overwrites_its_own_checkpoints(config, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**30))
     assert checkpoint_bytes(10**9, bf16=True) == 14 * 10**9, "2 weights + 4 master + 8 Adam bytes a parameter"
     config.run.run_dir.mkdir(parents=True, exist_ok=True)
@@ -347,9 +347,11 @@ def recorded_group():
     return Group(prompt, [wrong, right], [corrected], 1)
 
 
-def test_samples_of_some_steps_are_kept_the_first_groups_and_what_was_trained_of_them(tmp_path, monkeypatch):
+def test_some_steps_are_recorded_with_their_first_groups(tmp_path, monkeypatch):
     def kept(num_steps, count):
-        return [step for step in range(1, num_steps + 1) if recordings.is_kept(step, num_steps, count)]
+        return [
+            step for step in range(1, num_steps + 1) if recordings.is_recorded_step(step, num_steps, count)
+        ]
 
     assert kept(60, 8) == [1, 9, 18, 26, 35, 43, 52, 60]
     assert kept(3, 8) == [1, 2, 3]
@@ -467,7 +469,7 @@ def resolved(*flags, on_gpu=False, model="tiny_qwen3"):
     return on_device(parse_config(flags), read_hf_config(ROOT / "examples" / model), on_gpu=on_gpu)
 
 
-def test_a_run_that_differs_from_its_engine_beyond_rounding_is_told_at_once():
+def test_a_difference_to_the_engine_beyond_rounding_is_shown_at_once():
     # mean |Δ log-prob| of three steps of examples/run_smollm2_ibpo.sh, trained in float32
     in_float32, in_bfloat16 = (1.1e-5, 1.2e-5, 1.3e-5), (0.042, 0.141, 0.146)
     for config, differences, advice in (
@@ -500,7 +502,7 @@ def test_a_run_that_differs_from_its_engine_beyond_rounding_is_told_at_once():
         assert rounding_bound(config, replays_mask=True) == (0.001 if truncated else None), flags
 
 
-def test_the_console_tells_failures_and_truncation_and_spells_that_lie_close_together_are_one():
+def test_the_console_shows_failures_and_joins_spells_close_together():
     """Those that go on come first."""
     # 100 responses: 2,000 tokens, 20 each
     common = {"tokens_responses": [2000.0] * 3, "response_length": [20.0] * 3}
@@ -517,7 +519,7 @@ def test_the_console_tells_failures_and_truncation_and_spells_that_lie_close_tog
     ]  # fmt: skip
 
 
-def test_a_verifier_that_fails_is_told_with_its_first_error_and_stops_the_run_where_it_fails_too_often():
+def test_a_failing_verifier_is_shown_with_its_error_and_stops_the_run():
     assert step_alarms({"reward_errors": 1, "truncated_responses": 0}, responses=128) == []
     broken = {"reward_errors": 16.0, "truncated_responses": 0.0}
     (said,) = step_alarms(broken, responses=16, first_reward_error="NameError: x")
@@ -542,7 +544,7 @@ class Disk:
         return "written"
 
 
-def test_writers_share_a_deadline_also_where_small_writes_succeed_and_with_room_a_new_one_begins():
+def test_writers_share_a_deadline_that_restarts_once_there_is_room():
     disk = Disk(10**9)
     for _ in range(256):
         with pytest.raises(DiskFullError, match=r"the disk stayed full for 600 s .*No space left"):
@@ -627,7 +629,7 @@ def test_a_line_that_was_never_finished_is_left_out_and_cut_off(tmp_path):
     assert path.read_text() == '{"a": 1}\n{"a": 3}\n'
 
 
-def test_a_tensorboard_that_cannot_write_is_said_once_and_the_rows_go_on(tmp_path, capfd, caplog):
+def test_a_failing_tensorboard_is_reported_once_and_rows_continue(tmp_path, capfd, caplog):
     def work():
         log = MetricsLog(tmp_path)
         for step in (1, 2, 3):

@@ -54,7 +54,7 @@ def data_of(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
-def test_the_page_is_one_file_that_asks_for_nothing_and_holds_nothing_foreign(run_dir):
+def test_the_page_is_one_file_without_requests_or_foreign_content(run_dir):
     page = build_page([run_dir], tokenizer=hostile_tokenizer())
     elements = []
     parser = HTMLParser()
@@ -79,7 +79,7 @@ def test_the_page_is_one_file_that_asks_for_nothing_and_holds_nothing_foreign(ru
     assert len(shared) == len(set(shared)) > 50, "its modules share no name"
 
 
-def test_the_data_of_the_page_is_that_of_the_run_and_of_what_was_trained_on(run_dir):
+def test_the_pages_data_are_the_runs_and_its_trained_samples(run_dir):
     data = data_of(build_page([run_dir], steps=[2], tokenizer=hostile_tokenizer()))
     (run,) = data["runs"]["runs"]
     assert [section["key"] for section in run["sections"]] == [2]
@@ -105,7 +105,7 @@ def test_the_data_of_the_page_is_that_of_the_run_and_of_what_was_trained_on(run_
         build_page([run_dir], steps=[9, 7, 1])
 
 
-def test_a_page_that_would_be_too_large_keeps_the_last_and_the_first_step_and_says_what_is_missing(run_dir):
+def test_a_page_too_large_keeps_the_outer_steps_and_names_the_omission(run_dir):
     groups = load_step(rollout_path(run_dir / "rollouts", 2)).groups
     for step in range(3, 10):
         save_groups(rollout_path(run_dir / "rollouts", step), step, groups, TOKENIZER.decode)
@@ -138,9 +138,7 @@ def test_the_command_writes_the_page_and_a_malformed_file_is_named(run_dir, tmp_
             build_page([damaged], tokenizer=TOKENIZER)
 
 
-def test_samples_are_printed_with_what_made_their_advantage_and_nothing_that_a_terminal_obeys(
-    run_dir, capsys
-):
+def test_samples_are_printed_with_their_explanation_and_no_control_codes(run_dir, capsys):
     def printed(*words):
         return samples.main([str(run_dir), *words]), *capsys.readouterr()
 
@@ -156,7 +154,7 @@ def test_samples_are_printed_with_what_made_their_advantage_and_nothing_that_a_t
     assert legible("\x1b[2Ja\u202eb\n\ud800") == "\\x1b[2Ja\\u202eb\n\\ud800"
 
 
-def test_a_prompt_in_chatml_is_shown_as_turns_and_a_character_of_several_tokens_as_one():
+def test_a_chatml_prompt_is_turns_and_a_multi_token_character_one():
     """A tokenizer with ChatML's marks, which are left out, whose other tokens are bytes."""
     marks = {"<|im_start|>": [257], "<|im_end|>": [258]}
     chat = SimpleNamespace(
@@ -274,7 +272,7 @@ def test_in_a_browser_responses_are_shown_filtered_and_walked_by_keys(run_dir):
 
 @pytest.mark.slow
 @needs_browser
-def test_in_a_browser_graded_rewards_are_shades_and_a_bar_of_their_histogram_filters(tmp_path):
+def test_in_a_browser_rewards_are_shades_and_histogram_bars_filter(tmp_path):
     prompt = Prompt(0, token_ids([1, 5]), 2, "1", "sum", "?")
     rewards = [-0.25, 0.5, 0.5, 1.0]
     groups = [Group(prompt, [response("1", reward >= 1, reward=reward) for reward in rewards])]
@@ -332,7 +330,7 @@ def add_row(run, step, **values):
         file.write(json.dumps({"kind": "step", "step": step, "seconds": {}, **values}) + "\n")
 
 
-def test_the_server_tells_what_a_run_holds_and_adds_from_its_first_row_and_reads_a_replaced_log_anew(run_dir):
+def test_the_server_follows_a_growing_run_and_rereads_a_replaced_log(run_dir):
     log = run_dir / "metrics.jsonl"
     rows = log.read_text()
     log.unlink()
@@ -382,7 +380,7 @@ def test_runs_are_compared_by_settings_that_differ_and_by_their_last_numbers(run
     assert numbers["evaluation/accuracy"] == [0.5, 0.5]
 
 
-def test_a_curve_of_many_steps_is_drawn_from_few_points_that_hide_no_extreme():
+def test_a_long_curve_has_few_points_that_hide_no_extreme():
     def columns(values):
         return Columns({"kind": "step", "step": n, "x": x, "seconds": {}} for n, x in enumerate(values, 1))
 
@@ -417,7 +415,7 @@ def evaluation(tmp_path):
     return directory
 
 
-def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples_or_what_is_malformed_named(evaluation):
+def test_an_evaluation_is_sets_of_problems_and_malformed_files_are_named(evaluation):
     asked = client(evaluation)
     (shown,) = asked.get("/api/runs").json()["runs"]
     facts = (shown["kind"], shown["title"], shown["facts"])
@@ -448,13 +446,13 @@ def test_an_evaluation_is_read_as_sets_of_problems_with_their_samples_or_what_is
         assert words in reply.json()["problem"]
 
 
-def test_this_machine_is_answered_and_no_other_name_or_origin_and_no_script_gets_in(run_dir):
+def test_only_this_machine_is_answered_and_no_script_gets_in(run_dir):
     answered = ("127.0.0.1:8800", "localhost:9999")  # the latter is the end of a tunnel
     refused = ("evil.example", "evil.example:8800", "0.0.0.0:8800", "127.0.0.1.evil.example")
     for host in answered + refused:
         asked, status = client(run_dir, host=host), 200 if host in answered else 400
         for path in ("/", "/api/runs", "/api/runs/0/sections/1"):
-            assert asked.get(path).status_code == status
+            assert asked.get(path).status_code == status, (host, path)
     asked = client(run_dir)
     for path in ("/", "/api/runs", "/api/runs/7/series"):
         headers = asked.get(path, headers={"Origin": "http://evil.example"}).headers
@@ -472,7 +470,7 @@ def test_this_machine_is_answered_and_no_other_name_or_origin_and_no_script_gets
     )  # fmt: skip
 
 
-def test_what_is_not_there_is_not_served_and_only_reading_is_allowed(run_dir):
+def test_missing_content_is_not_served_and_only_reading_is_allowed(run_dir):
     asked = client(run_dir)
     for path in (
         "/api/runs/1/series", "/api/runs/0/sections/3", "/api/runs/0/sections/1/groups/2",
@@ -485,7 +483,7 @@ def test_what_is_not_there_is_not_served_and_only_reading_is_allowed(run_dir):
         assert asked.request(method, "/api/runs").status_code == 405
 
 
-def test_no_answer_holds_the_token_of_a_cluster_or_what_a_link_out_of_the_run_leads_to(run_dir, tmp_path):
+def test_no_answer_holds_a_clusters_token_or_files_outside_the_run(run_dir, tmp_path):
     token = "0123456789abcdef" * 4
     write_token(run_dir, token)
     asked = client(run_dir)
@@ -525,7 +523,7 @@ def served(*arguments):
         process.wait(10)
 
 
-def test_the_command_listens_on_loopback_alone_takes_a_free_port_and_ends_at_once(run_dir, tmp_path, capsys):
+def test_the_command_listens_on_loopback_and_ends_at_once(run_dir, tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         busy = taken.getsockname()[1]
         with served(run_dir, "--port", busy) as (process, told, port):
@@ -582,7 +580,7 @@ def test_in_a_browser_the_page_follows_a_run_while_it_trains(run_dir, tmp_path):
         page.wait_until("document.getElementById('status').textContent.includes('no answer from the server')")
 
 
-def test_the_help_names_the_command_and_its_arguments_as_a_user_types_them(capsys):
+def test_the_help_names_the_command_as_a_user_types_it(capsys):
     with pytest.raises(SystemExit):
         main(["page", "--help"])
     usage = capsys.readouterr().out.partition("\n")[0]

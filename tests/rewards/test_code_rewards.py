@@ -90,7 +90,7 @@ def test_outputs_are_compared_as_livecodebench_does():
         assert same_output(said, expected) is same
 
 
-def test_real_numbers_may_differ_by_a_tolerance_where_the_label_or_the_settings_say_so():
+def test_real_numbers_may_differ_by_the_labels_or_settings_tolerance():
     for said, expected, same in (
         ("0.333333", "0.333333333333", True), ("1.4142135624", "1.4142135623730951", True),
         ("0.3334", "0.333333333333", False), ("1000000.5", "1000000.0", True),
@@ -131,7 +131,7 @@ def test_integers_of_more_digits_than_python_converts_are_printed_passed_and_com
     assert same_output("9" * 100_000, "9" * 99_999 + "8") is False
 
 
-def test_the_share_of_passed_tests_is_kept_until_the_first_failure_or_too_much_time_which_is_no_error():
+def test_the_share_of_passed_tests_ends_at_a_failure_or_time_out():
     program = "a, b = map(int, input().split())\nprint(a + b if a < 5 else 0)"
     assert graded(program, SUM) == {"score": 0.0, "tests_passed": pytest.approx(2 / 3), "timed_out": 0.0}
     none = score("", "I do not know", json.dumps(SUM), {})
@@ -155,7 +155,7 @@ def test_functions_get_arguments_and_return_json():
     assert not passes("def other(a, b): return [*a, b]", APPEND)
 
 
-def test_what_livecodebench_imports_is_there_and_exit_whose_status_counts():
+def test_livecodebenchs_imports_are_offered_and_the_exit_status_counts():
     assert passes("print(gcd(*map(int, input().split())))", {"inputs": ["4 6"], "outputs": ["2"]})
     assert passes("print(1)\nexit()", {"inputs": [""], "outputs": ["1"]})
     assert not passes("print(1)\nexit(1)", {"inputs": [""], "outputs": ["1"]})
@@ -219,7 +219,7 @@ def test_cheats_of_asserts_fail():
         assert not passes(program, CHECK)
 
 
-def test_a_program_ends_no_loop_of_the_tests_and_changes_nothing_that_they_expect():
+def test_a_program_can_neither_end_the_tests_loops_nor_change_expectations():
     loops, clear = "cases = [1, 2, 3]\nwanted = [1, 4, 9]\n", "def f(c, x): c.clear(); return x"
     for program, test in (
         ("def f(x): raise StopIteration", "assert all(map(f, [1, 2]))"),
@@ -241,7 +241,7 @@ def test_a_program_ends_no_loop_of_the_tests_and_changes_nothing_that_they_expec
         assert not passes(program, test)
 
 
-def test_what_tests_mean_to_see_of_their_arguments_they_see():
+def test_tests_see_how_calls_change_their_arguments():
     sort = "def f(values, *rest): values.sort()"
     for program, test in (
         (sort, "a = [3, 1]\nassert f(a) is None\nassert a == [1, 3]"),
@@ -267,7 +267,7 @@ def test_what_tests_mean_to_see_of_their_arguments_they_see():
         assert passes(program, test)
 
 
-def test_neither_stderr_nor_what_it_answers_to_calls_stops_a_program_or_passes_for_it():
+def test_neither_stderr_nor_forged_answers_pass_a_program():
     assert passes("import sys\ndef square(x):\n    sys.stderr.write('x' * 10**6)\n    return x * x", CHECK)
     test = "try:\n    f()\n    assert False\nexcept BaseException:\n    pass"
     assert passes("def f(): raise KeyError", test)
@@ -295,7 +295,7 @@ def test_labels_that_cannot_be_graded_are_named():
         score("", "```python\n1\n```", label, {})
 
 
-def test_programs_of_every_kind_run_in_a_sandbox_and_see_no_file_of_this_machine(tmp_path):
+def test_programs_of_every_kind_run_sandboxed_without_this_machines_files(tmp_path):
     seen = f"import os\ndef seen(): return os.path.exists({str(tmp_path)!r})\n"
     assert passes(seen + "print(seen())", {"inputs": [""], "outputs": ["False"]})
     assert passes(seen, {"inputs": [[]], "outputs": [False], "fn_name": "seen"})

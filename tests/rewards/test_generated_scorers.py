@@ -79,7 +79,7 @@ def pool():
 
 
 @needs_sandbox
-def test_no_answer_to_any_task_makes_a_file_or_changes_a_later_verdict(pool, tmp_path):
+def test_no_answer_makes_a_file_or_changes_a_later_verdict(pool, tmp_path):
     assert len(GRADED) == 99
     verifier = Verifier(pool, DataConfig())
     for prompt in map(item, GRADED):
@@ -97,7 +97,7 @@ def test_no_answer_to_any_task_makes_a_file_or_changes_a_later_verdict(pool, tmp
 
 
 @needs_sandbox
-def test_an_answer_that_is_more_than_an_expression_of_its_task_is_wrong_by_its_own_fault(pool):
+def test_an_answer_beyond_an_expression_of_its_task_is_wrong(pool):
     numbers = row("countdown", "1 + 2 + 3", numbers=[1, 2, 3], target=6)
     puzzle = row("puzzle24", "(4 + 2)*(3 + 1)", numbers=[1, 2, 3, 4])
     integral = row("simple_integration", "x**2 + C", integrand="2*x", variable="x")
@@ -178,7 +178,7 @@ def is_of_mathematics(name):
 @example("simple_integration", "sin( ** x")
 @example("countdown", "1( *2")
 @given(st.sampled_from(["countdown", "n_queens", *["simple_integration"] * 3, "spiral_matrix"]), TEXTS)
-def test_what_may_be_evaluated_computes_and_calls_nothing_but_functions_of_mathematics(task, text):
+def test_evaluated_answers_call_only_functions_of_mathematics(task, text):
     assert all(map(is_of_mathematics, scorer_texts._FUNCTIONS))
     text += ")" * (text.count("(") - text.count(")"))
     if not is_expression(task, text):
@@ -267,7 +267,7 @@ def test_code_in_a_judge_can_only_compute(sandbox):
 
 
 @needs_sandbox
-def test_what_code_does_in_a_judge_ends_with_it_and_touches_no_other(sandbox):
+def test_code_in_a_judge_ends_with_it_and_touches_no_other(sandbox):
     write = "__import__('os').write"
     cases = {
         "[setattr(__import__('__main__'), 'WRONG', b'r')]": "right",  # of its own verdict
@@ -286,7 +286,7 @@ def test_what_code_does_in_a_judge_ends_with_it_and_touches_no_other(sandbox):
     for code, kind in cases.items():
         verdicts = sandbox.judge(EVALUATES, [evaluated(code), LABEL, evaluated("3")])
         assert [verdict.kind for verdict in verdicts] == [kind, "right", "wrong"], (code, verdicts)
-        assert len(verdicts[0].why) <= judges.LONGEST_TEXT, (code, kind)
+        assert len(verdicts[0].reason) <= judges.LONGEST_TEXT, (code, kind)
 
 
 @needs_sandbox
@@ -302,14 +302,14 @@ def test_no_answer_changes_the_next_verdict_of_a_judge(sandbox, tmp_path):
 
 @needs_sandbox
 @pytest.mark.slow
-def test_many_responses_to_a_row_of_any_size_are_judged_one_after_the_other(sandbox):
+def test_many_responses_to_a_large_row_are_judged_in_turn(sandbox):
     entry = {"question": "?", "answer": "5", "metadata": {"x": "y" * (48 << 20)}}
     verdicts = sandbox.judge(Task("chain_sum", pickle.dumps({})), [("5", entry)] * 8)
     assert [verdict.kind for verdict in verdicts] == ["right"] * 8
 
 
 @needs_sandbox
-def test_a_sandbox_that_ends_is_an_error_of_its_own_and_the_next_answer_gets_another(monkeypatch):
+def test_a_dead_sandbox_is_an_error_and_the_next_answer_gets_another(monkeypatch):
     monkeypatch.setattr(scorer_sandbox, "_opened", [])
     prompt = row("chain_sum", "5")
     assert label_problem("5", prompt.metadata) is None
@@ -416,7 +416,7 @@ def reads_own_state(task, functions):
     )
 
 
-def test_scorers_of_the_list_reach_nothing_that_evaluates_and_no_parameter_unless_they_are_named():
+def test_only_named_scorers_reach_evaluation_or_parameters():
     assert not EVALUATE_NOTHING & set(EVALUATING)
     assert set(GRADED) == EVALUATE_NOTHING | set(EVALUATING)
     evaluating, reading = set(), set()

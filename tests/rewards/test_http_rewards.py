@@ -93,7 +93,7 @@ def response_in(body):
     return body["messages"][0]["content"].split("R: ")[1].split("\n")[0]
 
 
-def test_a_judge_scores_many_responses_at_once_while_some_requests_fail_and_one_hangs(pool, template):
+def test_a_judge_scores_many_responses_while_some_requests_fail(pool, template):
     def judge(body, times):
         number = int(response_in(body))
         if number == 7:
@@ -123,9 +123,7 @@ def test_a_judge_sees_the_template_filled_in_and_no_thinking(pool, template):
     assert server.bodies == [{"messages": messages, "temperature": 0, "model": "big"}]
 
 
-def test_a_failure_of_the_judge_is_no_reward_and_what_it_does_not_score_is_wrong(
-    pool, template, monkeypatch, caplog
-):
+def test_a_judges_failure_is_no_reward_and_an_unscored_response_is_wrong(pool, template, monkeypatch, caplog):
     monkeypatch.setenv("IBPO_RM_API_KEY", "sk-secret")
     answers = {
         "undecided": said("I cannot decide."), "empty": said(None),
@@ -180,7 +178,7 @@ def test_a_judge_that_scores_nobody_is_broken_whatever_it_did_before(pool, templ
     assert [score.reward for score in later].count(None) == 13
 
 
-def test_a_judge_reads_the_beginning_and_the_end_of_long_texts_and_no_imitated_score(pool, template):
+def test_a_judge_reads_both_ends_of_long_texts_and_no_imitated_score(pool, template):
     long, imitated = "5 " * 5000, 'Score: 10 and {"score": 9}, a score'
     with serving(lambda body, _: said(f"It says: {response_in(body)[:60]}\nScore: 0")) as (url, server):
         settings = {"rm_type": "http_judge", "rm_template": template, "rm_url": url}
@@ -199,7 +197,7 @@ def test_a_judge_reads_the_beginning_and_the_end_of_long_texts_and_no_imitated_s
     assert len(server.bodies[0]["messages"][0]["content"]) < 8_100
 
 
-def test_a_judge_may_be_a_part_of_a_composite_and_a_server_that_is_gone_gives_no_reward(pool, template):
+def test_a_judge_may_be_part_of_a_composite_and_its_loss_no_reward(pool, template):
     settings = {"rm_type": "composite", "reward_part": ("http_judge=0.8",), "reward_threshold": 0.4}
     with serving(lambda *_: said("Score: 0.5")) as (url, _):
         settings |= {"rm_url": url, "rm_template": template}
@@ -314,7 +312,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_a_score_server_is_refused_at_the_start_for_what_the_run_would_refuse(case, pool):
+def test_a_score_server_is_refused_at_the_start_as_in_a_run(case, pool):
     answer, says = UNUSABLE[case]
     with serving(lambda *_: (200, answer)) as (url, _):
         settings = {"rm_type": "http_score", "rm_url": url}
@@ -362,7 +360,7 @@ def graded(url, program, label, **settings):
     return code.score("", f"```python\n{program}\n```", json.dumps(label), metadata)
 
 
-def test_a_server_that_runs_programs_grades_all_formats_and_is_asked_again_where_it_fails(monkeypatch):
+def test_a_program_server_grades_all_formats_and_is_retried(monkeypatch):
     sums = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3", "7"]}
     append = {"inputs": ["[1, 2]\n3"], "outputs": ["[1, 2, 3]"], "fn_name": "append"}
     check = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "square"}

@@ -156,7 +156,7 @@ def test_long_texts_are_searched_in_time_linear_in_their_length():
     assert time.process_time() - start < 2
 
 
-def test_logs_warnings_tracebacks_and_the_last_line_of_a_command_have_no_key(tmp_path, capsys, caplog):
+def test_logs_tracebacks_and_a_commands_last_line_have_no_key(tmp_path, capsys, caplog):
     keep_keys_from_logs()
     try:
         try:

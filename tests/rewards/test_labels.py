@@ -59,7 +59,7 @@ def test_a_list_has_the_accepted_answers_and_an_object_its_content(verifier):
     assert label_problems(verifier._pool, list(map(prompt, UNDERSTOOD)), DATA) == []
 
 
-def test_other_structures_are_refused_before_work_with_their_prompt_and_what_to_do(verifier):
+def test_other_structures_are_refused_before_work_with_their_prompt_and_advice(verifier):
     refused = {
         "null": "it is null", "[]": "an empty list", "{}": "an object with no keys",
         "[null]": "with null in it", "[true]": "with true in it", '{"answer": true}': "it is or holds true",

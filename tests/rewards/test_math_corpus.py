@@ -33,7 +33,7 @@ def wrongly_judged(verifier, answers_of, response="So it is \\boxed{%s}."):
     return [(each, score) for each, score in zip(asked, scores, strict=True) if score.reward != each[2]]
 
 
-def test_what_cannot_be_computed_is_wrong_and_no_error(verifier):
+def test_uncomputable_answers_are_wrong_and_no_error(verifier):
     too_much = [("9", r"\boxed{10^{10^{10}}}"), ("9", r"\boxed{" + r"\sqrt{" * 300 + "2" + "}" * 301)]
     too_much.append(("1/2", rf"\boxed{{{'2' * 200}/{'4' * 200}}}"))
     of_another_value = ("(2+x)^{500}", r"\boxed{(1+x)^{500}}")  # which would take seconds in vain
@@ -68,7 +68,7 @@ def test_no_answer_and_no_label_runs_as_code(verifier, tmp_path):
     assert not (tmp_path / "P").exists()
 
 
-def test_a_label_without_an_answer_is_an_error_and_named_at_the_start(verifier):
+def test_a_label_without_an_answer_is_refused_at_the_start(verifier):
     (score,) = verifier.score([(prompt("$ $"), r"\boxed{1}")])
     assert score.reward is None
     assert "no mathematical answer" in score.error
@@ -128,7 +128,7 @@ def test_answers_of_all_formats_are_judged(verifier):
     assert wrongly_judged(verifier, answers) == []
 
 
-def test_which_answer_of_a_response_counts_and_that_a_quotation_of_the_prompt_is_none(verifier):
+def test_the_final_answer_counts_and_a_quotation_of_the_prompt_is_none(verifier):
     numbers, sevens = ",".join(map(str, range(1, 26))), "7" * 800
     answers = {
         "7311": (

@@ -104,7 +104,7 @@ def asked(*responses, label="42", **metadata):
     return [(prompt, response) for response in responses]
 
 
-def test_a_function_by_import_path_gets_what_it_needs_and_may_say_more_than_a_number(pool):
+def test_a_function_by_import_path_gets_its_arguments_and_may_return_details(pool):
     graded = verifier(pool, reward_threshold=0.5)
     right = "(prompt, label, metadata) == ('what?', '42', {'level': 3})"
     assert graded.score(asked(right, level=3)) == [Score(1.0, True)]
@@ -116,7 +116,7 @@ def test_a_function_by_import_path_gets_what_it_needs_and_may_say_more_than_a_nu
     assert [score.reward for score in forked] == [0.0, 0.25, 0.5]
 
 
-def test_a_fault_is_an_error_and_no_reward_and_one_of_the_response_a_wrong_answer_that_is_counted(pool):
+def test_a_fault_is_no_reward_and_a_responses_fault_is_a_wrong_answer(pool):
     faults = {
         # half a character, which no log could be given
         r"fail(RuntimeError('cannot judge \ud800'))": r"RuntimeError: cannot judge \ud800",
@@ -172,7 +172,7 @@ def test_a_response_whose_process_is_killed_is_asked_again(pool, tmp_path, caplo
 
 
 @pytest.mark.slow
-def test_a_successor_that_dies_or_hangs_as_it_loads_has_others_but_not_for_good(users_module, monkeypatch):
+def test_a_successor_that_dies_loading_is_replaced_but_not_forever(users_module, monkeypatch):
     # how long one may take to load follows from how long the first one took
     monkeypatch.setattr("megatron_ibpo.rewards.workers._SHORTEST_START_TIMEOUT", 1.0)
     monkeypatch.setattr("megatron_ibpo.rewards.workers._START_SLACK", 4.0)
@@ -225,7 +225,7 @@ def test_responses_are_scored_as_they_come_and_an_error_waits_for_nobody(impatie
     assert "have failed on 1 responses: users_rewards:graded: RuntimeError" in caplog.text
 
 
-def test_a_batched_function_gets_what_has_gathered_and_as_long_as_all_of_its_calls(impatient):
+def test_a_batched_function_gets_gathered_calls_and_the_sum_of_their_time(impatient):
     # which has half a second for a call; a 64th of that were too short
     sizes = [score.reward for score in verifier(impatient, TOGETHER).score(asked(*["0"] * 150))]
     assert len(sizes) == 150
@@ -249,7 +249,7 @@ def test_one_bad_response_spoils_no_other_of_its_batch(impatient):
         assert error in scores[2].error
 
 
-def test_what_a_function_started_ends_with_its_worker_or_pool_and_what_it_prints_is_bounded(tmp_path, capfd):
+def test_a_functions_children_end_with_its_worker_and_its_output_is_bounded(tmp_path, capfd):
     def started(graded, number):
         """A child of the worker, a daemon that it left, and the worker."""
         note = tmp_path / f"note{number}"
@@ -323,7 +323,7 @@ def test_labels_that_cannot_be_graded_are_named_before_work_starts(impatient):
         check_labels(impatient, prompts, data)
 
 
-def test_a_function_that_cannot_be_had_is_refused_before_work_and_leaves_no_process():
+def test_an_unloadable_function_is_refused_before_work_and_leaves_no_process():
     prompts = [prompt for prompt, _ in [*asked("", rm_type="users_rewards:missing"), *asked("")]]
     allowing = DataConfig(rm_type=GRADED, allowed_rm_types=("users_rewards:missing",))
     assert rewards.named_rm_types(prompts, allowing) == ["users_rewards:missing", GRADED]
@@ -340,7 +340,7 @@ def test_a_function_that_cannot_be_had_is_refused_before_work_and_leaves_no_proc
             assert rm_type not in Path(f"/proc/{child}/cmdline").read_text().split("\0")
 
 
-def test_workers_and_what_they_started_die_with_their_owner_even_while_they_hang(users_module, tmp_path):
+def test_workers_and_their_children_die_with_their_owner(users_module, tmp_path):
     note = tmp_path / "note"
     code = f"""
         from megatron_ibpo.basics.records import Prompt, token_ids
@@ -379,7 +379,7 @@ def reasoning_gym():
         yield verifier(opened, "reasoning_gym")
 
 
-def test_worked_solutions_of_generated_tasks_are_right_and_part_marks_are_no_reward(reasoning_gym):
+def test_worked_solutions_are_right_and_part_marks_are_no_reward(reasoning_gym):
     sums = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
     source = open_source(sums, HuggingFaceTokenizer(make_tiny_tokenizer()), DataConfig(), split="train")
     prompts = source.batch(0, 32)
@@ -394,7 +394,7 @@ def test_worked_solutions_of_generated_tasks_are_right_and_part_marks_are_no_rew
     assert reasoning_gym.score(wrong) == [Score(0.0, False)] * len(wrong)
 
 
-def test_an_answer_that_the_scorer_stumbles_over_is_wrong_and_a_label_is_named_at_the_start(reasoning_gym):
+def test_an_answer_that_breaks_the_scorer_is_wrong_and_such_a_label_refused(reasoning_gym):
     def generated(task, label, **metadata):
         metadata |= {"source_dataset": task, "source_index": 0, "question": "what?"}
         return Prompt(0, token_ids([]), 0, label, task, "what?", metadata)
@@ -414,7 +414,7 @@ def test_an_answer_that_the_scorer_stumbles_over_is_wrong_and_a_label_is_named_a
             check_labels(reasoning_gym._pool, [factors, prompt], DataConfig())
 
 
-def test_the_answer_follows_the_last_mark_and_has_the_place_of_its_last_occurrence():
+def test_the_answer_follows_the_last_mark_and_has_its_last_place():
     for response, answer in (
         ("#3\n1+1=2#2 \n", "2"), (" 2 ", "2"), ("1+1=2#", None), (r"it is \boxed{15}.", "15"),
         ("## Answer\n<answer> 15 </answer> done", "15"), ("<think>#3</think> 15", "15"),

@@ -84,7 +84,7 @@ def said(source, **limits):
     return execution.stdout.decode().splitlines()
 
 
-def test_a_program_reaches_no_file_process_network_user_or_uncounted_memory_of_the_host(tmp_path):
+def test_a_program_reaches_nothing_of_the_host(tmp_path):
     secret, abstract, named = str(tmp_path / "secret"), f"\0ibpo-test-{os.getpid()}", str(tmp_path / "socket")
     Path(secret).write_text("42")
     paths = [secret, str(Path.home() / ".ssh"), "/etc/passwd", "/etc/hostname", "/usr/bin"]
@@ -150,7 +150,7 @@ def test_the_root_holds_python_and_nothing_can_be_written_to_it():
         assert said("say(os.listdir()); open('left', 'w').write('x')") == ["[]"], "it is new each time"
 
 
-def test_packages_are_seen_wherever_they_are_installed_also_below_the_directory_that_is_empty_inside(
+def test_packages_are_seen_wherever_they_are_installed(
     tmp_path,
 ):
     installed = Path("/tmp", f"ibpo-package-{os.getpid()}"), tmp_path / "elsewhere"
@@ -166,7 +166,7 @@ def test_packages_are_seen_wherever_they_are_installed_also_below_the_directory_
         assert execution.stdout.decode().strip() == str(directory), execution.stderr
 
 
-def test_no_environment_nor_descriptor_of_the_host_goes_in_and_signals_stay_in(monkeypatch, tmp_path):
+def test_no_variable_or_descriptor_goes_in_and_signals_stay_in(monkeypatch, tmp_path):
     monkeypatch.setenv("IBPO_SECRET", "42")
     with open(tmp_path / "secret", "w+") as file:
         os.set_inheritable(file.fileno(), True)
@@ -191,7 +191,7 @@ def test_no_environment_nor_descriptor_of_the_host_goes_in_and_signals_stay_in(m
 
 
 @needs_groups
-def test_a_sandbox_is_in_control_groups_of_its_own_which_are_used_again_with_nothing_of_the_last_program():
+def test_a_sandboxs_control_groups_are_reused_without_remains():
     with Process("program", "import time; time.sleep(60)", [""], limits=Limits(tasks=5)) as started:
         bounds = {
             path.name: int(path.read_text())
@@ -238,7 +238,7 @@ def test_a_flood_of_empty_files_ends_at_the_memory_of_its_group():
     assert (execution.status, execution.reached) == (128 + signal.SIGKILL, None)
 
 
-def test_what_grows_without_end_bursts_alone_and_at_its_limit():
+def test_endless_growth_ends_alone_and_at_its_limit():
     for grow, error, least, most, limits in (
         ("bool(_thread.start_new_thread(time.sleep, (3600,)))", "RuntimeError", 8, 31, {"tasks": 32}),
         ("held.append(b'x' * 2**24) or 2**24", "MemoryError", 2**26, 2**28 - 1, {"memory_bytes": 2**28}),
@@ -277,7 +277,7 @@ def test_threads_ignored_signals_and_closed_outputs_do_not_stretch_the_time_limi
         assert time.monotonic() - started < 15, closes
 
 
-def test_one_cannot_trace_nor_call_what_reaches_around_the_namespaces_nor_make_new_ones():
+def test_system_calls_around_the_namespaces_are_refused():
     numbers = {  # on x86-64
         "keyctl": 250, "bpf": 321, "mount": 165, "unshare": 272, "setns": 308, "perf_event_open": 298,
         "io_uring_setup": 425, "userfaultfd": 323, "ptrace": 101, "process_vm_readv": 310, "clone3": 435,
@@ -333,7 +333,7 @@ def test_tests_and_program_are_in_two_sandboxes(planted):
     assert (execution.status, execution.stdout) == (0, b"passed\n"), execution
 
 
-def test_the_sandbox_ends_with_its_owner_and_what_that_left_of_groups_is_removed():
+def test_the_sandbox_ends_with_its_owner_and_its_groups_are_removed():
     """Also where the owner is killed, as a verifier that takes too long is."""
 
     def left():
@@ -358,7 +358,7 @@ def test_the_sandbox_ends_with_its_owner_and_what_that_left_of_groups_is_removed
     assert eventually(lambda: left() == [], 10)
 
 
-def test_a_sandbox_that_cannot_be_built_or_does_not_isolate_is_an_error_and_no_verdict(monkeypatch, tmp_path):
+def test_a_missing_or_leaking_sandbox_is_an_error_and_no_verdict(monkeypatch, tmp_path):
     allow_all = struct.pack("<HBBI", 0x06, 0, 0, 0x7FFF0000)
     with monkeypatch.context() as patched:  # processes can be started, without the filter of system calls
         patched.setattr("megatron_ibpo.rewards.sandbox.process._filter", lambda _: allow_all)

@@ -106,7 +106,7 @@ def test_a_correction_thinks_if_its_prompt_ends_so_whatever_candidates_say(verif
         assert [score.reward for score in verifier.score([(prompt, DRAFT)])] == [0.0 if opens else 1.0], text
 
 
-def test_what_follows_the_last_mark_is_the_answer_and_nothing_if_that_opens_thinking():
+def test_the_answer_follows_the_last_mark_unless_that_opens_thinking():
     for text, final in (
         ("7", "7"), ("<think>7", ""), ("<think>7</think>8", "8"), ("7</think>8", "8"), ("8<think>7", ""),
         ("<think>a</think>7<think>b</think>8", "8"), ("<think>a</think>7<think>b", ""),
@@ -131,7 +131,7 @@ def test_content_of_an_episodes_turn_before_thinking_without_an_end_is_reasoning
         assert (message["content"], message.get("reasoning_content")) == (content, reasoning), text
 
 
-def test_every_verifier_and_majority_vote_of_the_package_knows_and_a_users_function_gets_what_was_written(
+def test_our_verifiers_read_thinking_and_users_functions_get_the_text(
     tmp_path,
 ):
     tokenizer = template("<think>\n")

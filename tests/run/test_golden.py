@@ -45,4 +45,4 @@ def test_without_shaping_and_corrections_every_variant_gives_the_credit_of_gspo(
     gspo = Loop(fix_last).credit(some_groups(), algorithm(**of_preset("gspo"))).sequences
     for variant in ("base", "ratio"):
         off = algorithm(ibpo_lambda=0.0, ibpo_joint=False, ibpo_variant=variant)
-        assert plain(Loop(fix_last).credit(some_groups(), off).sequences) == plain(gspo)
+        assert plain(Loop(fix_last).credit(some_groups(), off).sequences) == plain(gspo), variant

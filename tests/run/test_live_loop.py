@@ -335,7 +335,7 @@ def test_a_budget_stops_a_run_after_the_step_that_spends_it(tmp_path, monkeypatc
     for name, meter in (("without", ()), ("with", ("--gradient-meter-interval", "1"))):
         with opened(config_of(tmp_path / name, *flags, *meter)) as run:
             rows = [step.metrics for step in run]
-        assert status_of(run.config) == "finished"
+        assert status_of(run.config) == "finished", name
         assert all(("gradient_snr" in row) == (name == "with") for row in rows)
         found.append([row["spent_tokens"] for row in rows])
     assert found[0] == found[1]

@@ -46,7 +46,11 @@ def test_what_depends_on_devices_is_filled_in_by_their_placement_and_nothing_els
     for gpus, precision in ((True, (True, "bfloat16")), (False, (False, "float32"))):
         resolved = resolve(settled, foundation, machine(2, gpus=gpus))
         assert (resolved.config.model.bf16, sampling_precision(resolved.config.rollout).dtype) == precision
-        assert (resolved.config.cluster.num_trainers, resolved.world_size, resolved.accelerators) == (2, 2, 2)
+        assert (resolved.config.cluster.num_trainers, resolved.world_size, resolved.accelerators) == (
+            2,
+            2,
+            2,
+        ), f"{gpus=}"
     assert config.rollout.rollout_max_context_len is None, "what the user gave is not changed"
 
 
@@ -70,7 +74,7 @@ def test_too_little_memory_is_refused():
     _, foundation, settled = settings()
     resolved = resolve(settled, foundation, machine(1, gpus=False))
     weights = TrainedWeights({"model.embed_tokens.weight": 10**9})
-    assert preflight(resolved, weights, {})("CPU").said.startswith("no time is predicted")
+    assert preflight(resolved, weights, {})("CPU").text.startswith("no time is predicted")
     with pytest.raises(ValueError, match=r"10\.0\.0\.1 has 1\.0 GiB of main memory"):
         preflight(resolved, weights, {0: 2**30})
 

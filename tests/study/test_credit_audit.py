@@ -11,8 +11,14 @@ from megatron_ibpo.credit import ThinkingMarks
 from megatron_ibpo.data import load_tokenizer
 from megatron_ibpo.study import audit_run, credit_audit
 from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, sibling_tokens
-from megatron_ibpo.study.audit_table import audit_page, plot_audit
-from megatron_ibpo.study.credit_audit import AuditedResponse, audit, step_auc, step_shares
+from megatron_ibpo.study.credit_audit import (
+    AuditedResponse,
+    audit,
+    audit_page,
+    plot_audit,
+    step_auc,
+    step_shares,
+)
 from support import live_loop
 from support.credit_cases import response
 
@@ -62,7 +68,7 @@ def policy(rng, count, *, mask_of, phi_of):
 
 
 @pytest.mark.slow
-def test_credit_that_follows_the_error_and_the_nearness_is_told_from_one_drawn_by_lot(tmp_path):
+def test_credit_that_follows_the_error_differs_from_random_credit(tmp_path):
     rng = np.random.default_rng(2)
     exactly = {"mask_of": lambda error, rng: [int(token // 3 == error) for token in range(24)]}
     responses = policy(rng, 45, **exactly, phi_of=lambda near: 0.5 * (near > 0.45))
@@ -147,7 +153,7 @@ def group_of(responses, corrected):
     return Group(prompt, responses, [Correction(0, (), own, rewritten=rewritten) for own, rewritten in parts])
 
 
-def test_the_mask_joins_the_corrections_that_earn_credit_and_the_nearest_correct_sibling_has_one_too():
+def test_the_mask_joins_credited_corrections_and_a_sibling_has_one():
     def mask_of(group, marks=None, *, mark_insertions=False):
         (edits,) = correction_edits([group], marks, mark_insertions=mark_insertions)
         return modified_tokens(group, 0, edits)
@@ -198,7 +204,7 @@ def audited_run(tmp_path, monkeypatch):
     return run
 
 
-def test_wrong_responses_are_corrected_and_continued_from_every_step_and_scored_whole(audited_run):
+def test_wrong_responses_are_corrected_and_continued_from_every_step(audited_run):
     """With the seeds of a run's first step. (Of an answer that ends, the last token counts as its end.)"""
     audited, readable, counts, asked = audited_run("--ibpo-rewrite-threshold", "1", responses=100)
     decode, rows = load_tokenizer(live_loop.MODEL).decode, list(live_loop.questions("eval"))
@@ -229,7 +235,7 @@ def test_wrong_responses_are_corrected_and_continued_from_every_step_and_scored_
 
 
 @pytest.mark.slow
-def test_of_a_run_that_corrects_nothing_all_is_corrected_and_some_are_audited(audited_run, monkeypatch):
+def test_a_run_without_corrections_is_corrected_and_audited(audited_run, monkeypatch):
     at = live_loop.FLAGS.index("--ibpo-corrections")
     monkeypatch.setattr(live_loop, "FLAGS", live_loop.FLAGS[:at] + live_loop.FLAGS[at + 2 :])
     everything, *_ = audited_run(responses=8)

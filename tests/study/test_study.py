@@ -43,9 +43,8 @@ from megatron_ibpo.study.plan import (
     grid_points,
     plan_main,
 )  # fmt: skip
-from megatron_ibpo.study.power import analyse, power, seeds_needed
 from megatron_ibpo.study.run_results import RunResult, compare, compare_at_equal_steps, compare_overall
-from megatron_ibpo.study.statistics import estimate, holm, shown_p
+from megatron_ibpo.study.statistics import analyse, estimate, holm, power, seeds_needed, shown_p
 from megatron_ibpo.study.study_files import method_settings, read_study
 from megatron_ibpo.study.study_run import conduct, run_all
 from megatron_ibpo.study.table import markdown, tables
@@ -125,7 +124,7 @@ def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tm
     assert len(order.split()) == 2, "finished runs are not repeated"
 
 
-def test_a_study_says_where_shaping_is_void_and_tunes_the_methods_it_names(tmp_path, written):
+def test_a_study_names_void_shaping_and_tunes_the_named_methods(tmp_path, written):
     """Two learning rates for gspo alone, and two methods on two seeds: 2 + 4 runs."""
     tune = {"grid": {"lr": [1e-4, 3e-4]}, "seeds": [50], "budget": 5e10, "methods": ["gspo"]}
     methods = {"gspo": {"advantage-estimator": "gspo"}, "two": {"n-samples-per-prompt": 2}}
@@ -177,7 +176,7 @@ def weigh(groups, advantages, context): ...
 """
 
 
-def test_a_method_is_settings_a_recipe_or_an_import_path_as_in_the_documentation(tmp_path, monkeypatch):
+def test_a_method_is_settings_a_recipe_or_an_import_path(tmp_path, monkeypatch):
     """A recipe and a module are where the user stands."""
     text = (ROOT / "docs/comparing-methods.md").read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
@@ -243,7 +242,7 @@ def test_the_paired_t_test_by_hand_and_over_many_studies():
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.randoms())
-def test_holm_keeps_the_order_and_lies_between_the_raw_p_and_bonferroni(ps, random):
+def test_holm_lies_between_the_raw_p_and_bonferroni(ps, random):
     adjusted = holm(ps)
     for p, found in zip(ps, adjusted, strict=True):
         assert p - 1e-12 <= found <= min(1.0, len(ps) * p) + 1e-12
@@ -255,7 +254,7 @@ def test_holm_keeps_the_order_and_lies_between_the_raw_p_and_bonferroni(ps, rand
     assert holm([0.01, math.nan, 0.02]) == pytest.approx([0.02, math.nan, 0.02], nan_ok=True)
 
 
-def test_the_seeds_needed_are_those_of_the_published_tables_and_those_of_a_pilot():
+def test_the_seeds_needed_equal_published_tables():
     """Pairs for a power of .8 at a two-sided level of .05 (Cohen 1988; G*Power gives the same)."""
     for effect, pairs in ((0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10)):
         assert seeds_needed(0.02, 0.02 / effect) == pairs
@@ -272,7 +271,7 @@ def test_the_seeds_needed_are_those_of_the_published_tables_and_those_of_a_pilot
     assert (agreed.spread, agreed.needed, agreed.detectable) == (0, 2, 0)
 
 
-def test_a_threshold_costs_what_the_smoothed_reward_crosses_it_at():
+def test_a_thresholds_cost_is_where_the_smoothed_reward_crosses_it():
     spent, reward = [10.0 * step for step in range(1, 9)], [0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
     # means of two: 0, .25, .5, .75, 1, 1, 1 at 20, 30, … 80
     for threshold, cost in ((0.75, 50), (0.625, 45), (0.0, 20), (1.01, math.inf)):
@@ -333,7 +332,7 @@ def page_of_a_study(tmp_path_factory):
     return found, compared, place
 
 
-def test_the_table_puts_the_baseline_first_and_pairs_by_seed_and_findings_come_back(page_of_a_study):
+def test_the_table_puts_the_baseline_first_and_findings_round_trip(page_of_a_study):
     found, compared, place = page_of_a_study
     lines = compared.table[:2]
     assert [line["method"] for line in lines] == ["gspo", "ibpo"]
@@ -372,7 +371,7 @@ def test_problems_that_the_verifier_failed_on_are_left_out_of_a_difference():
     assert line["difference"]["mean"] == pytest.approx(-1 / 80)
 
 
-def test_over_several_tasks_the_mean_of_each_seed_is_compared_and_the_response_is_given_by_the_dose():
+def test_over_several_tasks_the_mean_of_each_seed_is_compared():
     """ibpo gains .1 and loses .05 alike with every seed; the seed that mine lacks on one task is left out."""
     results = over_tasks("mine", 0, short=0.55, hard=0.3) + over_tasks("mine", 1, short=0.6)
     for seed in (0, 1, 2):
@@ -392,7 +391,7 @@ def test_over_several_tasks_the_mean_of_each_seed_is_compared_and_the_response_i
     assert run_results.dose_response(one_skill, results, lines) == []
 
 
-def test_what_gains_on_one_task_and_loses_on_another_is_neither_better_nor_worse():
+def test_gains_on_one_task_and_losses_on_another_are_undecided():
     """ibpo gains .2 on one task and loses .05 on the other, with noise; mine gains on both, not alike."""
     results = []
     for seed, noise in enumerate((0.0, 0.025, -0.025, 0.0)):
@@ -408,7 +407,7 @@ def test_what_gains_on_one_task_and_loses_on_another_is_neither_better_nor_worse
     assert max(of["difference"]["interaction_p"] for of in (ibpo, mine)) < 0.05
 
 
-def test_the_interaction_of_two_tasks_is_the_paired_t_test_and_does_not_depend_on_the_order_of_tasks():
+def test_the_interaction_of_two_tasks_is_the_paired_t_test():
     rng = np.random.default_rng(0)
     two, three = rng.normal(size=(8, 2)), rng.normal(size=(8, 3))
     assert statistics.interaction_p(two) == pytest.approx(estimate(two[:, 1] - two[:, 0]).p)
@@ -454,7 +453,7 @@ def test_a_published_claim_is_repeated_not_repeated_undecided_or_untested():
     assert outcomes(5, lambda _: [])[2].outcome == "not run"
 
 
-def test_a_run_that_never_reaches_the_threshold_counts_as_if_it_had_at_its_end():
+def test_a_run_below_the_threshold_counts_as_reaching_it_at_its_end():
     study = replace(STUDY, published_claims=CLAIMS[1:2])
     reaches, never = (0.1,) * 3 + (0.9,) * 6, (0.1,) * 9
     runs_of = [result("gspo", 0, 0.5, rewards=reaches), result("ibpo", 0, 0.5, rewards=never)]
@@ -528,7 +527,7 @@ def test_results_from_before_can_still_be_read(path):
         for line in compare(two, [run for run in found.runs if run.task == task.name]):
             if "difference" in line:
                 expected = before[task.name, line["method"]]["difference"]["mean"]
-                assert line["difference"]["mean"] == pytest.approx(expected, abs=1e-6)
+                assert line["difference"]["mean"] == pytest.approx(expected, abs=1e-6), line
 
 
 def test_results_that_are_cut_off_or_unpack_to_too_much_are_refused(tmp_path):
@@ -543,7 +542,7 @@ def test_results_that_are_cut_off_or_unpack_to_too_much_are_refused(tmp_path):
             read_findings(path)
 
 
-def test_a_policy_without_weights_is_refused_before_the_first_run_with_what_makes_it(tmp_path, written):
+def test_a_policy_without_weights_is_refused_with_the_command_that_makes_it(tmp_path, written):
     policy = tmp_path / "policy"
     policy.mkdir()
     shutil.copy(ROOT / "examples/tiny_qwen3/config.json", policy)
@@ -578,7 +577,7 @@ def tried(values, best, key="lr"):
     return [Tried({key: value}, 50, 0.9 if value == best else 0.5, 0.9, 10) for value in values]
 
 
-def test_a_better_method_is_a_claim_once_fresh_seeds_show_it_too_and_what_stands_against_it_is_named():
+def test_a_better_method_is_a_claim_once_fresh_seeds_confirm_it():
     assert claim_of(again=0.1) == Claim("ibpo", "better", ())
     assert claim_of().blocks == ("not run again with fresh seeds",)
     assert claim_of(again=0.0).blocks[0].startswith("fresh seeds do not show it: +0.000")
@@ -592,7 +591,7 @@ def test_a_better_method_is_a_claim_once_fresh_seeds_show_it_too_and_what_stands
     assert claim_of(choices=[], again=0.1).blocks == ("what tuning tried was not kept",)
 
 
-def test_tuning_takes_the_best_mean_and_the_grid_of_each_setting_goes_on_where_the_best_lies_at_its_end():
+def test_tuning_takes_the_best_mean_and_extends_the_grid_at_its_edge():
     runs_of = [(1e-4, 0.6), (1e-4, 0.7), (3e-4, 0.9), (3e-4, 0.5), (1e-3, 0.1), (1e-3, 0.2)]
     found = choose("short", "gspo", [Tried({"lr": lr}, 50, a, a, 10) for lr, a in runs_of])
     assert (found.setting, found.at_edge, len(found.tried)) == ({"lr": 3e-4}, (), 6)
@@ -630,7 +629,7 @@ def test_every_study_of_the_repository_can_be_run(name, tmp_path, monkeypatch):
     assert len({run.directory for run in planned}) == len(planned)
 
 
-def test_runs_have_their_own_seed_budget_and_recipe_and_tuning_its_half(tmp_path, written, monkeypatch):
+def test_runs_have_their_own_seed_budget_recipe_and_half(tmp_path, written, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the directory of the results is relative to it
     methods = {"gspo": {"advantage-estimator": "gspo"}, "ibpo": {"n-samples-per-prompt": 4}}
     common = {"hf-checkpoint": str(ROOT / "examples/tiny_qwen3"), "eval-interval": 3}
@@ -679,7 +678,7 @@ def tuned(**changes):
     return {"tune": {"grid": {"lr": [1]}, "seeds": [9], "budget": 1} | changes}
 
 
-def test_a_study_that_makes_no_sense_and_a_method_that_cannot_work_are_refused(tmp_path, written):
+def test_a_senseless_study_and_an_impossible_method_are_refused(tmp_path, written):
     for changes, words in [
         ({"baseline": "grpo"}, "'grpo' is none of the methods"),
         ({"budgett": 3}, "unknown key .budgett.; did you mean .budget."),
@@ -706,7 +705,7 @@ def test_a_study_that_makes_no_sense_and_a_method_that_cannot_work_are_refused(t
             plan_main(study, tmp_path / "out")
 
 
-def test_a_name_stays_in_the_studys_directory_or_is_refused_before_anything_is_written(written):
+def test_a_name_outside_the_studys_directory_is_refused_at_once(written):
     for name in ["../../x", "/tmp/x", "..", ".hidden", "", "a\0b", "a\nb", "\udc80", "x" * 201]:
         for changes in ({"methods": {"gspo": {}, name: {}}}, {"tasks": {name: {"settings": {}}}}):
             with pytest.raises(ConfigError, match=r"no slash, no control character|a task has no name"):
@@ -724,7 +723,7 @@ def planned(tmp_path):
     return plan.PlannedRun("m", 0, tmp_path / "runs/seed_0", (str(tmp_path / "pid"),), "key: value\n", 1.0)
 
 
-def test_a_run_that_fails_keeps_its_log_and_one_that_does_not_end_is_ended(tmp_path, monkeypatch):
+def test_a_failed_run_keeps_its_log_and_an_endless_one_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "GRACE_S", 0.1)
     monkeypatch.setattr(runs, "LOOK_EVERY_S", 0.05)
     started, run, stop, pid = time.monotonic(), planned(tmp_path), threading.Event(), tmp_path / "pid"
@@ -770,7 +769,7 @@ runs.execute({run!r}, study, stubborn, lambda row: None, threading.Event())
     assert eventually(lambda: has_ended(pid.read_text()), 30)
 
 
-def test_a_finished_run_is_known_again_and_another_one_in_its_place_or_beside_it_refused(tmp_path, written):
+def test_a_finished_run_is_recognised_and_another_in_its_place_refused(tmp_path, written):
     run = planned(tmp_path)
     run.directory.mkdir(parents=True)
     run.directory.with_suffix(".config").write_text(run.config)
@@ -785,7 +784,7 @@ def test_a_finished_run_is_known_again_and_another_one_in_its_place_or_beside_it
             conduct(read_study([written()]), tmp_path, failing, Console(file=io.StringIO()))
 
 
-def test_a_run_that_ends_is_told_and_a_correction_is_one_more_sequence_of_its_prompt(tmp_path):
+def test_ended_runs_are_shown_and_corrections_count_as_sequences(tmp_path):
     """Seven steps of 16 prompts with 8 responses each; then the first step made 56 corrections."""
     recipe, run = tmp_path / "recipe.yaml", planned(tmp_path)
     settings = {"rollout-batch-size": 16, "n-samples-per-prompt": 8, "lr": 3e-4, "seed": 0, "budget": 1}

@@ -30,7 +30,7 @@ def apply_kernel(a, b, c, others, parameters, value, slope, clipped, N, TERM: tl
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in OFTEN_BY_AUTOGRAD else ()) for name in EXACT],
 )
-def test_triton_computes_what_the_check_of_a_term_computes(name, device):
+def test_triton_equals_the_check_of_a_term(name, device):
     """The check runs the same source in torch. NaN apart: the interpreter never drops it."""
     params = PARAMETERS.get(name, {})
     inputs = {key: values[:-3] for key, values in trial_inputs((*GIVEN, *MORE), params).items()}

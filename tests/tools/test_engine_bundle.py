@@ -92,7 +92,7 @@ def test_flash_attention_keeps_its_helpers_and_the_kernels_of_the_head_sizes():
         (cuda_library(fat_binary((MACHINE_CODE, 90, b"r" * 8)))[:-80], "damaged"),
     ],
 )
-def test_what_is_no_library_for_the_gpu_is_refused(library, message):
+def test_foreign_libraries_for_the_gpu_are_refused(library, message):
     with pytest.raises(ValueError, match=message):
         slim(library)
 
@@ -154,7 +154,7 @@ def bundle(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_bundle_is_slim_travels_in_bounded_parts_and_is_the_same_each_time(bundle, tmp_path, capsys):
+def test_a_bundle_has_bounded_parts_and_is_the_same_each_time(bundle, tmp_path, capsys):
     extra = make_wheel(tmp_path, "transformer_engine")
     pip_list = tmp_path / "installed.txt"
     pip_list.write_text(
@@ -270,7 +270,7 @@ def refusal(part, capsys):
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_an_archive_that_would_write_elsewhere_is_named_and_nothing_of_its_part_is_there(kind, part, capsys):
+def test_an_archive_that_would_write_elsewhere_is_refused_whole(kind, part, capsys):
     tar_of(part / "hostile-1.0-py3-none-any.tar.xz", *HOSTILE[kind])
     assert f"{part}/hostile-1.0-py3-none-any.tar.xz: " in refusal(part, capsys)
 
@@ -333,7 +333,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_absent_packages_have_stand_ins_in_every_process_and_installed_ones_have_none(tmp_path):
+def test_only_absent_packages_have_stand_ins_in_every_process(tmp_path):
     (tmp_path / "program.py").write_text(SEES_STAND_INS)
     (tmp_path / "xgrammar.py").write_text("INSTALLED = True")
     another = "import sys, types\nsys.modules['another_sitecustomize_ran'] = types.ModuleType('another')\n"

@@ -34,7 +34,7 @@ def parts(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_ending_of_a_part_is_reported_with_what_it_had_found_and_what_computed(parts, capsys):
+def test_every_ending_of_a_part_is_reported_with_its_findings(parts, capsys):
     layers = {"attention": ("torch", "padded"), "delta net": ("flash-linear-attention", "Triton kernels")}
     saved = parts(
         passes="job.note(number=1, layers={'attention': ('Transformer Engine', 'cuDNN')})",
@@ -65,7 +65,7 @@ def test_every_ending_of_a_part_is_reported_with_what_it_had_found_and_what_comp
 
 
 @pytest.mark.slow
-def test_a_run_that_is_cut_off_leaves_what_it_had_and_no_process(parts, tmp_path):
+def test_an_interrupted_run_leaves_its_findings_and_no_process(parts, tmp_path):
     pid = tmp_path / "pid"
     waits = f"open({str(pid)!r}, 'w').write(str(os.getpid()))\n    time.sleep(60)"
     saved = parts(passes="job.note(number=1)", waits=waits)
@@ -84,7 +84,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_had_and_no_process(parts, tmp_path
 
 @pytest.mark.parametrize(("device", "mfu"), [("NVIDIA H100 80GB HBM3", 0.1), ("an unknown GPU", None)])
 @pytest.mark.parametrize("library", ["torch", "Transformer Engine"])
-def test_the_mfu_of_a_known_gpu_is_given_and_that_of_local_modules_labelled(
+def test_the_mfu_is_given_for_known_gpus_and_local_modules_labelled(
     tmp_path, monkeypatch, library, device, mfu
 ):
     from job import Job
@@ -99,7 +99,7 @@ def test_the_mfu_of_a_known_gpu_is_given_and_that_of_local_modules_labelled(
     assert ("(local modules)" in job.found["summary"]) == (library == "torch")
 
 
-def test_wheels_give_what_is_missing_for_one_run_and_hide_nothing(parts, tmp_path, monkeypatch, capsys):
+def test_wheels_add_missing_packages_for_one_run_and_hide_nothing(parts, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "wheels"
 
     def make_wheel(name, content="", tags="py3-none-any"):
@@ -128,7 +128,7 @@ def test_wheels_give_what_is_missing_for_one_run_and_hide_nothing(parts, tmp_pat
     assert " bash tests/gpu.sh --wheels DIR`" in said
 
 
-def test_the_first_and_second_ten_minutes_are_those_of_the_engine_and_leave_all_else_out():
+def test_the_first_two_ten_minutes_are_the_engines_alone():
     def names(*arguments):
         parsed = conductor.parse(arguments)
         assert parsed.quick
@@ -161,9 +161,7 @@ def test_flags_that_do_not_go_together_are_refused_in_one_line(flags, problem, c
 
 
 @pytest.mark.slow
-def test_a_part_that_gets_too_little_time_is_skipped_with_the_command_that_runs_it_alone(
-    parts, monkeypatch, capsys
-):
+def test_a_part_without_time_is_skipped_with_its_command(parts, monkeypatch, capsys):
     saved = parts(first="time.sleep(30)", second="pass")
     monkeypatch.setattr(conductor, "QUICK_MINUTES", 2 / 60 / conductor.CPU_PACE)
     monkeypatch.setattr(conductor, "LEAST_S", 1.0)
@@ -179,9 +177,7 @@ def test_a_part_that_gets_too_little_time_is_skipped_with_the_command_that_runs_
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_is_started_in_the_next_way_and_later_parts_begin_with_the_one_that_held(
-    tmp_path, monkeypatch
-):
+def test_a_failing_engine_starts_in_the_next_way_and_later_parts_with_that(tmp_path, monkeypatch):
     from job import Job
     from vllm_engine import NO_COMPILATION, WAYS, first_that_holds
 
@@ -280,7 +276,7 @@ def test_the_engine_parts_pass_on_a_cpu_with_vllm_and_ray(tmp_path, minutes):
 
 @pytest.mark.slow  # about four minutes
 @pytest.mark.timeout(900)
-def test_all_parts_pass_on_a_cpu_without_vllm_ray_transformer_engine_and_graders(tmp_path):
+def test_all_parts_pass_on_a_cpu_without_optional_packages(tmp_path):
     without = ("vllm", "ray", "transformer_engine", "reasoning_gym", "math_verify", "renderers")
     hidden = f"import sys\nsys.modules.update(dict.fromkeys({without}))\n"
     (tmp_path / "sitecustomize.py").write_text(hidden)

@@ -63,7 +63,7 @@ def ways_of(tried):
     return {trial.way for trial in tried.trials}
 
 
-def test_a_policy_that_copies_what_is_right_succeeds_where_there_is_something_to_copy(tmp_path):
+def test_a_policy_that_copies_succeeds_beside_a_right_response(tmp_path):
     algorithms = [credit_of("ibpo"), credit_of("gspo"), credit_of("ibpo", ibpo_operator=AGREEMENT)]
     are_measured = [skills.corrects(find_operator(algorithm)) for algorithm in algorithms]
     assert are_measured == [True, False, False]
@@ -105,7 +105,7 @@ def test_before_a_run_corrections_are_made_as_in_training():
         assert ways_of(as_in_training(**settings)[0]) == {"no reference", "resample"}
 
 
-def test_two_wrong_responses_of_a_group_are_replaced_at_most_and_what_does_not_fit_or_fails_is_counted():
+def test_at_most_two_wrong_responses_are_replaced_and_failures_counted():
     all_fit, engine = measured(another_try)
     resampled = [trial.prompt for trial in all_fit.trials if trial.way == "resample"]
     wrong = [sum(not response.correct for response in group.responses) for group in all_fit.groups]
@@ -132,7 +132,7 @@ def test_two_wrong_responses_of_a_group_are_replaced_at_most_and_what_does_not_f
     assert broken.reward_errors > 0
 
 
-def test_a_run_asks_prompts_that_no_engine_is_asked_before_the_first_update():
+def test_skill_is_measured_on_prompts_after_those_of_the_first_update():
     task = SimpleNamespace(prompts=PromptSource(PROMPTS.__getitem__))
     for algorithm, rollout, before in (
         ({}, {}, 6), ({}, {"max_staleness": 2}, 18), ({}, {"over_sampling_batch_size": 9}, 9),
@@ -144,7 +144,7 @@ def test_a_run_asks_prompts_that_no_engine_is_asked_before_the_first_update():
         assert [prompt.index for prompt in asked] == [*range(before, before + 4)]
 
 
-def test_independent_trials_have_wilsons_interval_and_those_that_are_the_same_within_a_prompt_count_once():
+def test_trials_have_wilsons_interval_and_equal_ones_count_once():
     found = skills.success_rate(range(10), [True] * 5 + [False] * 5)
     assert found == pytest.approx({"estimate": 0.5, "low": 0.2366, "high": 0.7634}, abs=0.02)
     none = skills.success_rate(range(20), [False] * 20)
@@ -156,7 +156,7 @@ def test_independent_trials_have_wilsons_interval_and_those_that_are_the_same_wi
     assert alike["high"] - alike["low"] > 1.7 * (apart["high"] - apart["low"])
 
 
-def test_the_gain_over_a_resample_is_paired_and_the_premise_said_in_plain_words():
+def test_the_gain_over_a_resample_is_paired_with_a_plain_verdict():
     """Three prompts: gains 1, 0, 0. Mean 1/3; variance of the mean 3/2 · (4/9 + 1/9 + 1/9) / 9 = 1/9."""
     groups = measured(another_try, prompts=PROMPTS[:2])[0].groups
 
@@ -183,7 +183,7 @@ def test_the_gain_over_a_resample_is_paired_and_the_premise_said_in_plain_words(
     assert premise(skill_of([True], [False])).startswith("too few of 2 prompts")
 
 
-def test_of_kept_policies_those_taught_to_compare_know_more_than_another_try_and_the_others_do_not():
+def test_only_policies_taught_to_compare_gain_over_another_try():
     paths = sorted((ROOT / "tools/results").glob("operator_skill_*.json"))
     told = {path.stem.removeprefix("operator_skill_"): json.loads(path.read_text()) for path in paths}
     assert {"tiny_qwen3", "tiny_qwen3_hard", "default_skill_0.9"} <= told.keys()

@@ -1,7 +1,7 @@
 import pytest
 import write_paper_claims
 
-from megatron_ibpo.report.correction_value import break_even_lines
+from megatron_ibpo.report.summary import break_even_lines
 from megatron_ibpo.study.findings import read_findings
 from megatron_ibpo.study.run_results import compare
 
@@ -13,7 +13,7 @@ def test_the_page_of_the_papers_claims_has_the_tables_of_its_results():
     assert write_paper_claims.page_with_tables(page) == page, "run tools/write_paper_claims.py"
 
 
-def test_a_run_closes_with_what_the_study_of_the_default_task_found():
+def test_a_run_closes_with_the_findings_of_the_default_tasks_study():
     findings = read_findings(write_paper_claims.RESULTS / "default_run.json.gz")
     gspo, ibpo = (line["cost_to_threshold"]["median"] for line in compare(findings.study, findings.runs))
     rate = {"estimate": 0.5, "low": 0.4, "high": 0.6}

@@ -14,7 +14,7 @@ ROWS = read_evidence()
 SHAPE = shape_of("qwen3_4b")
 
 
-def test_each_row_says_where_it_was_read_what_it_leaves_open_and_belongs_to_a_half_by_its_source():
+def test_each_row_has_a_source_open_facts_and_a_half():
     assert len(ROWS) >= 80
     assert all(row.cited and row.measured and row.facts["hardware"] in hardware_names() for row in ROWS)
     assert not [name for name, count in Counter((row.source, row.name) for row in ROWS).items() if count > 1]
@@ -33,7 +33,7 @@ def test_each_row_says_where_it_was_read_what_it_leaves_open_and_belongs_to_a_ha
     assert (of["nemo"], of["torchtitan"], of["pith_train"], of["gpu_recipes"]) == ("fitted", "held out") * 2
 
 
-def test_what_other_programs_hold_is_counted_as_by_hand():
+def test_other_programs_memory_is_counted_as_by_hand():
     facts = {"model": "qwen3_4b", "hardware": "h100", "gpus": 8, "precision": "bf16", "batch": 256}
     facts |= {"micro_batch": 1, "sequence": 8192, "recompute": "full", "fsdp": True}
 

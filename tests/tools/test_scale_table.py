@@ -37,7 +37,7 @@ def test_the_page_has_the_tables_of_the_data():
 
 
 @pytest.mark.lint
-def test_the_data_is_what_the_planner_predicts_now_and_has_every_size_with_both_batches():
+def test_the_data_equal_the_planners_present_predictions_for_every_size():
     own = {row["gpus"] for row in FOUND["rows"] if row["prompts"] == 32}
     grown = {row["gpus"] for row in FOUND["rows"] if row["prompts"] == row["gpus"]}
     assert own == grown == set(SIZES)
@@ -48,7 +48,7 @@ def test_the_data_is_what_the_planner_predicts_now_and_has_every_size_with_both_
         assert now[name] == pytest.approx(recorded[name], rel=2e-3), f"{name}: run tools/scale_table.py again"
 
 
-def test_what_goes_through_the_driver_by_hand():
+def test_a_rows_samples_and_bytes_are_counted_as_by_hand():
     """256 responses and 128 corrections; a correction shows two responses of 4,096 tokens."""
     assert line({64: 3.0, 1024: 4.92}) == pytest.approx((2.872, 0.002))
     driver = Driver(own=(1.0, 0.5), calls=2.0)
@@ -60,7 +60,7 @@ def test_what_goes_through_the_driver_by_hand():
     assert row["store_bytes_per_second"] == pytest.approx(sent / row["seconds"], rel=2e-3)
 
 
-def test_the_committed_predictions_of_the_loss_are_what_the_script_predicts(tmp_path, monkeypatch):
+def test_the_committed_predictions_of_the_loss_equal_the_scripts(tmp_path, monkeypatch):
     bench_loss.main(bench_loss.Arguments(predict=True, save=tmp_path / "predicted.json"))
     fresh = json.loads((tmp_path / "predicted.json").read_text())
     assert fresh == json.loads((RESULTS / "bench_loss_predicted.json").read_text())
@@ -81,7 +81,7 @@ def test_the_committed_predictions_of_the_loss_are_what_the_script_predicts(tmp_
         (SLOW_TRAINING, Pace(1)), (SLOW_TRAINING, Pace(8)),
     ],
 )  # fmt: skip
-def test_ahead_of_training_a_step_takes_at_most_a_tenth_more_than_its_bound(fleet, pace):
+def test_a_step_ahead_of_training_stays_within_a_tenth_of_its_bound(fleet, pace):
     found = simulate(fleet, pace, steps=8)
     least = bound(fleet, pace.staleness, found.tokens_per_step).seconds
     # a little less is possible where responses that were begun before the first counted step are long

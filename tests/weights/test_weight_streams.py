@@ -302,5 +302,7 @@ def test_both_workers_of_an_engine_get_whole_tensors_as_on_gpus(packed_tensor, m
         sent = update_engines(transport, WORLD, source, order, links, [0])
         assert not sent.failures, version
         for worker in workers:
-            assert worker.tensors.keys() == tensors.keys()
-            assert all(torch.equal(worker.tensors[name], tensor) for name, tensor in tensors.items())
+            assert worker.tensors.keys() == tensors.keys(), f"{version=}"
+            assert all(torch.equal(worker.tensors[name], tensor) for name, tensor in tensors.items()), (
+                f"{version=}"
+            )

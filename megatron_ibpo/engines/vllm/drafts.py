@@ -15,6 +15,6 @@ SPECULATION: dict[str, Any] = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 4,
 }
-"""vLLM's speculative_config (`tools/bench_drafts.py` compares others)."""
+"""vLLM's speculative_config."""
 MARK = "drafted"
 """Name of a truth value in `SamplingParams.extra_args`."""

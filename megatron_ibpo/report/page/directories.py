@@ -40,7 +40,7 @@ DRAWN = 400
 """Points of a curve: about its width on a screen."""
 LAST = 10
 """Steps over which the last numbers of a run are averaged."""
-_KEPT = 3
+_CACHE_SIZE = 3
 """Recorded steps, or sets, that are cached in memory."""
 _SUMMARY = {"accuracy_start": "accuracy at start", "accuracy_end": "at end", "seconds_total": "seconds"}
 
@@ -116,7 +116,7 @@ class RunSource:
             if not isinstance(value := self._settings.get(name), str):
                 raise ValueError(f"{CONFIG_FILE} of the run: {name} must be text, is {shown(value)}")
         self._log = _Log(directory / METRICS_FILE, directory)
-        self._steps: _Kept[RecordedStep] = _Kept()
+        self._steps: _FileCache[RecordedStep] = _FileCache()
         # separate, so that curves go on while a large step is read
         self._log_lock, self._steps_lock = threading.Lock(), threading.Lock()
 
@@ -154,7 +154,7 @@ class RunSource:
             return {kind: rows.thinned(first, last, DRAWN) for kind, rows in self._log.columns.items()}
 
     def section(self, key: int) -> list[dict[str, Any]]:
-        return self._shown(key, lambda step: index_of_step(step.groups))
+        return self._content(key, lambda step: index_of_step(step.groups))
 
     def group(self, key: int, number: int) -> dict[str, Any]:
         def content(step: RecordedStep) -> dict[str, Any]:
@@ -162,13 +162,12 @@ class RunSource:
                 raise NotThere(f"step {key} has {len(step.groups)} groups")
             return group_of_step(number, step, self._reader())
 
-        return self._shown(key, content)
+        return self._content(key, content)
 
     def search(self, key: int, text: str) -> list[tuple[int, int]]:
-        return self._shown(key, lambda step: matches(step.groups, text, self._reader()))
+        return self._content(key, lambda step: matches(step.groups, text, self._reader()))
 
     def recorded(self) -> list[int]:
-        """Return the steps with recorded rollouts."""
         names = (path.stem.removeprefix("step_") for path in self._records().glob("step_*.json"))
         return sorted(int(step) for step in names if step.isascii() and step.isdigit())
 
@@ -180,7 +179,7 @@ class RunSource:
     def _path(self, key: int) -> Path:
         return _inside(self._directory, rollout_path(self._records(), key))
 
-    def _shown(self, key: int, content: Callable[[RecordedStep], Any]) -> Any:
+    def _content(self, key: int, content: Callable[[RecordedStep], Any]) -> Any:
         """Return the content of a recorded step; errors in its records name their file."""
         path = self._path(key)
         with self._steps_lock:
@@ -206,10 +205,10 @@ class RunSource:
     def _last_numbers(self) -> dict[str, float]:
         """Return means over the last steps, and the last evaluation's measures."""
         numbers: dict[str, float] = {}
-        for kind, most, prefix in (("evaluation", 1, "evaluation/"), ("step", LAST, "")):
+        for kind, count, prefix in (("evaluation", 1, "evaluation/"), ("step", LAST, "")):
             columns = self._log.columns[kind]
             for name in columns.names:
-                if (value := columns.last(name, most)) is not None:
+                if (value := columns.last(name, count)) is not None:
                     numbers[prefix + name] = float(f"{value:.5g}")
         return numbers
 
@@ -218,7 +217,7 @@ class RunSource:
         skill = self._object(SKILL_FILE, "premise", "it")
         return [] if skill is None else [skill["premise"]]
 
-    def _object(self, name: str, key: str, what: str) -> dict[str, Any] | None:
+    def _object(self, name: str, key: str, description: str) -> dict[str, Any] | None:
         """Return the JSON object in a file, which has a text as `key`; None without the file."""
         path = self._directory / name
         if not path.exists():
@@ -229,19 +228,19 @@ class RunSource:
         except ValueError as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
         if not isinstance(content, dict) or not isinstance(content.get(key), str):
-            raise ValueError(f"{path}: {what} must hold an object with a {key}")
+            raise ValueError(f"{path}: {description} must hold an object with a {key}")
         return content
 
     def _end(self) -> list[str]:
         summary = self._object(SUMMARY_FILE, "status", "no summary of a run: it")
         if summary is None:
             return ["not finished"]
-        known = {name: summary.get(key) for key, name in _SUMMARY.items()}
-        if strange := [name for name, value in known.items() if not (value is None or is_number(value))]:
+        values = {name: summary.get(key) for key, name in _SUMMARY.items()}
+        if strange := [name for name, value in values.items() if not (value is None or is_number(value))]:
             raise ValueError(f"{self._directory / SUMMARY_FILE}: {strange[0]} must be a number")
         return [
             summary["status"],
-            *(f"{name} {value:.4g}" for name, value in known.items() if value is not None),
+            *(f"{name} {value:.4g}" for name, value in values.items() if value is not None),
         ]
 
 
@@ -251,7 +250,7 @@ class EvaluationSource:
     def __init__(self, directory: Path):
         self.name = directory.resolve().name
         self._directory = directory
-        self._problems: _Kept[list[Problem]] = _Kept()
+        self._problems: _FileCache[list[Problem]] = _FileCache()
         self._lock = threading.Lock()
 
     def version(self) -> str:
@@ -339,7 +338,7 @@ class _Log:
                 self._lines += 1
 
 
-class _Kept(Generic[T]):
+class _FileCache(Generic[T]):
     """A cache of the last few files that were read, in the state in which they were read."""
 
     def __init__(self) -> None:
@@ -349,7 +348,7 @@ class _Kept(Generic[T]):
         key = (path, path.stat().st_mtime_ns)
         if key not in self._contents:
             self._contents[key] = read()
-            if len(self._contents) > _KEPT:
+            if len(self._contents) > _CACHE_SIZE:
                 self._contents.popitem(last=False)
         self._contents.move_to_end(key)
         return self._contents[key]

@@ -104,16 +104,16 @@ def group_of_set(path: Path, problem: Problem) -> dict[str, Any]:
 def matching_samples(path: Path, problems: list[Problem], text: str) -> list[tuple[int, int]]:
     """Return (problem, sample) of each sample that contains the text, ignoring case, in itself or in its
     prompt."""
-    wanted = text.casefold()
-    found = []
+    folded_text = text.casefold()
+    matches = []
     with path.open("rb") as file:
         for number, problem in enumerate(problems):
             for index, place in enumerate(problem.places):
                 file.seek(place)
                 sample = _sample(file.readline(), f"{path}, byte {place}")
-                if wanted in sample["text"].casefold() or wanted in sample["prompt"].casefold():
-                    found.append((number, index))
-    return found
+                if folded_text in sample["text"].casefold() or folded_text in sample["prompt"].casefold():
+                    matches.append((number, index))
+    return matches
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,11 @@ def _set(entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sample(line: bytes, where: str) -> dict[str, Any]:
+def _sample(line: bytes, location: str) -> dict[str, Any]:
     try:
         sample = read_json(line)
     except ValueError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
+        raise ValueError(f"{location}: not JSON: {error}") from error
     if (
         not isinstance(sample, dict)
         or type(sample.get("prompt_index")) is not int
@@ -165,7 +165,7 @@ def _sample(line: bytes, where: str) -> dict[str, Any]:
         or not (sample.get("reward") is None or is_number(sample["reward"]))
         or "label" not in sample
     ):
-        raise ValueError(f"{where}: not a sample of an evaluation: {shown(sample)}")
+        raise ValueError(f"{location}: not a sample of an evaluation: {shown(sample)}")
     return sample
 
 

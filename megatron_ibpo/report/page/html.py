@@ -9,6 +9,7 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from string import Template
@@ -63,11 +64,11 @@ def page_script() -> str:
         order.append(name)
 
     take("main")
-    joined = "".join(
+    script = "".join(
         f"// {name}.js\n" + re.sub(r"^export ", "", _IMPORT.sub("", _read(f"{name}.js")), flags=re.MULTILINE)
         for name in order
     )
-    return f"\n{joined}"
+    return f"\n{script}"
 
 
 def embedded(data: Any) -> str:
@@ -86,3 +87,30 @@ def _read(name: str) -> str:
 
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+_PLACES = {"run-dir", "load"}
+"""Settings with a run's location: they differ between any two runs."""
+
+
+def comparison(overviews: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]]:
+    """Return, for the runs among the overviews, rows of a name and one value per overview (None if it has
+    none).
+
+    Returns:
+        "settings": those that differ between runs. "numbers": all of the last numbers.
+    """
+    runs = [overview for overview in overviews if overview["kind"] == "run"]
+
+    def rows(part: str) -> list[list[Any]]:
+        names = dict.fromkeys(name for run in runs for name in run[part])
+        return [[name, *(overview[part].get(name) for overview in overviews)] for name in names]
+
+    def differs(row: list[Any]) -> bool:
+        values = [
+            value for value, overview in zip(row[1:], overviews, strict=True) if overview["kind"] == "run"
+        ]
+        return any(value != values[0] for value in values)
+
+    settings = [row for row in rows("settings") if row[0] not in _PLACES and differs(row)]
+    return {"settings": settings, "numbers": rows("last")}

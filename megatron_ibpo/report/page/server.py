@@ -24,9 +24,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from megatron_ibpo.report.page.comparison import comparison
 from megatron_ibpo.report.page.directories import NotThere, Source
-from megatron_ibpo.report.page.html import embedded, page, policy
+from megatron_ibpo.report.page.html import comparison, embedded, page, policy
 
 ADDRESS = "127.0.0.1"
 _HOSTS = [ADDRESS, "localhost"]
@@ -67,7 +66,7 @@ def serve(sources: Sequence[Source], port: int, say: Callable[[str], None] = pri
 def application(sources: Sequence[Source]) -> Starlette:
     """Return the server as an ASGI application."""
 
-    def shown(content: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    def endpoint_of(content: Callable[[Request], Any]) -> Callable[[Request], Any]:
         """Return an endpoint that answers with the result of `content`, computed outside the event loop."""
 
         async def endpoint(request: Request) -> Response:
@@ -106,7 +105,7 @@ def application(sources: Sequence[Source]) -> Starlette:
             key(r), r.query_params.get("text", "")
         ),
     }
-    routes = [Route("/", index), *(Route(path, shown(content)) for path, content in endpoints.items())]
+    routes = [Route("/", index), *(Route(path, endpoint_of(content)) for path, content in endpoints.items())]
     return Starlette(
         routes=routes,
         middleware=[
@@ -118,12 +117,12 @@ def application(sources: Sequence[Source]) -> Starlette:
 
 def _answer(content: Callable[[Request], Any], request: Request) -> Response:
     try:
-        status, found = 200, content(request)
+        status, reply = 200, content(request)
     except NotThere as error:
-        status, found = 404, {"problem": str(error)}
+        status, reply = 404, {"problem": str(error)}
     except (ValueError, OSError) as error:
-        status, found = 500, {"problem": str(error)}
-    return Response(embedded(found), status, _HEADERS, "application/json")
+        status, reply = 500, {"problem": str(error)}
+    return Response(embedded(reply), status, _HEADERS, "application/json")
 
 
 def _step(request: Request, name: str) -> int | None:

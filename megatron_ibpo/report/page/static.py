@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.data import Tokenizer
-from megatron_ibpo.report.page.comparison import comparison
 from megatron_ibpo.report.page.directories import RunSource, Source, open_source
-from megatron_ibpo.report.page.html import embedded, page
+from megatron_ibpo.report.page.html import comparison, embedded, page
 
 MOST_BYTES = 32 * 2**20
 """Bytes of samples in a page: above this, browsers take seconds to open the file."""
@@ -38,16 +37,16 @@ def build_page(
     replies: dict[str, str] = {}
     for number, (source, overview) in enumerate(zip(sources, overviews, strict=True)):
         replies[f"runs/{number}/series"] = embedded(source.series(None, None))
-        wanted = _wanted(source, overview, steps)
-        kept = _add_samples(replies, number, source, wanted, most_bytes // len(sources))
-        if left_out := len(overview["sections"]) - len(kept):
+        keys = _section_keys(source, overview, steps)
+        included = _add_samples(replies, number, source, keys, most_bytes // len(sources))
+        if left_out := len(overview["sections"]) - len(included):
             many = f"{left_out} of {len(overview['sections'])}"
             overview["left_out"] = (
                 f"{many} recorded steps are not in this file; --steps chooses others, and `serve` shows all"
                 if overview["kind"] == "run"
                 else f"{many} sets are too large for this file; `serve` shows all"
             )
-        overview["sections"] = [section for section in overview["sections"] if section["key"] in kept]
+        overview["sections"] = [section for section in overview["sections"] if section["key"] in included]
     runs = {"version": "", "runs": overviews, "comparison": comparison(overviews)}
     replies["runs"] = embedded(runs)
     data = ",".join(f"{embedded(address)}:{reply}" for address, reply in replies.items())
@@ -55,7 +54,7 @@ def build_page(
     return page(title, f"{{{data}}}")
 
 
-def _wanted(source: Source, overview: dict[str, Any], steps: Sequence[int] | None) -> list[int]:
+def _section_keys(source: Source, overview: dict[str, Any], steps: Sequence[int] | None) -> list[int]:
     keys = [section["key"] for section in overview["sections"]]
     if steps is None or not isinstance(source, RunSource):
         return keys
@@ -68,20 +67,20 @@ def _add_samples(
     replies: dict[str, str], number: int, source: Source, keys: Sequence[int], most_bytes: int
 ) -> set[int]:
     """Add sections to the replies while there is room. Returns the keys added."""
-    kept: set[int] = set()
+    included: set[int] = set()
     size = 0
     for key in _spread(keys):
         address = f"runs/{number}/sections/{key}"
         groups = source.section(key)
-        found = {address: embedded(groups)}
+        section_replies = {address: embedded(groups)}
         for group in range(len(groups)):
-            found[f"{address}/groups/{group}"] = embedded(source.group(key, group))
-            size += len(found[f"{address}/groups/{group}"])
+            section_replies[f"{address}/groups/{group}"] = embedded(source.group(key, group))
+            size += len(section_replies[f"{address}/groups/{group}"])
             if size > most_bytes:
-                return kept
-        replies |= found
-        kept.add(key)
-    return kept
+                return included
+        replies |= section_replies
+        included.add(key)
+    return included
 
 
 def _spread(keys: Sequence[int]) -> Iterable[int]:

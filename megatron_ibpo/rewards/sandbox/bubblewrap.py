@@ -124,7 +124,7 @@ def visible_paths() -> tuple[str, ...]:
     and the directories of the shared libraries that these need."""
     paths = {python(), *_standard_library(), *_library_directories()}
     existing = sorted(path for path in paths if os.path.exists(path))
-    return tuple(path for path in existing if not any(_within(path, other) for other in existing))
+    return tuple(path for path in existing if not any(_within(path, parent) for parent in existing))
 
 
 @functools.cache
@@ -141,15 +141,15 @@ def packages_of(name: str) -> tuple[str, ...]:
     Raises:
         SandboxError: it is not installed as files of its own.
     """
-    pending, known, paths = [name], set[str](), set[str]()
+    pending, visited, paths = [name], set[str](), set[str]()
     while pending:
         try:
             distribution = importlib.metadata.distribution(pending.pop())
         except importlib.metadata.PackageNotFoundError:  # for another system
             continue
-        if distribution.name in known:
+        if distribution.name in visited:
             continue
-        known.add(distribution.name)
+        visited.add(distribution.name)
         lines = (distribution.read_text("RECORD") or "").splitlines()  # `files` takes ten times as long
         tops = {line.partition(",")[0].partition("/")[0] for line in lines} - {"..", "__pycache__", ""}
         paths |= {str(distribution.locate_file(top)) for top in tops}
@@ -165,8 +165,8 @@ def _parents(paths: Sequence[str]) -> list[str]:
     return sorted({str(parent) for path in paths for parent in Path(path).parents} - {"/"})
 
 
-def _within(path: str, other: str) -> bool:
-    return path != other and Path(path).is_relative_to(other)
+def _within(path: str, parent: str) -> bool:
+    return path != parent and Path(path).is_relative_to(parent)
 
 
 def _hidden_paths() -> list[str]:

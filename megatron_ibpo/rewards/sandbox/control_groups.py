@@ -36,19 +36,19 @@ def control_groups(memory_bytes: int, tasks: int) -> Iterator[list[Path]]:
         memory_bytes: memory including what the kernel holds for the processes, with no swap on top.
         tasks: processes and threads.
     """
-    kept = _kept(os.getpid(), memory_bytes, tasks)
-    groups = kept.pop() if kept else _make(memory_bytes, tasks)
+    free = _free_groups(os.getpid(), memory_bytes, tasks)
+    groups = free.pop() if free else _make(memory_bytes, tasks)
     try:
         yield groups
     finally:
         if any((group / _PROCESSES).read_text() for group in groups):  # the kernel has not ended them in time
             _remove(groups)
         else:
-            kept.append(groups)
+            free.append(groups)
 
 
 @functools.cache
-def _kept(process: int, memory_bytes: int, tasks: int) -> list[list[Path]]:
+def _free_groups(process: int, memory_bytes: int, tasks: int) -> list[list[Path]]:
     """Return groups with these bounds that no sandbox uses. They are kept per process, since a fork must not
     share them."""
     atexit.register(remove_groups, process)
@@ -67,9 +67,9 @@ def _make(memory_bytes: int, tasks: int) -> list[Path]:
     try:
         for group in groups:
             group.mkdir()
-            for name, most in bounds.items():
+            for name, bound in bounds.items():
                 if (group / name).exists():
-                    (group / name).write_text(str(most))
+                    (group / name).write_text(str(bound))
     except BaseException:
         _remove(groups)
         raise
@@ -81,11 +81,11 @@ def remove_groups(owner: int) -> None:
     group's last processes are still being killed, wait for one second at most; the next owner removes what is
     left."""
     deadline = time.monotonic() + 1.0
-    left = [group for parent in _own_groups() for group in parent.glob(f"{PREFIX}{owner}-*")]
-    while left:
-        _remove(left)
-        left = [group for group in left if group.exists()]
-        if not left or time.monotonic() > deadline:
+    remaining = [group for parent in _own_groups() for group in parent.glob(f"{PREFIX}{owner}-*")]
+    while remaining:
+        _remove(remaining)
+        remaining = [group for group in remaining if group.exists()]
+        if not remaining or time.monotonic() > deadline:
             return
         time.sleep(0.01)
 
@@ -107,18 +107,18 @@ def parents() -> tuple[Path, ...]:
 
 def _own_groups() -> set[Path]:
     """Return the groups of this process whose child groups would have a controller that is needed here."""
-    found = set()
+    groups = set()
     lines = ""
     with suppress(OSError):  # a kernel without them
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8")
     for line in lines.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2: a group with processes hands nothing down, its parent may
-            own = _ROOT / path.lstrip("/")
-            found |= {group for group in (own, own.parent) if _CONTROLLERS & _handed_down(group)}
+            own_group = _ROOT / path.lstrip("/")
+            groups |= {group for group in (own_group, own_group.parent) if _CONTROLLERS & _handed_down(group)}
         elif _CONTROLLERS & set(controllers.split(",")):
-            found.add(_ROOT / controllers / path.lstrip("/"))
-    return {group for group in found if group.is_dir()}
+            groups.add(_ROOT / controllers / path.lstrip("/"))
+    return {group for group in groups if group.is_dir()}
 
 
 def _handed_down(group: Path) -> set[str]:

@@ -168,13 +168,13 @@ def _serve(source: str) -> None:
     channel = open(os.dup(0), "wb", buffering=0)  # noqa: SIM115
     requests = open(os.dup(0), encoding="utf-8")  # noqa: SIM115
     _standard_to_nowhere(0, 1, 2)  # its prints go nowhere, and a full pipe would stop it
-    kept: list[Any] = []
+    objects: list[Any] = []
 
     def refer(value: "Any") -> int:
-        kept.append(value)
-        return len(kept) - 1
+        objects.append(value)
+        return len(objects) - 1
 
-    plain = JsonCodec(refer, lambda number: kept[number])
+    plain = JsonCodec(refer, lambda number: objects[number])
     module = load(source, "program")
     for line in requests:
         action, *packed = json.loads(line)
@@ -211,9 +211,9 @@ class Remote:
         self.__dict__.update(_ask=ask, _number=number, _changes=changes)
 
     def __call__(self, *positional: "Any", **named: "Any") -> "Any":
-        result, after = self._ask("call", self, list(positional), named)
-        for before, now in zip(positional, after, strict=True):
-            self._changes.note(before, now)
+        result, changed_arguments = self._ask("call", self, list(positional), named)
+        for argument, changed_argument in zip(positional, changed_arguments, strict=True):
+            self._changes.note(argument, changed_argument)
         return result
 
     def __getattr__(self, name: str) -> "Any":
@@ -234,12 +234,12 @@ class Changes:
         """Argument's identity → (argument, changed copy). The argument is kept so that no other object gets
         its identity."""
 
-    def note(self, before: "Any", now: "Any") -> None:
-        if type(before) is type(now) and isinstance(before, (list, dict, set)):
-            if before != now:
-                self._changed[id(before)] = before, now
+    def note(self, value: "Any", changed_value: "Any") -> None:
+        if type(value) is type(changed_value) and isinstance(value, (list, dict, set)):
+            if value != changed_value:
+                self._changed[id(value)] = value, changed_value
             else:
-                self._changed.pop(id(before), None)
+                self._changed.pop(id(value), None)
 
     def changed(self, value: "Any") -> "Any":
         """Return the value, or what it contains, as the last call left it."""
@@ -258,13 +258,13 @@ def _check(tests: str, entry_point: str = "") -> None:
     import json
 
     channel = open(0, "wb", buffering=0, closefd=False)  # noqa: SIM115
-    answers = open(os.dup(0), encoding="utf-8")  # noqa: SIM115
+    replies = open(os.dup(0), encoding="utf-8")  # noqa: SIM115
     changes = Changes()
     plain = JsonCodec(lambda value: value._number, lambda number: Remote(ask, number, changes))
 
     def ask(action: str, *arguments: "Any") -> "list[Any]":
         channel.write(json.dumps([action, *map(plain.pack, arguments)]).encode() + b"\n")
-        line = answers.readline()
+        line = replies.readline()
         if not line:
             raise SystemExit("the program has ended")
         succeeded, *content = json.loads(line)
@@ -273,7 +273,7 @@ def _check(tests: str, entry_point: str = "") -> None:
         return [plain.unpack(item) for item in content]
 
     namespace: dict[str, Any] = {"__name__": "tests", CHANGED: changes.changed}
-    own = _globals_of_functions(tests)
+    defined_names = _globals_of_functions(tests)
     for name in sorted(needed_names(tests) | ({entry_point} if entry_point else set())):
         if name in sys.stdlib_module_names:
             namespace[name] = __import__(name)
@@ -281,7 +281,7 @@ def _check(tests: str, entry_point: str = "") -> None:
         try:
             namespace[name] = ask("global", name)[0]
         except Exception:
-            if name not in own:  # otherwise the tests may assign it before they use it
+            if name not in defined_names:  # otherwise the tests may assign it before they use it
                 raise
     candidate = namespace.get(entry_point)
     exec(tests, namespace)
@@ -310,9 +310,13 @@ def _check_here(tests: str, entry_point: str, serve: str) -> None:
 def _exception(kind: str, message: str) -> Exception:
     """Return an exception of the program's, so that tests may expect it. It never ends the tests or one of
     their loops: what `all` and `map` take for the end of a list is an ordinary error here."""
-    found = getattr(builtins, kind, None)
-    if isinstance(found, type) and issubclass(found, Exception) and found not in _ENDS_OF_LOOPS:
-        return found(message)
+    exception_type = getattr(builtins, kind, None)
+    if (
+        isinstance(exception_type, type)
+        and issubclass(exception_type, Exception)
+        and exception_type not in _ENDS_OF_LOOPS
+    ):
+        return exception_type(message)
     return RuntimeError(f"{kind}: {message}")
 
 

@@ -3,10 +3,10 @@ judges, in which the library's scorers judge answers.
 
 It imports nothing of the package. `scorer_sandbox` starts it with its socket as stdin, and sends the filter
 of a judge's system calls. It answers with one message, empty if it is ready and a judge is confined, else
-what a judge can do. Then it answers every request, (task, whether its judge is kept, parameters, asks), with
-one record for each ask.
+what a judge can do. Then it answers every request, (task, whether its judge is kept, parameters, attempts),
+with one record for each attempt.
 
-This process reads only what the owner has made. The parameters and each ask, (answer, entry), are pickles
+This process reads only what the owner has made. The parameters and each attempt, (answer, entry), are pickles
 that only a judge opens, after it has given up nearly every system call (`computing_filter`). A judge has one
 descriptor, its socket. It ends after one answer, unless its task's scorer evaluates nothing.
 """
@@ -44,14 +44,14 @@ MEMORY_BYTES = 768 << 20
 READY, RIGHT, WRONG, RAISED, UNFIT = b"p", b"r", b"w", b"x", b"u"
 """Kinds of records of a judge: its dataset is made; the answer is right, wrong, or the scorer raised; the
 dataset cannot be made."""
-ENDED, SILENT = b"d", b"s"
+DIED, SILENT = b"d", b"s"
 """Kinds of this process: the judge died or took too much processor time; it ended or waits for no reason of
 its own."""
 _HEAD = struct.Struct("<cH")
 """Kind of a record, and the length of the text that follows."""
 _LENGTH = struct.Struct("<I")
 LONGEST_TEXT = 300
-_MOST_KEPT = 16
+_MAX_JUDGES = 16
 """Judges that are kept; beyond them the one that was first made ends."""
 _LOOK_EVERY_MS = 50
 _HIGHEST_DESCRIPTOR = 256
@@ -126,33 +126,33 @@ def _prepare(task: str) -> None:
 
 def serve(control: int, program: _Program) -> None:
     """Answer the owner's requests."""
-    kept: dict[tuple[str, bytes], Judge] = {}
+    judges: dict[tuple[str, bytes], Judge] = {}
     while (request := receive(control)) is not None:
-        task, is_kept, parameters, asks = pickle.loads(request)
-        judge, records = kept.pop((task, parameters), None), list[tuple[bytes, bytes]]()
+        task, reuses_judge, parameters, attempts = pickle.loads(request)
+        judge, records = judges.pop((task, parameters), None), list[tuple[bytes, bytes]]()
         _prepare(task)
-        while len(records) < len(asks):
+        while len(records) < len(attempts):
             first = len(records)
-            answers, judge = answer(
-                judge, asks[first : None if is_kept else first + 1], task, parameters, program
+            answer_records, judge = answer(
+                judge, attempts[first : None if reuses_judge else first + 1], task, parameters, program
             )
-            kind, _ = answers[-1]
-            records += answers * (len(asks) - first) if kind == UNFIT else answers
-            if not is_kept or kind not in (RIGHT, WRONG, RAISED):
+            kind, _ = answer_records[-1]
+            records += answer_records * (len(attempts) - first) if kind == UNFIT else answer_records
+            if not reuses_judge or kind not in (RIGHT, WRONG, RAISED):
                 judge.end()
                 judge = None
         if judge is not None:
-            kept[task, parameters] = judge
-            if len(kept) > _MOST_KEPT:
-                kept.pop(next(iter(kept))).end()
+            judges[task, parameters] = judge
+            if len(judges) > _MAX_JUDGES:
+                judges.pop(next(iter(judges))).end()
         _send(control, b"".join(_HEAD.pack(kind, len(text)) + text for kind, text in records))
 
 
 def answer(
-    judge: "Judge | None", asks: "list[bytes]", task: str, parameters: bytes, program: _Program
+    judge: "Judge | None", attempts: "list[bytes]", task: str, parameters: bytes, program: _Program
 ) -> "tuple[list[tuple[bytes, bytes]], Judge]":
-    """Return the records of asks up to the first at which the judge fails, and the judge: a new one unless
-    this one lives."""
+    """Return the records of attempts up to the first at which the judge fails, and the judge: a new one
+    unless this one lives."""
     if judge is not None and not judge.is_alive():
         judge.end()
         judge = None
@@ -161,7 +161,7 @@ def answer(
         kind, text = judge.record(CREATE_S)
         if kind != READY:
             return [(kind if kind == SILENT else UNFIT, text)], judge
-    return judge.ask(asks), judge
+    return judge.ask(attempts), judge
 
 
 class Judge:
@@ -191,17 +191,17 @@ class Judge:
         self._poll = select.poll()
         self._poll.register(self.socket, select.POLLIN)
 
-    def ask(self, asks: "list[bytes]") -> "list[tuple[bytes, bytes]]":
-        """Return its records of asks, up to the first at which it fails."""
+    def ask(self, attempts: "list[bytes]") -> "list[tuple[bytes, bytes]]":
+        """Return its records of the attempts, up to the first at which it fails."""
         try:
-            _send(self.socket.fileno(), *asks)
+            _send(self.socket.fileno(), *attempts)
         except OSError as error:
             return [(SILENT, f"it takes no question ({error})".encode())]
         records = []
-        for _ in asks:
+        for _ in attempts:
             record = self.record(JUDGE_S)
             if record[0] in (READY, UNFIT):
-                record = ENDED, b"it answered nonsense"
+                record = DIED, b"it answered nonsense"
             records.append(record)
             if record[0] not in (RIGHT, WRONG, RAISED):
                 break
@@ -212,12 +212,12 @@ class Judge:
         began, deadline = self._processor_time(), time.monotonic() + WALL_S + seconds
         while (record := self._whole_record()) is None:
             if self._poll.poll(_LOOK_EVERY_MS):
-                more = self.socket.recv(_HEAD.size + LONGEST_TEXT)
-                if not more:
-                    return self._how_it_ended()
-                self._unread += more
+                chunk = self.socket.recv(_HEAD.size + LONGEST_TEXT)
+                if not chunk:
+                    return self._exit_record()
+                self._unread += chunk
             elif self._processor_time() - began > seconds:
-                return ENDED, b"it took more than %g s of processor time" % seconds
+                return DIED, b"it took more than %g s of processor time" % seconds
             elif time.monotonic() > deadline:
                 return SILENT, b"no answer within %g s" % (WALL_S + seconds)
         return record
@@ -227,7 +227,7 @@ class Judge:
             return None
         kind, length = _HEAD.unpack_from(self._unread)
         if kind not in (READY, RIGHT, WRONG, RAISED, UNFIT) or length > LONGEST_TEXT:
-            return ENDED, b"it answered nonsense"
+            return DIED, b"it answered nonsense"
         end = _HEAD.size + length
         if len(self._unread) < end:
             return None
@@ -240,28 +240,26 @@ class Judge:
         except OSError:  # it has ended
             return 0.0
 
-    def _how_it_ended(self) -> "tuple[bytes, bytes]":
+    def _exit_record(self) -> "tuple[bytes, bytes]":
         """Return the record of a process that has closed its socket."""
         deadline = time.monotonic() + 1.0
         while self.is_alive() and time.monotonic() < deadline:
             time.sleep(0.001)
         if self.code is None:
-            return ENDED, b"it closed its socket"
+            return DIED, b"it closed its socket"
         if self.code == -signal.SIGKILL:  # it cannot do that itself
             return SILENT, b"it was killed from outside"
-        return ENDED, b"it died (%s %d)" % (
+        return DIED, b"it died (%s %d)" % (
             (b"signal", -self.code) if self.code < 0 else (b"status", self.code)
         )
 
     def is_alive(self) -> bool:
-        """Return whether it has not ended."""
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.code = os.waitstatus_to_exitcode(status) if pid else None
         return self.code is None
 
     def end(self) -> None:
-        """Kill it."""
         if self.is_alive():
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -271,17 +269,17 @@ class Judge:
 # ---------------------------------------------------------------------------------------------- in a judge
 
 
-def confine(own: int, program: _Program, zygote: int) -> None:
+def confine(own_socket: int, program: _Program, zygote: int) -> None:
     """Make this process one that only computes, with its own socket as descriptor 0 and no other."""
-    os.dup2(own, 0)
+    os.dup2(own_socket, 0)
     os.closerange(3, _HIGHEST_DESCRIPTOR)
-    for what, most in (
+    for limit, bound in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NPROC, 0),
     ):
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(limit, (bound, bound))
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != zygote or _libc.prctl(_PR_SET_SECCOMP, _FILTER_MODE, ctypes.byref(program)) != 0:
         os._exit(1)
@@ -321,8 +319,10 @@ def is_right(dataset: "Any", task: str, answer: str, entry: "dict[str, Any]") ->
 
 def _is_close(answer: str, entry: "dict[str, Any]") -> bool:
     """Check an answer to coin_flip. The library gives full marks to any beginning of the label, such as 0."""
-    wanted, given = (float(fractions.Fraction(text.replace(",", ""))) for text in (entry["answer"], answer))
-    return abs(given - wanted) <= 1e-4  # the library's tolerance
+    label_value, value = (
+        float(fractions.Fraction(text.replace(",", ""))) for text in (entry["answer"], answer)
+    )
+    return abs(value - label_value) <= 1e-4  # the library's tolerance
 
 
 def _makes_target(answer: str, entry: "dict[str, Any]") -> bool:
@@ -401,12 +401,12 @@ def probe() -> None:
         "wait": lambda: time.sleep(0),
         "see files of the host": lambda: os.listdir("/proc"),
     }
-    for what, attempt in attempts.items():
+    for action, attempt in attempts.items():
         try:
             attempt()
         except OSError:
             continue
-        os.write(0, _HEAD.pack(READY, len(what)) + what.encode())
+        os.write(0, _HEAD.pack(READY, len(action)) + action.encode())
         return
     os.write(0, _HEAD.pack(READY, 0))
 

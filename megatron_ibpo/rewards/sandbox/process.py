@@ -147,10 +147,10 @@ class Process:
             if self._isolated:
                 info, info_theirs = _pipe(self._ends, theirs)
                 block_theirs, block = _pipe(theirs, self._ends)
-                own = info_theirs, block_theirs, _file_in_memory(theirs, _filter(self._forks))
-                passed += own
-                disk, more = self._limits.disk_bytes, (self._packages, self._environment)
-                command = bubblewrap_command(*own, disk, *more, as_root=as_root) + command
+                sandbox_fds = info_theirs, block_theirs, _file_in_memory(theirs, _filter(self._forks))
+                passed += sandbox_fds
+                disk, visible = self._limits.disk_bytes, (self._packages, self._environment)
+                command = bubblewrap_command(*sandbox_fds, disk, *visible, as_root=as_root) + command
             _adopt()
             process = subprocess.Popen(
                 command,
@@ -183,23 +183,23 @@ class Process:
     def _first_process(self, info: int, deadline: float) -> int:
         """Return the process id, as seen from here, of the sandbox's first process, which takes all others
         down with it."""
-        said = b""
-        while not said.rstrip().endswith(b"}"):
-            if not (more := _read(info, deadline)):
+        info_json = b""
+        while not info_json.rstrip().endswith(b"}"):
+            if not (chunk := _read(info, deadline)):
                 raise self.failure("cannot be built")
-            said += more
-        found = re.search(rb'"child-pid": *(\d+)', said)
-        assert found is not None
-        return int(found[1])
+            info_json += chunk
+        match = re.search(rb'"child-pid": *(\d+)', info_json)
+        assert match is not None
+        return int(match[1])
 
-    def failure(self, what: str) -> SandboxError:
+    def failure(self, problem: str) -> SandboxError:
         """Return the error of a sandbox that fails, with the last line that it has written to stderr."""
         with suppress(BlockingIOError):
             os.set_blocking(self._err, False)
             self._stderr += os.read(self._err, _CHUNK)
         lines = self._stderr.decode(errors="replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
-        return SandboxError(f"the sandbox {what}: {said}")
+        last_line = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
+        return SandboxError(f"the sandbox {problem}: {last_line}")
 
     def read(self, enough: Callable[[bytearray], bool], deadline: float) -> bool:
         """Read until there is enough output; False if the program ended, or reached a limit, before.
@@ -228,8 +228,8 @@ class Process:
             poll.register(descriptor, select.POLLIN)
         waited_for = {self._out, self._err, self._handle}
         while waited_for:
-            left = deadline - time.monotonic()
-            ready = poll.poll(max(0.0, left) * 1e3) if left > 0 else []
+            seconds_left = deadline - time.monotonic()
+            ready = poll.poll(max(0.0, seconds_left) * 1e3) if seconds_left > 0 else []
             if not ready:
                 self.reached = "time"
                 return False
@@ -334,7 +334,7 @@ def _read(descriptor: int, deadline: float) -> bytes:
 def _bound(process: int, limits: Limits) -> None:
     """Set the limits of a process and of everything it starts."""
     seconds = int(limits.seconds) + 1
-    for what, most in (
+    for limit, bound in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_FSIZE, limits.disk_bytes),
@@ -344,9 +344,9 @@ def _bound(process: int, limits: Limits) -> None:
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        _, hard = resource.prlimit(process, what)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.prlimit(process, what, (most, most))
+        _, hard = resource.prlimit(process, limit)
+        bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+        resource.prlimit(process, limit, (bound, bound))
 
 
 def _enter(groups: Sequence[Path], process: int) -> None:
@@ -366,8 +366,8 @@ def _map_users(process: int, *, as_root: bool) -> None:
     try:
         if not as_root:
             Path(f"/proc/{process}/setgroups").write_text("deny")
-        for name, own in (("uid_map", uid), ("gid_map", gid)):
-            lines = f"0 {own} 1\n{NOBODY} {NOBODY} 1\n" if as_root else f"{NOBODY} {own} 1\n"
+        for name, own_id in (("uid_map", uid), ("gid_map", gid)):
+            lines = f"0 {own_id} 1\n{NOBODY} {NOBODY} 1\n" if as_root else f"{NOBODY} {own_id} 1\n"
             Path(f"/proc/{process}/{name}").write_text(lines)
     except OSError as error:
         raise SandboxError(f"users cannot be mapped in the sandbox's user namespace: {error}") from None

@@ -110,14 +110,16 @@ def seccomp_filter(machine: str | None = None, *, forks: bool = False) -> bytes:
     for number in sorted(_REFUSED[machine].values()):
         program += _when(_EQUAL, number, refused)
     program += [
-        _step(_EQUAL, _CLONE[machine], unless=4),
+        _step(_EQUAL, _CLONE[machine], skip_if_false=4),
         _step(_LOAD, _FIRST_ARGUMENT),
-        _step(_ANY_BIT, _CLONE_NEW, unless=1) if forks else _step(_ANY_BIT, _CLONE_THREAD, then=1),
+        _step(_ANY_BIT, _CLONE_NEW, skip_if_false=1)
+        if forks
+        else _step(_ANY_BIT, _CLONE_THREAD, skip_if_true=1),
         refused,
         _step(_RETURN, _ALLOW),
-        _step(_EQUAL, _SOCKET[machine], unless=3),
+        _step(_EQUAL, _SOCKET[machine], skip_if_false=3),
         _step(_LOAD, _FIRST_ARGUMENT),
-        _step(_EQUAL, _AF_UNIX, then=1),
+        _step(_EQUAL, _AF_UNIX, skip_if_true=1),
         refused,
         _step(_RETURN, _ALLOW),
     ]
@@ -136,9 +138,9 @@ def computing_filter(machine: str | None = None) -> bytes:
     for number in sorted(_COMPUTING[machine].values()):
         program += _when(_EQUAL, number, _step(_RETURN, _ALLOW))
     program += [
-        _step(_EQUAL, _OPENAT[machine], unless=3),
+        _step(_EQUAL, _OPENAT[machine], skip_if_false=3),
         _step(_LOAD, _THIRD_ARGUMENT),
-        _step(_ANY_BIT, _WRITING, then=1),
+        _step(_ANY_BIT, _WRITING, skip_if_true=1),
         _step(_RETURN, _ALLOW),
         refused,
     ]
@@ -152,20 +154,20 @@ def _start(machine: str | None) -> tuple[str, list[bytes]]:
         raise ValueError(f"the sandbox has no system call filter for {machine}; it has {', '.join(_REFUSED)}")
     return machine, [
         _step(_LOAD, _ARCH),
-        _step(_EQUAL, _AUDIT_ARCH[machine], then=1),
+        _step(_EQUAL, _AUDIT_ARCH[machine], skip_if_true=1),
         _step(_RETURN, _KILL),  # 32-bit calls have other numbers
         _step(_LOAD, _NUMBER),
     ]
 
 
-def _when(test: int, value: int, then: bytes) -> list[bytes]:
-    return [_step(test, value, unless=1), then]
+def _when(test: int, value: int, action: bytes) -> list[bytes]:
+    return [_step(test, value, skip_if_false=1), action]
 
 
 def _refuse(error: int) -> bytes:
     return _step(_RETURN, 0x00050000 | error)
 
 
-def _step(code: int, value: int, then: int = 0, unless: int = 0) -> bytes:
-    """Return one instruction; a test skips `then` instructions if it holds, else `unless`."""
-    return struct.pack("<HBBI", code, then, unless, value)
+def _step(code: int, value: int, skip_if_true: int = 0, skip_if_false: int = 0) -> bytes:
+    """Return one instruction; a test skips one of the two numbers of instructions."""
+    return struct.pack("<HBBI", code, skip_if_true, skip_if_false, value)

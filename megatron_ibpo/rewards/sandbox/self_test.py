@@ -65,7 +65,7 @@ def check_isolation() -> None:
     try:
         findings: dict[str, bool] = json.loads(execution.stdout)
     except ValueError:
-        said = execution.stderr.strip() or f"status {execution.status}"
-        raise SandboxError(f"the sandbox cannot run Python: {said}. {_HINT}") from None
-    if broken := [what for what, holds in findings.items() if not holds]:
+        output = execution.stderr.strip() or f"status {execution.status}"
+        raise SandboxError(f"the sandbox cannot run Python: {output}. {_HINT}") from None
+    if broken := [action for action, holds in findings.items() if not holds]:
         raise SandboxError(f"the sandbox does not isolate: this check failed: a program {broken[0]}. {_HINT}")
