@@ -42,13 +42,13 @@ def _pass(
     dead: Reasons = {}
     if strangers:
         asked = [(_links(processes, rank, hosts, strangers), strangers) for rank in ranks]
-        dead = _reasons(processes, processes.trainers.each("connect", asked))
+        dead = _reasons(processes, processes.trainers.call_each("connect", asked))
         _set_connected(processes, hosts, {index: index not in dead for index in strangers})
     present = [index for index in hosts if index not in dead]
     if not present:
         return 0, 0, dead
     orders = [(_links(processes, rank, hosts, present), present, order) for rank in ranks]
-    passes = processes.trainers.each("send", orders)
+    passes = processes.trainers.call_each("send", orders)
     dead |= _reasons(processes, [done.failures for done in passes])
     _set_connected(processes, hosts, dict.fromkeys(dead, False))
     return sum(done.num_bytes for done in passes), passes[0].needed_bytes, dead

@@ -52,7 +52,7 @@ class Engines:
             member.deaths.clear()  # not its fault if a trainer that sent it weights died
         processes = self.fleet.processes
         transport, settings = TRANSPORTS[processes.settings.transport], processes.settings
-        processes.trainers.all("open_transport", transport, settings.drafts_with_mtp)
+        processes.trainers.call_all("open_transport", transport, settings.drafts_with_mtp)
         for member in self.fleet.members.values():
             member.connected = False
         self.restarts.trainers_lost = False

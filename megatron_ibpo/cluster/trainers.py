@@ -86,15 +86,18 @@ class Trainers:
 
     def start(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Start `method` on every rank with its own arguments; return handles for `wait`."""
-        return [host.call(method, *own) for host, own in zip(self.hosts, arguments, strict=True)]
+        return [
+            host.call(method, *rank_arguments)
+            for host, rank_arguments in zip(self.hosts, arguments, strict=True)
+        ]
 
-    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call `method` on every rank with its own arguments; return the results by rank."""
         return self.wait(self.start(method, arguments))
 
-    def all(self, method: str, *arguments: Any) -> list[Any]:
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every rank with the same arguments; return the results by rank."""
-        return self.each(method, [arguments] * len(self.hosts))
+        return self.call_each(method, [arguments] * len(self.hosts))
 
     def share(self, value: Any) -> Any:
         """Return an argument for several ranks that is sent to each node only once."""

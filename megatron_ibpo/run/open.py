@@ -112,7 +112,7 @@ def join(
     """
     config, foundation, engines = resolved.config, resolved.foundation, processes.engines
     own_journal, recovered = journal
-    about = processes.trainers.all("about")[0]
+    about = processes.trainers.call_all("about")[0]
     step = point.step
     progress = Progress(step, saved=step, whole=step, remembered=dict(point.remembered))
     deaths = partial(_deaths, processes, progress)

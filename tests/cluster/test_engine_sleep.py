@@ -122,10 +122,10 @@ def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(eng
     assert killed(engines) == ["engine 0"]
 
 
-def use_trainers(engines, each, monkeypatch):
-    """Have updates go to stand-ins for the trainers, who are asked by `each`."""
+def use_trainers(engines, call_each, monkeypatch):
+    """Have updates go to stand-ins for the trainers, who are asked by `call_each`."""
     monkeypatch.setattr(engine_fleet, "catch_up", engine_updates.catch_up)
-    engines.fleet.processes.trainers.each = each
+    engines.fleet.processes.trainers.call_each = call_each
     placement = engines.fleet.processes.placement
     placement.owners, placement.trainers = [0, 0, 0], ["a slot"]
 
@@ -135,7 +135,7 @@ def test_an_engine_that_fails_in_an_update_gets_the_weights_in_a_second_pass(eng
     """Engine 1 fails so often. The one that took the weights is not asked again."""
     passes = []
 
-    def each(method, calls):
+    def call_each(method, calls):
         _, asked, *_ = calls[0]
         passes.append((method, asked))
         failures = {1: "its memory was full"} if 1 in asked and len(passes) <= 2 * fails else {}
@@ -143,7 +143,7 @@ def test_an_engine_that_fails_in_an_update_gets_the_weights_in_a_second_pass(eng
             return [{}]
         return [SimpleNamespace(failures=failures, num_bytes=10 * len(asked), needed_bytes=10 * len(asked))]
 
-    use_trainers(engines, each, monkeypatch)
+    use_trainers(engines, call_each, monkeypatch)
     metrics = engines.update_weights(4)
     assert passes == [("connect", [0, 1]), ("send", [0, 1]), ("connect", [1]), ("send", [1])]
     assert metrics["weight_update_bytes"] == 30
@@ -154,14 +154,14 @@ def test_the_successor_of_an_engine_that_died_in_an_update_is_not_asked_for_it(e
     """The sampler replaces engine 1 between the first pass, in which it fails, and the second."""
     asked = []
 
-    def each(method, calls):
+    def call_each(method, calls):
         asked.append((method, [link.host.name for link in calls[0][0].values()]))
         if method == "connect":
             return [{}]
         engines.fleet.members[1].replaced_by(Process("successor", engines.events))
         return [SimpleNamespace(failures={1: "it hangs"}, num_bytes=10, needed_bytes=10)]
 
-    use_trainers(engines, each, monkeypatch)
+    use_trainers(engines, call_each, monkeypatch)
     engines.update_weights(4)
     assert asked == [("connect", ["engine 0", "engine 1"]), ("send", ["engine 0", "engine 1"])]
     assert killed(engines) == []
@@ -236,7 +236,7 @@ def test_an_engine_starts_before_or_after_trainers_send_weights_to_another_and_n
     """Engine 1 is up again while engine 0 starts, and a third engine dies while these two get weights."""
     steps, up, sent = [], threading.Event(), threading.Event()
 
-    def each(method, calls):
+    def call_each(method, calls):
         steps.append(f"trainers {method}")
         if method == "send":
             sent.wait(20)
@@ -248,7 +248,7 @@ def test_an_engine_starts_before_or_after_trainers_send_weights_to_another_and_n
         up.wait(20)
         steps.append(f"engine {member.index} is up")
 
-    use_trainers(engines, each, monkeypatch)
+    use_trainers(engines, call_each, monkeypatch)
     monkeypatch.setattr(engines.fleet.processes, "start_again", start)
     engines.fleet.order = replace(engines.fleet.order, sleeping=False)
     engines.fleet.members[1].absent, engines.fleet.members[1].joined = True, Future()
