@@ -105,7 +105,7 @@ def measure(config: Config, path: Path) -> None:
         most = -(-max(0, source.num_prompts() - len(known)) // AT_ONCE)
         for batch in track(_unknown(source, set(known)), f"{len(known)} prompts known, measuring", most):
             asked = [(prompt, request) for prompt in batch for request in _requests(prompt, config)]
-            samples = sampler.run(sampler.answers(asked), opened.engines.admit)
+            samples = sampler.run(sampler.answer_all(asked), opened.engines.admit)
             for prompt, rate in _rates(batch, samples):
                 append_record(file, rate_record(policy, prompt, rate))
     print(f"{path}: pass rates of {len(read_pass_rates(path, policy))} prompts with this policy")

@@ -332,7 +332,7 @@ class _Zygote:
         self._process.kill()
 
     def how_it_ended(self) -> str:
-        return self._process.how_it_ended()
+        return self._process.exit_reason()
 
     def end(self) -> None:
         """Kill it with all episodes, and wait until they have ended."""

@@ -231,7 +231,7 @@ class _Asker:
             return self.texts.of_ids(prompt, prompt.token_ids, ids)
 
         with self._sampler(whole) as sampler:
-            written = sampler.run(sampler.answers(asked))
+            written = sampler.run(sampler.answer_all(asked))
         ended = iter(float(rest.correct) for rest in written)
         return [
             np.array([[next(ended) for _ in range(rollouts)] for _ in bounds[:-1]]) for bounds in boundaries
