@@ -132,7 +132,7 @@ class Engines:
             raise
         fleet.order = replace(fleet.order, sleeping=False)
         # the sampler may have found the death first, and its replacement must not be ended
-        dead = {i: why for i, why in failures.items() if fleet.members[i].host is present[i]}
+        dead = {i: reason for i, reason in failures.items() if fleet.members[i].host is present[i]}
         if dead:
             log.warning("\n".join(f"engine {index} died: {reason}" for index, reason in dead.items()))
         fleet.processes.end(dead)  # the sampler finds them dead, and has them replaced

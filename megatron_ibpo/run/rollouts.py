@@ -405,7 +405,7 @@ class LiveRollouts:
         algorithm = self.config.algorithm
         chooses = algorithm.dynamic_sampling or algorithm.group_filter is not None
         return Rules(
-            wanted=self.config.rollout.rollout_batch_size,
+            num_groups=self.config.rollout.rollout_batch_size,
             max_rounds=algorithm.dynamic_sampling_rounds if chooses else 1,
             usable=find_group_filter(algorithm),
             preferred=is_informative if algorithm.dynamic_sampling else any_group,

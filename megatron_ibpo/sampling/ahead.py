@@ -219,7 +219,7 @@ class Ahead:
             flight.drawn = drawn
             self._move(flight, "flying", drawn.group.policy_version)
             await self._groups.reconsider(drawn, context, flight.samples.append)
-            if drawn.is_taken:
+            if drawn.is_accepted:
                 if not drawn.is_followed_up:
                     await self._groups.follow_up(drawn, context, flight.samples.append)
                 self._move(flight, "ready", flight.version)
