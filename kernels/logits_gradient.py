@@ -38,24 +38,26 @@ def logits_gradient_kernel(
     # softmax is 2^(k·x - shift) / total: the division goes into the coefficient
     scale = -c / tl.load(total_ptr + row)
     column = tl.load(targets_ptr + row) - vocab_start
-    here = (column >= 0) & (column < num_columns)
-    column = tl.where(here, column, 0)
+    in_shard = (column >= 0) & (column < num_columns)
+    column = tl.where(in_shard, column, 0)
     at_target = c + scale * tl.exp2(tl.load(logits_ptr + column).to(tl.float32) * k - shift)
     tl.debug_barrier()  # the target is read before any warp writes over it …
-    whole = num_columns // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
+    full_columns = num_columns // BLOCK * BLOCK
+    for start in range(0, full_columns, BLOCK):
         x = tl.load(logits_ptr + start + lanes).to(tl.float32)
         tl.store(out_ptr + start + lanes, (scale * tl.exp2(x * k - shift)).to(out_ptr.dtype.element_ty))
-    if whole < num_columns:
-        real = whole + lanes < num_columns
-        x = tl.load(logits_ptr + whole + lanes, mask=real, other=0.0).to(tl.float32)
+    if full_columns < num_columns:
+        real = full_columns + lanes < num_columns
+        x = tl.load(logits_ptr + full_columns + lanes, mask=real, other=0.0).to(tl.float32)
         tl.store(
-            out_ptr + whole + lanes, (scale * tl.exp2(x * k - shift)).to(out_ptr.dtype.element_ty), mask=real
+            out_ptr + full_columns + lanes,
+            (scale * tl.exp2(x * k - shift)).to(out_ptr.dtype.element_ty),
+            mask=real,
         )
     for start in range(num_columns, num_out_columns, BLOCK):
         tl.store(out_ptr + start + lanes, zeros, mask=start + lanes < num_out_columns)
     tl.debug_barrier()  # … and written after all have
-    if here:
+    if in_shard:
         tl.store(out_ptr + column, at_target.to(out_ptr.dtype.element_ty))
 
 

@@ -20,7 +20,7 @@ def row_logprobs(
     vocab_range: tuple[int, int],
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """As `megatron_ibpo.loss.logprobs.row_functions` says. Kept are the temperature, [1] or [N] fp32, and
+    """As `megatron_ibpo.loss.logprobs.row_functions` says. Saved are the temperature, [1] or [N] fp32, and
     8 bytes per row for `write_gradient`, which reads the logits once and writes once; for restricted rows
     4 bytes per id, and the sets.
 
@@ -31,7 +31,7 @@ def row_logprobs(
     temperature = torch.as_tensor(temperature_N, dtype=torch.float32, device=logits_NV.device)
     temperature = temperature.reshape(-1).contiguous()
     of_shard: dict[str, Any] = {"temperature": temperature, "vocab_range": vocab_range, "entropy": entropy}
-    kept_of_sets: tuple[Tensor, ...] = ()
+    saved_of_sets: tuple[Tensor, ...] = ()
     if sampling_sets is None or not len(logits_NV):
         shard_4N = shard_statistics(logits_NV, targets_N, mask_N, **of_shard)
     else:
@@ -41,32 +41,32 @@ def row_logprobs(
         set_logits_K = write_set_statistics(
             shard_4N, logits_NV, targets_N, mask_N, sampling_sets=sampling_sets, **of_shard
         )
-        kept_of_sets = (set_logits_K, *sampling_sets.tensors)
-    found = combine_shards(shard_4N, mask_N, tp_group)
-    _check_targets(found.logprobs, targets_N, restricted=sampling_sets is not None)
-    kept = (temperature, found.shift, found.total, *kept_of_sets)
-    return found.logprobs, found.entropy if entropy else None, kept
+        saved_of_sets = (set_logits_K, *sampling_sets.tensors)
+    statistics = combine_shards(shard_4N, mask_N, tp_group)
+    _check_targets(statistics.logprobs, targets_N, restricted=sampling_sets is not None)
+    saved = (temperature, statistics.shift, statistics.total, *saved_of_sets)
+    return statistics.logprobs, statistics.entropy if entropy else None, saved
 
 
 def write_gradient(
     out_NV: Tensor,
     logits_NV: Tensor,
     targets_N: Tensor,
-    kept: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
     coefficients_N: Tensor,
     vocab_range: tuple[int, int],
 ) -> None:
     """As `megatron_ibpo.loss.logprobs.row_functions` says."""
-    temperature, shift_N, total_N, *kept_of_sets = kept
+    temperature, shift_N, total_N, *saved_of_sets = saved
     of_rows: dict[str, Any] = {"temperature": temperature, "shift_N": shift_N, "total_N": total_N}
     of_rows["vocab_range"] = vocab_range
     whole_N = coefficients_N
-    if kept_of_sets:
-        _, _, starts_N, stops_N = kept_of_sets
+    if saved_of_sets:
+        _, _, starts_N, stops_N = saved_of_sets
         whole_N = torch.where(starts_N == stops_N, coefficients_N, 0.0)
     logits_gradient.write_gradient(out_NV, logits_NV, targets_N, coefficients_N=whole_N, **of_rows)
-    if kept_of_sets:
-        set_logits_K, *sets = kept_of_sets
+    if saved_of_sets:
+        set_logits_K, *sets = saved_of_sets
         write_set_gradient(
             out_NV, targets_N, set_logits_K=set_logits_K, sets=sets, coefficients_N=coefficients_N, **of_rows
         )
@@ -74,9 +74,9 @@ def write_gradient(
 
 def _check_targets(logprobs_N: Tensor, targets_N: Tensor, *, restricted: bool) -> None:
     inside = logprobs_N != -torch.inf  # of a target that no shard has
-    beside = ", or not in the sampling set of its row" if restricted else ""
+    restriction = ", or not in the sampling set of its row" if restricted else ""
     if logprobs_N.is_cuda:
-        torch._assert_async(inside.all(), f"a target id is outside the vocabulary of the logits{beside}")
+        torch._assert_async(inside.all(), f"a target id is outside the vocabulary of the logits{restriction}")
     elif not bool(inside.all()):
         bad = targets_N[~inside][0].item()
-        raise ValueError(f"target id {bad} is outside the vocabulary of the logits{beside}")
+        raise ValueError(f"target id {bad} is outside the vocabulary of the logits{restriction}")

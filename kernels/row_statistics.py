@@ -44,9 +44,9 @@ class RowStatistics(NamedTuple):
 
 
 @triton.jit
-def load_block(logits_ptr, start, num_columns, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+def load_block(logits_ptr, start, num_columns, BLOCK: tl.constexpr, FULL: tl.constexpr):
     column = start + tl.arange(0, BLOCK)
-    if WHOLE:
+    if FULL:
         return tl.load(logits_ptr + column).to(tl.float32)
     return tl.load(logits_ptr + column, mask=column < num_columns, other=float("-inf")).to(tl.float32)
 
@@ -66,12 +66,12 @@ def sums_at(logits_ptr, num_columns, k, shift, ENTROPY: tl.constexpr, BLOCK: tl.
     """(total, moment) of a row with one shift for all of it."""
     total_B = tl.zeros((BLOCK,), tl.float32)
     moment_B = tl.zeros((BLOCK,), tl.float32)
-    whole = num_columns // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
+    full_columns = num_columns // BLOCK * BLOCK
+    for start in range(0, full_columns, BLOCK):
         x = load_block(logits_ptr, start, num_columns, BLOCK, True)
         total_B, moment_B = add_block(x, k, shift, total_B, moment_B, ENTROPY)
-    if whole < num_columns:
-        x = load_block(logits_ptr, whole, num_columns, BLOCK, False)
+    if full_columns < num_columns:
+        x = load_block(logits_ptr, full_columns, num_columns, BLOCK, False)
         total_B, moment_B = add_block(x, k, shift, total_B, moment_B, ENTROPY)
     return tl.sum(total_B, 0), tl.sum(moment_B, 0)
 
@@ -105,8 +105,8 @@ def row_statistics_kernel(
     k = LOG2E / tl.load(temperature_ptr + (row if TEMPERATURE_PER_ROW else 0)).to(tl.float32)
     logits_ptr += row * row_stride
     column = tl.load(targets_ptr + row) - vocab_start
-    here = (column >= 0) & (column < num_columns)
-    x_target = tl.load(logits_ptr + column, mask=here, other=float("-inf")).to(tl.float32)
+    in_shard = (column >= 0) & (column < num_columns)
+    x_target = tl.load(logits_ptr + column, mask=in_shard, other=float("-inf")).to(tl.float32)
     first = tl.max(load_block(logits_ptr, 0, num_columns, BLOCK, False), 0)
     shift = tl.maximum(tl.maximum(first, x_target) * k, LOWEST)
     total, moment = sums_at(logits_ptr, num_columns, k, shift, ENTROPY, BLOCK)
@@ -195,11 +195,11 @@ def combine_shards(shard_4N: Tensor, mask_N: Tensor | None, tp_group: Any) -> Ro
         parts = [torch.empty_like(shard_4N) for _ in range(dist.get_world_size(tp_group))]
         dist.all_gather(parts, shard_4N, group=tp_group)
         shards = torch.stack(parts)
-    found = RowStatistics(
+    statistics = RowStatistics(
         *(torch.empty(num_rows, dtype=torch.float32, device=shard_4N.device) for _ in range(4))
     )
     if num_rows:
         combine_kernel[(triton.cdiv(num_rows, BLOCK_N),)](
-            shards, mask_N, *found, num_rows, len(shards), BLOCK=BLOCK_N, num_warps=4
+            shards, mask_N, *statistics, num_rows, len(shards), BLOCK=BLOCK_N, num_warps=4
         )
-    return found
+    return statistics

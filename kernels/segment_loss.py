@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_ibpo.kernels.traced_terms import GIVEN, SEQUENCE_GIVEN, traced_term
+from megatron_ibpo.kernels.traced_terms import PASSED, SEQUENCE_PASSED, traced_term
 
 BLOCK = 1024
 BLOCK_S = 256
@@ -27,25 +27,25 @@ _CONSTANT = 2
 @triton.jit
 def load_rows(row, end, logprobs_ptr, old_ptr, mask_ptr):
     """(which rows are of the response, their log-prob, their log-ratio); 0 in others, whatever lies there."""
-    kept = tl.load(mask_ptr + row, mask=row < end, other=0) != 0
-    logprob = tl.load(logprobs_ptr + row, mask=kept, other=0.0)
+    mask = tl.load(mask_ptr + row, mask=row < end, other=0) != 0
+    logprob = tl.load(logprobs_ptr + row, mask=mask, other=0.0)
     log_ratio = tl.zeros_like(logprob)
     if old_ptr is not None:
-        log_ratio = logprob - tl.load(old_ptr + row, mask=kept, other=0.0)
-    return kept, logprob, log_ratio
+        log_ratio = logprob - tl.load(old_ptr + row, mask=mask, other=0.0)
+    return mask, logprob, log_ratio
 
 
 @triton.jit
-def load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN: tl.constexpr):
+def load_advantage(advantages_ptr, sequence, row, mask, ADVANTAGE_PER_TOKEN: tl.constexpr):
     if ADVANTAGE_PER_TOKEN:
-        return tl.load(advantages_ptr + row, mask=kept, other=0.0)
-    return tl.where(kept, tl.load(advantages_ptr + sequence), 0.0)
+        return tl.load(advantages_ptr + row, mask=mask, other=0.0)
+    return tl.where(mask, tl.load(advantages_ptr + sequence), 0.0)
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def segment_sums_kernel(
     logprobs_ptr, old_ptr, ref_ptr, mask_ptr, cu_ptr, advantages_ptr, mean_log_ratio_ptr, out_ptr,
-    num_sequences, others, parameters,
+    num_sequences, pointers, parameters,
     TOKEN_TERM: tl.constexpr, KL: tl.constexpr, ADVANTAGE_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One sequence a program. out [4, S] fp32: response tokens, Σ log-ratio, Σ KL, Σ token term.
@@ -61,18 +61,20 @@ def segment_sums_kernel(
     value_sum = tl.zeros((BLOCK,), tl.float32)
     for start in range(begin, end, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        kept, logprob, log_ratio = load_rows(row, end, logprobs_ptr, old_ptr, mask_ptr)
+        mask, logprob, log_ratio = load_rows(row, end, logprobs_ptr, old_ptr, mask_ptr)
         if mean_log_ratio_ptr is None:
-            count += tl.where(kept, 1.0, 0.0)
+            count += tl.where(mask, 1.0, 0.0)
             ratio_sum += log_ratio
         else:
             log_ratio = tl.load(mean_log_ratio_ptr + sequence) + tl.zeros_like(log_ratio)
         if KL is not None:
-            kl, _ = KL(logprob - tl.load(ref_ptr + row, mask=kept, other=0.0), others, row, kept, parameters)
-            kl_sum += tl.where(kept, kl, 0.0)
+            kl, _ = KL(
+                logprob - tl.load(ref_ptr + row, mask=mask, other=0.0), pointers, row, mask, parameters
+            )
+            kl_sum += tl.where(mask, kl, 0.0)
         if TOKEN_TERM is not None:
-            advantage = load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN)
-            value, _, _ = TOKEN_TERM(log_ratio, logprob, advantage, others, row, kept, parameters)
+            advantage = load_advantage(advantages_ptr, sequence, row, mask, ADVANTAGE_PER_TOKEN)
+            value, _, _ = TOKEN_TERM(log_ratio, logprob, advantage, pointers, row, mask, parameters)
             value_sum += tl.where(advantage != 0, value, 0.0)
     out_ptr += sequence
     if mean_log_ratio_ptr is None:
@@ -86,7 +88,7 @@ def segment_sums_kernel(
 def sequence_loss_kernel(
     sums_ptr, advantages_ptr, weights_ptr,
     loss_ptr, mean_log_ratio_ptr, slope_ptr, kl_slope_ptr, clipped_ptr,
-    num_sequences, constant, kl_coef, others, parameters,
+    num_sequences, constant, kl_coef, pointers, parameters,
     SEQUENCE_TERM: tl.constexpr, HAS_TOKEN_TERM: tl.constexpr, AGGREGATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program over all sequences: the loss, and by what each scales its tokens' derivatives."""
@@ -119,8 +121,8 @@ def sequence_loss_kernel(
         if SEQUENCE_TERM is not None:
             advantage = tl.load(advantages_ptr + i, mask=real, other=0.0)
             live = (advantage != 0) & (count > 0)
-            seen = tl.where(live, mean, 0.0)
-            loss, slope, clipped = SEQUENCE_TERM(seen, n, advantage, others, i, live, parameters)
+            live_mean = tl.where(live, mean, 0.0)
+            loss, slope, clipped = SEQUENCE_TERM(live_mean, n, advantage, pointers, i, live, parameters)
             loss, slope = tl.where(live, loss, 0.0), tl.where(live, slope, 0.0)
             tl.store(clipped_ptr + i, clipped & live, mask=real)
         loss_sum += weight * (loss * (count / divisor) + kl_coef * kl_sum / divisor)
@@ -135,7 +137,7 @@ def token_coefficients_kernel(
     logprobs_ptr, old_ptr, ref_ptr, mask_ptr, cu_ptr, advantages_ptr, token_weights_ptr,
     mean_log_ratio_ptr, slope_ptr, kl_slope_ptr,
     out_ptr, kl_ptr, clipped_ptr,
-    others, parameters,
+    pointers, parameters,
     TOKEN_TERM: tl.constexpr, SEQUENCE_RATIO: tl.constexpr, KL: tl.constexpr,
     ADVANTAGE_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -145,29 +147,31 @@ def token_coefficients_kernel(
     slope = tl.load(slope_ptr + sequence)
     for start in range(begin, end, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        kept, logprob, log_ratio = load_rows(row, end, logprobs_ptr, old_ptr, mask_ptr)
+        mask, logprob, log_ratio = load_rows(row, end, logprobs_ptr, old_ptr, mask_ptr)
         if TOKEN_TERM is None:
-            coefficient = tl.where(kept, slope, 0.0)
+            coefficient = tl.where(mask, slope, 0.0)
         else:
-            advantage = load_advantage(advantages_ptr, sequence, row, kept, ADVANTAGE_PER_TOKEN)
+            advantage = load_advantage(advantages_ptr, sequence, row, mask, ADVANTAGE_PER_TOKEN)
             if SEQUENCE_RATIO:
                 log_ratio = tl.load(mean_log_ratio_ptr + sequence) + tl.zeros_like(log_ratio)
-            _, derivative, clipped = TOKEN_TERM(log_ratio, logprob, advantage, others, row, kept, parameters)
+            _, derivative, clipped = TOKEN_TERM(
+                log_ratio, logprob, advantage, pointers, row, mask, parameters
+            )
             live = advantage != 0  # nowhere outside the mask
             coefficient = tl.where(live, slope * derivative, 0.0)
             tl.store(clipped_ptr + row, clipped & live, mask=row < end)
         if token_weights_ptr is not None:
-            coefficient *= tl.load(token_weights_ptr + row, mask=kept, other=0.0)
+            coefficient *= tl.load(token_weights_ptr + row, mask=mask, other=0.0)
         if KL is not None:
-            gap = logprob - tl.load(ref_ptr + row, mask=kept, other=0.0)
-            kl, derivative = KL(gap, others, row, kept, parameters)
-            coefficient += tl.where(kept, tl.load(kl_slope_ptr + sequence) * derivative, 0.0)
-            tl.store(kl_ptr + row, tl.where(kept, kl, 0.0), mask=row < end)
+            gap = logprob - tl.load(ref_ptr + row, mask=mask, other=0.0)
+            kl, derivative = KL(gap, pointers, row, mask, parameters)
+            coefficient += tl.where(mask, tl.load(kl_slope_ptr + sequence) * derivative, 0.0)
+            tl.store(kl_ptr + row, tl.where(mask, kl, 0.0), mask=row < end)
         tl.store(out_ptr + row, coefficient, mask=row < end)
 
 
 def triton_segment_loss(
-    logprobs_N: Tensor, rows: Any, objective: Any, others: Mapping[str, Tensor]
+    logprobs_N: Tensor, rows: Any, objective: Any, loaded: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(loss, mean_log_ratio_S, clipped, kl_N), the first differentiable in logprobs_N.
 
@@ -175,7 +179,7 @@ def triton_segment_loss(
     precision are read as fp32.
 
     Args:
-        others: what else the token term reads, [N], by name.
+        loaded: further inputs that the token term reads, [N], by name.
     """
 
     def floats(tensor: Tensor | None) -> Tensor | None:
@@ -191,7 +195,7 @@ def triton_segment_loss(
         token_weights_N=floats(rows.token_weights_N),
         sequence_weights_S=floats(rows.sequence_weights_S),
     )
-    read = {name: values_N.to(torch.float32).contiguous() for name, values_N in others.items()}
+    read = {name: values_N.to(torch.float32).contiguous() for name, values_N in loaded.items()}
     return _SegmentLoss.apply(logprobs_N.contiguous(), plain_rows, objective, read)
 
 
@@ -203,23 +207,23 @@ class Terms(NamedTuple):
     kl: Any
 
 
-def traced_terms(objective: Any, others: Sequence[str]) -> Terms:
+def traced_terms(objective: Any, loaded: Sequence[str]) -> Terms:
     """Return the terms of an objective as Triton functions; see `kernels/traced_terms.py`.
 
     Args:
-        others: names of what its token term reads beside `GIVEN`.
+        loaded: names of the inputs that its token term reads beside `PASSED`.
 
     Raises:
         TermError: a term that Triton code cannot be made of.
     """
     variant, params = objective.variant, objective.params
 
-    def traced(term: Any, given: Sequence[str], names: Sequence[str]) -> Any:
-        return None if term is None else traced_term(term, given, names, params)
+    def traced(term: Any, passed: Sequence[str], names: Sequence[str]) -> Any:
+        return None if term is None else traced_term(term, passed, names, params)
 
     return Terms(
-        traced(variant.token_term, GIVEN, others),
-        traced(variant.sequence_term, SEQUENCE_GIVEN, ()),
+        traced(variant.token_term, PASSED, loaded),
+        traced(variant.sequence_term, SEQUENCE_PASSED, ()),
         traced_term(objective.kl_term, ("gap",), (), {}),
     )
 
@@ -228,10 +232,10 @@ class _SegmentLoss(torch.autograd.Function):
     """The gradient is known when the loss is: forward keeps it, backward scales it."""
 
     @staticmethod
-    def forward(ctx, logprobs_N, rows, objective, more):
-        token_term, sequence_term, kl_term = traced_terms(objective, tuple(more))
+    def forward(ctx, logprobs_N, rows, objective, loaded):
+        token_term, sequence_term, kl_term = traced_terms(objective, tuple(loaded))
         parameters, sequence_ratio = tuple(objective.params.values()), objective.variant.sequence_ratio
-        others = tuple(more.values())
+        pointers = tuple(loaded.values())
         mask_N, cu_seqlens, advantages = rows.response_mask_N, rows.cu_seqlens, rows.advantages
         old_N, ref_N, cp_group = rows.old_logprobs_N, rows.ref_logprobs_N, rows.cp_group
         num_sequences = len(cu_seqlens) - 1
@@ -245,7 +249,7 @@ class _SegmentLoss(torch.autograd.Function):
             sums_4S = empty(4, num_sequences)
             segment_sums_kernel[(num_sequences,)](
                 logprobs_N, old_N, ref_N, mask_N, cu_seqlens, advantages, mean_log_ratio_S, sums_4S,
-                num_sequences, others, parameters,
+                num_sequences, pointers, parameters,
                 TOKEN_TERM=term, KL=kl_term if mean_log_ratio_S is None else None,
                 ADVANTAGE_PER_TOKEN=per_token, BLOCK=BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
@@ -277,7 +281,7 @@ class _SegmentLoss(torch.autograd.Function):
         token_coefficients_kernel[(num_sequences,)](
             logprobs_N, old_N, ref_N, mask_N, cu_seqlens, advantages, rows.token_weights_N,
             mean_log_ratio_S, slope_S, kl_slope_S, coefficients_N, kl_N, clipped_N,
-            others, parameters,
+            pointers, parameters,
             TOKEN_TERM=token_term, SEQUENCE_RATIO=sequence_ratio, KL=kl_term,
             ADVANTAGE_PER_TOKEN=per_token, BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip

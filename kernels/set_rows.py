@@ -54,9 +54,9 @@ def set_statistics_kernel(
     total_B = tl.zeros((BLOCK,), tl.float32)
     moment_B = tl.zeros((BLOCK,), tl.float32)
     for place in range(start, stop, BLOCK):
-        i, ids, column, here = load_ids(ids_ptr, place, stop, vocab_start, num_columns, BLOCK)
-        x = tl.load(logits_ptr + column, mask=here, other=float("-inf")).to(tl.float32)
-        tl.store(set_logits_ptr + i, x, mask=here)
+        i, ids, column, in_shard = load_ids(ids_ptr, place, stop, vocab_start, num_columns, BLOCK)
+        x = tl.load(logits_ptr + column, mask=in_shard, other=float("-inf")).to(tl.float32)
+        tl.store(set_logits_ptr + i, x, mask=in_shard)
         target_B = tl.maximum(target_B, tl.where(ids == target, x, float("-inf")))
         higher = tl.maximum(shift, tl.max(x, 0) * k)
         scale = tl.exp2(shift - higher)
@@ -90,10 +90,10 @@ def set_gradient_kernel(
     target = tl.load(targets_ptr + row)
     out_ptr += row * out_row_stride
     for place in range(start, stop, BLOCK):
-        i, ids, column, here = load_ids(ids_ptr, place, stop, vocab_start, num_columns, BLOCK)
-        x = tl.load(set_logits_ptr + i, mask=here, other=0.0)
+        i, ids, column, in_shard = load_ids(ids_ptr, place, stop, vocab_start, num_columns, BLOCK)
+        x = tl.load(set_logits_ptr + i, mask=in_shard, other=0.0)
         gradient = scale * tl.exp2(x * k - shift) + tl.where(ids == target, c, 0.0)
-        tl.store(out_ptr + column, gradient.to(out_ptr.dtype.element_ty), mask=here)
+        tl.store(out_ptr + column, gradient.to(out_ptr.dtype.element_ty), mask=in_shard)
 
 
 def write_set_statistics(

@@ -50,15 +50,17 @@ class _Term(NamedTuple):
     """Those that it reads, [N]."""
     parameters: Mapping[str, float]
 
-    def refuse(self, what: str, wrong: Tensor, found: Tensor, wanted: Tensor) -> NoReturn:
+    def refuse(self, result: str, wrong: Tensor, computed: Tensor, expected: Tensor) -> NoReturn:
         row = int(wrong.nonzero()[0])
-        numbers = f"{found[row].item():g}, torch {wanted[row].item():g}"
-        where = row_of(self.inputs, self.parameters, wrong)
-        raise Disagreement(f"{place(self.function)}: its Triton code gives a {what} of {numbers}, at {where}")
+        numbers = f"{computed[row].item():g}, torch {expected[row].item():g}"
+        location = row_of(self.inputs, self.parameters, wrong)
+        raise Disagreement(
+            f"{place(self.function)}: its Triton code gives a {result} of {numbers}, at {location}"
+        )
 
 
 def compare_with_torch(
-    function: Any, given: Sequence[str], others: Sequence[str], parameters: Mapping[str, float]
+    function: Any, passed: Sequence[str], loaded: Sequence[str], parameters: Mapping[str, float]
 ) -> Agreement:
     """Compare what a term was written out as with the term in torch. Arguments as `traced_source` has them.
 
@@ -66,21 +68,21 @@ def compare_with_torch(
         TermError: as `traced_source`, or an exception in the term.
         Disagreement: the two differ, or a row depends on how many rows there are.
     """
-    source = traced_source(function, given, others, parameters)
+    source = traced_source(function, passed, loaded, parameters)
     with torch.device("cpu"):
-        inputs = trial_inputs(list(dict.fromkeys([*given, *others])), parameters)
-        loaded, numbers = [inputs[name] for name in others], [*parameters.values()]
-        returned = run_source(source, [inputs[name] for name in given], loaded, numbers)
-        found = TermResults(returned[0], returned[1], returned[2] if len(returned) > 2 else None)
+        inputs = trial_inputs(list(dict.fromkeys([*passed, *loaded])), parameters)
+        loaded_values, numbers = [inputs[name] for name in loaded], [*parameters.values()]
+        returned = run_source(source, [inputs[name] for name in passed], loaded_values, numbers)
+        computed = TermResults(returned[0], returned[1], returned[2] if len(returned) > 2 else None)
         term = _Term(function, {name: inputs[name] for name in input_names(function)}, parameters)
-        for result, dtype in zip(found, (torch.float32, torch.float32, torch.bool), strict=True):
-            if result is not None and (result.dtype, result.shape) != (dtype, inputs[given[0]].shape):
+        for result, dtype in zip(computed, (torch.float32, torch.float32, torch.bool), strict=True):
+            if result is not None and (result.dtype, result.shape) != (dtype, inputs[passed[0]].shape):
                 shape = f"{result.dtype} of shape {list(result.shape)}"
                 raise Disagreement(f"{place(function)}: its Triton code returns {shape}")
-        return _compare(term, found, reads_parameters="= parameters[" in source)
+        return _compare(term, computed, reads_parameters="= parameters[" in source)
 
 
-def _compare(term: _Term, found: TermResults, *, reads_parameters: bool) -> Agreement:
+def _compare(term: _Term, computed: TermResults, *, reads_parameters: bool) -> Agreement:
     single = results_in_torch(*term, torch.float32)
     _check_lengths(term, single)
     moved, exact = [], single
@@ -92,31 +94,31 @@ def _compare(term: _Term, found: TermResults, *, reads_parameters: bool) -> Agre
         exact = results_in_torch(*term, torch.float64)
     references = [single, *(moved if len(moved) == 2 else ()), exact]
     errors = [
-        _largest_error(term, what, getattr(found, what), [getattr(result, what) for result in references])
-        for what in ("value", "derivative")
+        _largest_error(term, name, getattr(computed, name), [getattr(result, name) for result in references])
+        for name in ("value", "derivative")
     ]
-    if single.clipped is not None and found.clipped is not None:
+    if single.clipped is not None and computed.clipped is not None:
         first, *between, last = (cast(Tensor, result.clipped) for result in references)
-        right = (found.clipped == first) | (found.clipped == last)
+        right = (computed.clipped == first) | (computed.clipped == last)
         if between:  # else a parameter is one number of several that the term tells apart
             right |= between[0] != between[1]
         if not right.all():
-            term.refuse("clip", ~right, found.clipped, first)
-    return Agreement(len(found.value), max(errors))
+            term.refuse("clip", ~right, computed.clipped, first)
+    return Agreement(len(computed.value), max(errors))
 
 
-def _check_lengths(term: _Term, whole: TermResults) -> None:
-    start = len(whole.value) // 2  # the first log-ratios are 0
+def _check_lengths(term: _Term, reference: TermResults) -> None:
+    start = len(reference.value) // 2  # the first log-ratios are 0
     for length in LENGTHS:
         rows = slice(start, start := start + length)
         part = {name: values[rows] for name, values in term.inputs.items()}
         value = results_in_torch(term.function, part, term.parameters, torch.float32).value
-        if not torch.allclose(value, whole.value[rows], rtol=1e-5, atol=1e-6, equal_nan=True):
+        if not torch.allclose(value, reference.value[rows], rtol=1e-5, atol=1e-6, equal_nan=True):
             because = "a row's value depends on the number of rows, or differs from call to call"
             raise Disagreement(f"{place(term.function)}: {because}")
 
 
-def _largest_error(term: _Term, what: str, found: Tensor, references: Sequence[Tensor]) -> float:
+def _largest_error(term: _Term, result: str, computed: Tensor, references: Sequence[Tensor]) -> float:
     """Return the largest error of a result.
 
     It may lie between those of torch in float32, in float64 and with parameters that are rounded otherwise.
@@ -130,7 +132,7 @@ def _largest_error(term: _Term, what: str, found: Tensor, references: Sequence[T
     Raises:
         Disagreement: an error that rounding does not explain.
     """
-    single, own = references[0].double(), found.double()
+    single, value = references[0].double(), computed.double()
     moved, exact = [reference.double() for reference in references[1:-1]], references[-1].double()
     rounding = (single - exact).abs().nan_to_num(0.0, 0.0, 0.0)
     size = single.where(single.isfinite(), exact).abs().nan_to_num(0.0, 0.0, 0.0)
@@ -142,16 +144,16 @@ def _largest_error(term: _Term, what: str, found: Tensor, references: Sequence[T
     if moved:
         low, high = torch.minimum(*moved) - allowed, torch.maximum(*moved) + allowed
         passes = (low <= single) & (single <= high)
-        bounds = torch.stack([single, exact, *(one.where(passes, single) for one in moved)])
-    right = (own >= bounds.amin(0) - allowed) & (own <= bounds.amax(0) + allowed) | (own == single)
+        bounds = torch.stack([single, exact, *(reference.where(passes, single) for reference in moved)])
+    right = (value >= bounds.amin(0) - allowed) & (value <= bounds.amax(0) + allowed) | (value == single)
     given_nan = functools.reduce(operator.or_, (values.isnan() for values in term.inputs.values()))
-    if what == "value":
-        right |= single.isnan() & (own.isnan() | ~given_nan)
+    if result == "value":
+        right |= single.isnan() & (value.isnan() | ~given_nan)
     else:
         right |= single.isnan() | given_nan
     if not right.all():
-        term.refuse(what, ~right, found, references[0])
-    error = ((own - single).abs() - 4 * rounding) / torch.maximum(size, typical.clamp(min=1e-30))
+        term.refuse(result, ~right, computed, references[0])
+    error = ((value - single).abs() - 4 * rounding) / torch.maximum(size, typical.clamp(min=1e-30))
     return max(0.0, error.nan_to_num(0.0, 0.0, 0.0).max().item())
 
 

@@ -135,7 +135,7 @@ def first_line(error: BaseException) -> str:
 
 
 def check_unchanged(
-    term: Any, names: Sequence[str], inputs: Sequence[Tensor], before: Sequence[Tensor]
+    term: Any, names: Sequence[str], inputs: Sequence[Tensor], originals: Sequence[Tensor]
 ) -> None:
     """Refuse a term that has written into one of its inputs.
 
@@ -145,7 +145,7 @@ def check_unchanged(
     Raises:
         TermError: names the input.
     """
-    for name, tensor, value in zip(names, inputs, before, strict=True):
+    for name, tensor, value in zip(names, inputs, originals, strict=True):
         if not torch.allclose(tensor, value, rtol=0.0, atol=0.0, equal_nan=True):
             raise TermError(
                 f"{place(term)}: changes its input {name} in place, which others read; copy it first"
@@ -174,9 +174,9 @@ def record_calls(term: Any, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
         inputs = [leaf + 0.0 for leaf in leaves]  # as in training no leaves: those cannot be changed in place
         stack.enter_context(_Reads(term))
         record = stack.enter_context(_Record(term, inputs, [*parameters.values()]))
-        found = call_term(term, inputs, parameters)
+        returned = call_term(term, inputs, parameters)
     check_unchanged(term, names, inputs, leaves)
-    results = found if isinstance(found, tuple) else (found,)
+    results = returned if isinstance(returned, tuple) else (returned,)
     for tensor in results:
         if not isinstance(tensor, Tensor) or tensor.shape != inputs[0].shape:
             kind = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -186,16 +186,16 @@ def record_calls(term: Any, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _check_derivative(term: Any, tensor: Tensor) -> None:
-    waiting, seen = [tensor.grad_fn], set()
+    waiting, visited = [tensor.grad_fn], set()
     while waiting:
-        if (node := waiting.pop()) is None or node in seen:
+        if (node := waiting.pop()) is None or node in visited:
             continue
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             raise TermError(
                 f"{place(term)}: it cannot be a kernel: {type(node).__name__} is the derivative of a "
                 "torch.autograd.Function, not of torch's operators"
             )
-        seen.add(node)
+        visited.add(node)
         waiting += [following for following, _ in node.next_functions]
 
 
@@ -218,13 +218,15 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        tensors = found if isinstance(found, tuple | list) and not isinstance(found, torch.Size) else (found,)
+        result = func(*args, **(kwargs or {}))
+        tensors = (
+            result if isinstance(result, tuple | list) and not isinstance(result, torch.Size) else (result,)
+        )
         if all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors):
-            return found
+            return result
         name = (resolve_name(func) or getattr(func, "__name__", "")).removeprefix("torch.")
         if name.removeprefix("Tensor.") in HARMLESS:
-            return found
+            return result
         because = "gives a value of Python, which may be data-dependent"
         if name.removeprefix("Tensor.") in SIZES:
             because = "gives the number of rows, which differs between micro-batches"
@@ -245,34 +247,34 @@ class _Record(TorchDispatchMode):
         if len(self.calls) >= MOST_OPERATORS:
             self._refuse(func, f"is one of more than {MOST_OPERATORS} operators of the term")
         kwargs = kwargs or {}
-        given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if func._schema.is_mutable and given and id(given[0]) in self.inputs:
+        tensor_arguments = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if func._schema.is_mutable and tensor_arguments and id(tensor_arguments[0]) in self.inputs:
             self._refuse(func, "changes an input in place")
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._refuse(func, "draws random numbers")
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         call = (str(func), torch.is_grad_enabled(), self.described(args), self.described([*kwargs.items()]))
         self.calls.append(call)
-        for tensor in found if isinstance(found, tuple | list) else (found,):
+        for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
-                self._check(func, tensor, given)
+                self._check(func, tensor, tensor_arguments)
                 self.places[id(tensor)] = len(self.tensors)
                 self.tensors.append(tensor)
-        return found
+        return result
 
     def _refuse(self, func: Any, because: str) -> None:
         raise TermError(f"{running_line(self.term)}: it cannot be a kernel: {func} {because}")
 
-    def _check(self, func: Any, found: Tensor, given: Sequence[Tensor]) -> None:
-        read = () if str(func).startswith("aten.new_") else given  # that takes a dtype alone
-        fixed = found.dim() == 0 and all(id(t) in self.constants or id(t) not in self.places for t in read)
+    def _check(self, func: Any, result: Tensor, tensor_arguments: Sequence[Tensor]) -> None:
+        read = () if str(func).startswith("aten.new_") else tensor_arguments  # that takes a dtype alone
+        fixed = result.dim() == 0 and all(id(t) in self.constants or id(t) not in self.places for t in read)
         if fixed:
-            self.constants.add(id(found))
-        elif found.dtype not in (torch.float32, torch.bool):
-            self._refuse(func, f"makes a tensor of {found.dtype}; kernels have float32 and bool")
-        elif found.dim() and found.shape != (ROWS,):
+            self.constants.add(id(result))
+        elif result.dtype not in (torch.float32, torch.bool):
+            self._refuse(func, f"makes a tensor of {result.dtype}; kernels have float32 and bool")
+        elif result.dim() and result.shape != (ROWS,):
             self._refuse(func, "makes a tensor of another shape; kernels have one number per row")
-        elif not found.dim() and any(tensor.dim() for tensor in given):
+        elif not result.dim() and any(tensor.dim() for tensor in tensor_arguments):
             self._refuse(func, "is data-dependent: it makes one number of all rows, and kernels see one row")
 
     def reference(self, tensor: Tensor) -> Any:

@@ -63,16 +63,16 @@ LANGUAGE = SimpleNamespace(
 
 
 def run_source(
-    source: str, given: Sequence[Tensor], others: Sequence[Tensor], parameters: Sequence[float]
+    source: str, passed: Sequence[Tensor], loaded: Sequence[Tensor], parameters: Sequence[float]
 ) -> tuple[Tensor, ...]:
     """Return what the source of a traced term computes: (value, derivative, clipped).
 
     Args:
-        given: the inputs that it takes, [N] float32 tensors.
-        others: the inputs that it loads, in the order of their pointers.
+        passed: the inputs that it takes, [N] float32 tensors.
+        loaded: the inputs that it loads, in the order of their pointers.
     """
     names: dict[str, Any] = {"tl": LANGUAGE, "triton": SimpleNamespace(jit=lambda function: function)}
     exec(compile(source.replace(IMPORTS, "", 1), "<traced term>", "exec"), names)
-    row = torch.arange(len(given[0]))
-    pointers, numbers = tuple(map(_Pointer, others)), tuple(map(_float, parameters))
-    return names["term"](*given, pointers, row, row >= 0, numbers)
+    row = torch.arange(len(passed[0]))
+    pointers, numbers = tuple(map(_Pointer, loaded)), tuple(map(_float, parameters))
+    return names["term"](*passed, pointers, row, row >= 0, numbers)

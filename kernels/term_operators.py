@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, fx
 
 from megatron_ibpo.kernels.term_tables import (
-    ALL,
     ARITHMETIC,
     COMPARISONS,
     CREATED,
+    IDENTITIES,
     KEEP_NAN,
     LARGEST,
     LARGEST_POWER,
     LAYOUT,
     LOGICAL,
-    SAME,
+    PROPAGATE_NAN,
     SELECTED,
     SMALLEST,
     TESTS,
@@ -43,8 +43,12 @@ class Value(NamedTuple):
 
     def __str__(self) -> str:
         text = f"(-1.0 * {self.core})" if self.sign else self.core  # Triton's -x is 0 - x: slower
-        dead = " | ".join(one[1:] for one in self.live if one[0] == "~")  # as terms say what is clipped
-        met = " & ".join([one for one in self.live if one[0] != "~"] + ([f"~({dead})"] if dead else []))
+        dead = " | ".join(
+            condition[1:] for condition in self.live if condition[0] == "~"
+        )  # as terms say what is clipped
+        met = " & ".join(
+            [condition for condition in self.live if condition[0] != "~"] + ([f"~({dead})"] if dead else [])
+        )
         return f"tl.where({met}, {text}, 0.0)" if met else text
 
     def times(self, sign: str) -> "Value":
@@ -76,16 +80,16 @@ def expression(
         Unsupported: an operator, or an argument of it, that the tables lack.
     """
     target, arguments = packet(node), _arguments(node)
-    is_bool, bools = _is_bool(node), [_is_bool(one) for one in arguments[:2]]
+    is_bool, bools = _is_bool(node), [_is_bool(argument) for argument in arguments[:2]]
 
     def operand(value: Any) -> Value:
         """Return a number as it is, a bool as 1 or 0."""
-        found = _operand(value, values)
-        return Value(f"tl.where({found}, 1.0, 0.0)") if _is_bool(value) else found
+        text = _operand(value, values)
+        return Value(f"tl.where({text}, 1.0, 0.0)") if _is_bool(value) else text
 
     def condition(value: Any) -> str:
-        found = str(_operand(value, values))
-        return found if _is_bool(value) else f"({found} != (0.0))"
+        text = str(_operand(value, values))
+        return text if _is_bool(value) else f"({text} != (0.0))"
 
     if target in LOGICAL and is_bool:
         return Value(LOGICAL[target].format(*map(condition, arguments[:2])))
@@ -95,7 +99,7 @@ def expression(
         return Value(COMPARISONS[target].format(*map(operand, arguments[:2])))
     if target in TESTS:
         return Value(TESTS[target].format(operand(arguments[0])))
-    if target in SAME:
+    if target in IDENTITIES:
         return _operand(arguments[0], values)
     if target in CREATED:
         number = _operand(arguments[CREATED[target]], values)
@@ -103,7 +107,7 @@ def expression(
     if target is aten._to_copy:
         return Value(condition(arguments[0])) if is_bool else operand(arguments[0])
     if target in (aten.where, aten.masked_fill):
-        return _where(node, arguments, operand, condition, is_bool)
+        return _where_expression(node, arguments, operand, condition, is_bool)
     if is_bool:
         raise Unsupported("of bools")
     if target in ARITHMETIC:
@@ -117,8 +121,8 @@ def expression(
     if target is aten.clamp:
         _, low, high = (*arguments, None, None)[:3]
         text = str(operand(arguments[0]))
-        text = text if low is None else f"tl.maximum({text}, {operand(low)}, {ALL})"
-        return Value(text if high is None else f"tl.minimum({text}, {operand(high)}, {ALL})")
+        text = text if low is None else f"tl.maximum({text}, {operand(low)}, {PROPAGATE_NAN})"
+        return Value(text if high is None else f"tl.minimum({text}, {operand(high)}, {PROPAGATE_NAN})")
     if target is aten.pow:
         return Value(_power(operand, *arguments[:2]))
     raise Unsupported("")
@@ -132,7 +136,7 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
     """
     arguments = list(node.args)
     schema = getattr(node.target, "_schema", None)
-    named = {one.name: one for one in schema.arguments} if schema else {}
+    named = {argument.name: argument for argument in schema.arguments} if schema else {}
     for name, value in node.kwargs.items():
         if name == "alpha" or name in LAYOUT or (name in named and value == named[name].default_value):
             continue
@@ -175,7 +179,7 @@ def _arithmetic(target: Any, left: Value, right: Value, alpha: float, names: Map
     return Value(form.format(left, right))
 
 
-def _where(
+def _where_expression(
     node: fx.Node,
     arguments: tuple[Any, ...],
     operand: Callable[[Any], Value],
@@ -209,26 +213,26 @@ def _are_nan_together(first: Any, second: Any) -> bool:
 
 def _nan_sources(value: Any) -> set[fx.Node] | None:
     """Return the inputs whose NaN an expression shows; None if it may hide one or make its own."""
-    found: set[fx.Node] = set()
-    waiting, seen = [value], set()
+    sources: set[fx.Node] = set()
+    waiting, visited = [value], set()
     while waiting:
         node = waiting.pop()
-        if not isinstance(node, fx.Node) or node in seen or packet(node) in CREATED:
+        if not isinstance(node, fx.Node) or node in visited or packet(node) in CREATED:
             continue
-        seen.add(node)
+        visited.add(node)
         if node.op == "placeholder":
-            found |= {node} if node.meta["val"].dim() else set()  # parameters are finite
+            sources |= {node} if node.meta["val"].dim() else set()  # parameters are finite
         elif packet(node) not in KEEP_NAN:
             return None
         else:
             waiting += [*node.args, *node.kwargs.values()]
-    return found
+    return sources
 
 
 def _product(left: Value, right: Value, names: Mapping[str, str]) -> Value:
     """Return left * right; a number is on the left. It need not be 0 where a factor is 0 anyway."""
     zeros = {f"~{names.get(f'{factor} == (0.0)')}" for factor in (right.core, *right.factors)}
-    live = [one for one in left.live if one not in zeros or not left.core.startswith("(")]
+    live = [condition for condition in left.live if condition not in zeros or not left.core.startswith("(")]
     core = right.core if left.core == "(1.0)" else f"{left.core} * {right.core}"
     factors = frozenset((left.core, right.core, *left.factors, *right.factors))
     return Value(core, left.sign, tuple(dict.fromkeys((*live, *right.live))), factors).times(right.sign)
@@ -247,14 +251,14 @@ def _power(operand: Callable[[Any], Value], base: Any, exponent: Any) -> str:
     size, text = abs(float(exponent)), str(operand(base))
     if not size <= LARGEST_POWER:
         raise Unsupported(f"with exponent {exponent:g}; the largest is {LARGEST_POWER}")
-    whole, rest = int(size), size - int(size)
-    factors = [text] * whole
+    integer_exponent, fraction = int(size), size - int(size)
+    factors = [text] * integer_exponent
     if size == 0.5:  # as torch has it: NaN of -inf
         factors = [f"tl.sqrt({text})"]
-    elif rest:
-        root = f"tl.sqrt({text})" if rest == 0.5 else f"tl.exp({_number(rest)} * tl.log({text}))"
+    elif fraction:
+        root = f"tl.sqrt({text})" if fraction == 0.5 else f"tl.exp({_number(fraction)} * tl.log({text}))"
         far = "float('inf')"
-        factors = [f"tl.abs({text})"] * whole + [f"tl.where({text} == -{far}, {far}, {root})"]
+        factors = [f"tl.abs({text})"] * integer_exponent + [f"tl.where({text} == -{far}, {far}, {root})"]
     product = " * ".join(factors) or "(1.0)"
     return product if exponent >= 0 else f"1.0 / ({product})"
 
@@ -293,7 +297,7 @@ def constant(number: Tensor) -> Value:
 def folded(node: fx.Node, constants: Mapping[fx.Node, Tensor]) -> Tensor | None:
     """Return the number of a node whose operands are all numbers, as torch computes it; None for others."""
     target, like = packet(node), node.meta.get("val")
-    if not isinstance(like, Tensor) or any(other not in constants for other in _read_nodes(node)):
+    if not isinstance(like, Tensor) or any(operand not in constants for operand in _read_nodes(node)):
         return None
     if target is aten._efficientzerotensor:
         return torch.zeros((), dtype=like.dtype)
@@ -302,12 +306,12 @@ def folded(node: fx.Node, constants: Mapping[fx.Node, Tensor]) -> Tensor | None:
         return torch.tensor(value, dtype=like.dtype) if isinstance(value, bool | int | float) else None
     if not _read_nodes(node):
         return None
-    arguments = fx.map_arg(node.args, lambda other: constants[other])
-    if target in SAME:
+    arguments = fx.map_arg(node.args, lambda operand: constants[operand])
+    if target in IDENTITIES:
         return cast(Tensor, arguments[0]).to(like.dtype)
     if target is aten._to_copy:
         return cast(Tensor, arguments[0]).to(like.dtype)
-    known = (
+    foldable = (
         *ARITHMETIC,
         *COMPARISONS,
         *LOGICAL,
@@ -318,9 +322,9 @@ def folded(node: fx.Node, constants: Mapping[fx.Node, Tensor]) -> Tensor | None:
         aten.pow,
         aten.masked_fill,
     )
-    if target not in known:
+    if target not in foldable:
         return None
-    kwargs = fx.map_arg(node.kwargs, lambda other: constants[other])
+    kwargs = fx.map_arg(node.kwargs, lambda operand: constants[operand])
     return cast(Any, node.target)(*arguments, **kwargs).to(like.dtype)
 
 

@@ -11,16 +11,17 @@ other operand is infinite or NaN. So derivatives of terms that overflow may be 0
 import torch
 
 __all__ = [
-    "ALL", "ARITHMETIC", "COMPARISONS", "CREATED", "IMPORTS", "KEEP_NAN", "LARGEST", "LARGEST_POWER",
-    "LAYOUT", "LOGICAL", "PREAMBLE", "SAME", "SELECTED", "SMALLEST", "TESTS", "UNARY", "aten",
+    "ARITHMETIC", "COMPARISONS", "CREATED", "IDENTITIES", "IMPORTS", "KEEP_NAN", "LARGEST", "LARGEST_POWER",
+    "LAYOUT", "LOGICAL", "PREAMBLE", "PROPAGATE_NAN", "SELECTED", "SMALLEST", "TESTS", "UNARY", "aten",
 ]  # fmt: skip
 
 aten = torch.ops.aten
-ALL = "tl.PropagateNan.ALL"
+PROPAGATE_NAN = "tl.PropagateNan.ALL"
 
 ARITHMETIC = {
     aten.mul: "{} * {}", aten.add: "{} + {}", aten.sub: "{} - {}", aten.div: "{} / {}",
-    aten.minimum: f"tl.minimum({{}}, {{}}, {ALL})", aten.maximum: f"tl.maximum({{}}, {{}}, {ALL})",
+    aten.minimum: f"tl.minimum({{}}, {{}}, {PROPAGATE_NAN})",
+    aten.maximum: f"tl.maximum({{}}, {{}}, {PROPAGATE_NAN})",
     aten.fmin: "tl.minimum({}, {})", aten.fmax: "tl.maximum({}, {})",
 }  # fmt: skip
 """Of two floats, a float."""
@@ -41,12 +42,13 @@ UNARY = {
     aten.abs: "tl.abs({})", aten.sin: "tl.sin({})", aten.cos: "tl.cos({})", aten.erf: "tl.erf({})",
     aten.sigmoid: "tl.sigmoid({})", aten.tanh: "tanh_of({})", aten.expm1: "expm1_of({})",
     aten.log1p: "log1p_of({})", aten.sign: "sign_of({})",
-    aten.relu: f"tl.maximum({{}}, 0.0, {ALL})", aten.floor: "tl.floor({})", aten.ceil: "tl.ceil({})",
+    aten.relu: f"tl.maximum({{}}, 0.0, {PROPAGATE_NAN})",
+    aten.floor: "tl.floor({})", aten.ceil: "tl.ceil({})",
 }  # fmt: skip
 """Of a float, a float."""
 TESTS = {aten.isnan: "{0} != {0}", aten.isinf: "tl.abs({}) == float('inf')", aten.logical_not: "{} == (0.0)"}
 """Of a float, a bool."""
-SAME = (
+IDENTITIES = (
     aten.detach, aten.detach_copy, aten.alias, aten.alias_copy, aten.clone, aten.lift_fresh_copy, aten.view,
     aten.view_copy, aten.expand, aten.expand_copy,
 )  # fmt: skip
@@ -56,7 +58,7 @@ SELECTED = {aten.lt: aten.minimum, aten.gt: aten.maximum}
 """where(x < y, x, y) by the comparison."""
 KEEP_NAN = {
     aten.mul, aten.add, aten.sub, aten.neg, aten.exp, aten.clamp, aten.sigmoid, aten.minimum, aten.maximum,
-    *SAME,
+    *IDENTITIES,
 }  # fmt: skip
 """Operators that are NaN if an operand is, and make none of finite operands."""
 LARGEST_POWER = 8

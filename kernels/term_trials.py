@@ -91,9 +91,9 @@ def results_in_torch(
     moving = [leaves[name].requires_grad_() for name in read if name in MOVED_BY_LOGPROB]
     passed = [leaf + 0.0 for leaf in leaves.values()]  # as in training no leaves
     with torch.enable_grad():
-        found = call_term(term, passed, parameters)
+        returned = call_term(term, passed, parameters)
         check_unchanged(term, read, passed, [inputs[name].to(dtype) for name in read])
-        value, clipped = found if isinstance(found, tuple) else (found, None)
+        value, clipped = returned if isinstance(returned, tuple) else (returned, None)
         try:
             slopes = torch.autograd.grad(value.sum(), moving, allow_unused=True, materialize_grads=True)
         except Exception as error:
@@ -130,23 +130,23 @@ def check_call(term: Any, names: Sequence[str], parameters: Mapping[str, float])
         ordinary &= functools.reduce(operator.and_, (values.isfinite() for values in every.values()))
         inputs = {name: every[name][ordinary] for name in read}
         passed = [inputs[name].clone().requires_grad_(name in MOVED_BY_LOGPROB) + 0.0 for name in read]
-        found = call_term(term, passed, parameters)
-        _check_results(term, found, passed[0])
-        if not found[0].requires_grad:
+        returned = call_term(term, passed, parameters)
+        _check_results(term, returned, passed[0])
+        if not returned[0].requires_grad:
             raise TermError(f"{place(term)}: the value has no gradient: it does not depend on the log-prob")
         results = results_in_torch(term, inputs, parameters, torch.float32)
-    for what, values in (("value", results.value), ("derivative", results.derivative)):
+    for result, values in (("value", results.value), ("derivative", results.derivative)):
         if values.isnan().any():
             raise TermError(
-                f"{place(term)}: the term's {what} is NaN at {row_of(inputs, {}, values.isnan())}"
+                f"{place(term)}: the term's {result} is NaN at {row_of(inputs, {}, values.isnan())}"
             )
 
 
 def _check_arguments(term: Any, names: Sequence[str], parameters: Mapping[str, float]) -> None:
     input_names(term)
     arguments = inspect.signature(term).parameters.values()
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in arguments)
-    named = {one.name: one for one in arguments if one.kind is one.KEYWORD_ONLY}
+    takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
+    named = {argument.name: argument for argument in arguments if argument.kind is argument.KEYWORD_ONLY}
     for name, argument in named.items():
         if name in names:
             raise TermError(f"{place(term)}: {name} is an input; inputs come before the *")
@@ -156,23 +156,23 @@ def _check_arguments(term: Any, names: Sequence[str], parameters: Mapping[str, f
         raise TermError(f"{place(term)}: the term takes no {unknown[0]!r}, which is in the variant's params")
 
 
-def _check_results(term: Any, found: Any, like: Tensor) -> None:
+def _check_results(term: Any, returned: Any, like: Tensor) -> None:
     """Refuse results other than (value, clipped), a float and a bool tensor of the inputs' shape.
 
     Raises:
         TermError: says what was returned.
     """
-    if not isinstance(found, tuple) or len(found) != 2:
-        kind = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        kind = f"{len(returned)} values" if isinstance(returned, tuple) else type(returned).__name__
         raise TermError(f"{place(term)}: returns {kind}, wanted two tensors, (value, clipped)")
-    for what, tensor in zip(("value", "clipped"), found, strict=True):
+    for result, tensor in zip(("value", "clipped"), returned, strict=True):
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
-            raise TermError(f"{place(term)}: returns {what} of type {kind}, wanted a tensor")
+            raise TermError(f"{place(term)}: returns {result} of type {kind}, wanted a tensor")
         if tensor.shape != like.shape:
             shape = f"{list(tensor.shape)}, wanted {list(like.shape)}, that of its inputs"
-            raise TermError(f"{place(term)}: returns {what} of shape {shape}")
-        right = tensor.is_floating_point() if what == "value" else tensor.dtype == torch.bool
+            raise TermError(f"{place(term)}: returns {result} of shape {shape}")
+        right = tensor.is_floating_point() if result == "value" else tensor.dtype == torch.bool
         if not right:
-            wanted = "float" if what == "value" else "bool"
-            raise TermError(f"{place(term)}: returns {what} of {tensor.dtype}, wanted {wanted}")
+            expected = "float" if result == "value" else "bool"
+            raise TermError(f"{place(term)}: returns {result} of {tensor.dtype}, wanted {expected}")

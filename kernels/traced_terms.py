@@ -46,11 +46,11 @@ from megatron_ibpo.kernels.term_operators import (
 )
 from megatron_ibpo.kernels.term_tables import CREATED, IMPORTS, PREAMBLE, aten
 
-__all__ = ["GIVEN", "SEQUENCE_GIVEN", "traced_source", "traced_term"]
+__all__ = ["PASSED", "SEQUENCE_PASSED", "traced_source", "traced_term"]
 
-GIVEN, SEQUENCE_GIVEN = ("log_ratio", "logprobs", "advantages"), ("log_ratio", "lengths", "advantages")
+PASSED, SEQUENCE_PASSED = ("log_ratio", "logprobs", "advantages"), ("log_ratio", "lengths", "advantages")
 """Inputs that the kernels hand to token and sequence terms; token terms load others themselves."""
-RESERVED = {"tl", "triton", "term", "zero", "others", "row", "kept", "parameters", *dir(builtins)}
+RESERVED = {"tl", "triton", "term", "zero", "pointers", "row", "mask", "parameters", *dir(builtins)}
 RESERVED |= set(re.findall(r"def (\w+)", PREAMBLE))
 """Names of the written function's own."""
 ACTIVATIONS = (aten.leaky_relu, aten.elu, aten.gelu, aten.gelu_backward, aten.hardtanh, aten.log10)
@@ -67,12 +67,12 @@ _sources: dict[tuple[Any, ...], str | TermError] = {}
 
 
 def traced_term(
-    term: Callable[..., Any], given: Sequence[str], others: Sequence[str], parameters: Mapping[str, float]
+    term: Callable[..., Any], passed: Sequence[str], loaded: Sequence[str], parameters: Mapping[str, float]
 ) -> Any:
-    """Return the `@triton.jit` function of a term: f(*given, others, row, kept, parameters).
+    """Return the `@triton.jit` function of a term: f(*passed, pointers, row, mask, parameters).
 
-    It takes the given inputs, fp32 tensors of one shape, and loads the others, whose pointers are in a tuple,
-    at the rows that are kept. It returns (value, derivative, clipped), or without `clipped` if the term
+    It takes the passed inputs, fp32 tensors of one shape, and loads the others, whose pointers are in a
+    tuple, at the rows of the mask. It returns (value, derivative, clipped), or without `clipped` if the term
     returns its value alone. The derivative is that by the policy's log-prob: by those inputs of
     `MOVED_BY_LOGPROB` that the term reads.
 
@@ -83,40 +83,40 @@ def traced_term(
     Args:
         term: a function of torch tensors, term(*inputs, **parameters) -> (value, clipped) or value, whose
             positional arguments are named as inputs.
-        given: names of the inputs that the function takes.
-        others: names of the inputs that it loads, in the order of their pointers.
+        passed: names of the inputs that the function takes.
+        loaded: names of the inputs that it loads, in the order of their pointers.
         parameters: its keyword arguments, in the order in which they are passed.
 
     Raises:
         TermError: see `record_calls`; or an operator that is not in the tables of `term_operators.py`.
     """
-    return _load(term_name(term), traced_source(term, given, others, parameters))
+    return _load(term_name(term), traced_source(term, passed, loaded, parameters))
 
 
 def traced_source(
-    term: Callable[..., Any], given: Sequence[str], others: Sequence[str], parameters: Mapping[str, float]
+    term: Callable[..., Any], passed: Sequence[str], loaded: Sequence[str], parameters: Mapping[str, float]
 ) -> str:
     """Return the source of `traced_term`. Raises as it does."""
     if (getattr(term, "__module__", None) or "").startswith(OURS):
-        return _source_of_ours(term, tuple(given), tuple(others), tuple(parameters.items()))
-    return _traced(term, given, others, parameters)
+        return _source_of_ours(term, tuple(passed), tuple(loaded), tuple(parameters.items()))
+    return _traced(term, passed, loaded, parameters)
 
 
 @functools.cache
 def _source_of_ours(
-    term: Any, given: tuple[str, ...], others: tuple[str, ...], parameters: tuple[tuple[str, float], ...]
+    term: Any, passed: tuple[str, ...], loaded: tuple[str, ...], parameters: tuple[tuple[str, float], ...]
 ) -> str:
     """Return the source of a term of this package. It reads nothing that changes, which is not looked up."""
-    return _traced(term, given, others, dict(parameters))
+    return _traced(term, passed, loaded, dict(parameters))
 
 
 def _traced(
-    term: Callable[..., Any], given: Sequence[str], others: Sequence[str], parameters: Mapping[str, float]
+    term: Callable[..., Any], passed: Sequence[str], loaded: Sequence[str], parameters: Mapping[str, float]
 ) -> str:
     inputs = input_names(term)
-    if unknown := [name for name in inputs if name not in (*given, *others)]:
+    if unknown := [name for name in inputs if name not in (*passed, *loaded)]:
         raise TermError(
-            f"{place(term)}: there is no input {unknown[0]!r}; there are {', '.join([*given, *others])}"
+            f"{place(term)}: there is no input {unknown[0]!r}; there are {', '.join([*passed, *loaded])}"
         )
     if not any(name in MOVED_BY_LOGPROB for name in inputs):
         raise TermError(
@@ -124,24 +124,24 @@ def _traced(
         )
     tensors = {name: torch.tensor(float(value), device="cpu") for name, value in parameters.items()}
     try:
-        return _source_of(term, given, others, tensors)
+        return _source_of(term, passed, loaded, tensors)
     except TermError:  # it may need numbers of Python
         if not parameters:
             raise
-        return _source_of(term, given, others, dict(parameters))
+        return _source_of(term, passed, loaded, dict(parameters))
 
 
-def _source_of(term: Any, given: Sequence[str], others: Sequence[str], parameters: Mapping[str, Any]) -> str:
+def _source_of(term: Any, passed: Sequence[str], loaded: Sequence[str], parameters: Mapping[str, Any]) -> str:
     """Return the source with parameters that are tensors read at run time, and others written in."""
     calls = record_calls(term, parameters)
     kinds = tuple((name, isinstance(value, Tensor)) for name, value in parameters.items())
-    key = (place(term), input_names(term), calls, tuple(given), tuple(others), kinds)
+    key = (place(term), input_names(term), calls, tuple(passed), tuple(loaded), kinds)
     if key not in _sources:
         if len(_sources) == MOST_SOURCES:
             _sources.clear()
         try:
             with torch.device("cpu"), torch.enable_grad():
-                _sources[key] = _written(term, tuple(given), tuple(others), parameters)
+                _sources[key] = _written(term, tuple(passed), tuple(loaded), parameters)
         except TermError as error:
             _sources[key] = error
     if isinstance(source := _sources[key], TermError):
@@ -149,30 +149,32 @@ def _source_of(term: Any, given: Sequence[str], others: Sequence[str], parameter
     return source
 
 
-def _written(term: Any, given: Sequence[str], others: Sequence[str], parameters: Mapping[str, Any]) -> str:
-    inputs, taken = input_names(term), set(RESERVED)
-    local = {name: _free_name(name, taken) for name in dict.fromkeys([*given, *others, *inputs, *parameters])}
-    body = _body(term, inputs, parameters, local, taken)
-    load = "{} = tl.load(others[{}] + row, mask=kept, other=0.0)"
-    loads = [load.format(local[name], number) for number, name in enumerate(others) if name in inputs]
+def _written(term: Any, passed: Sequence[str], loaded: Sequence[str], parameters: Mapping[str, Any]) -> str:
+    inputs, used_names = input_names(term), set(RESERVED)
+    local = {
+        name: _free_name(name, used_names) for name in dict.fromkeys([*passed, *loaded, *inputs, *parameters])
+    }
+    body = _body(term, inputs, parameters, local, used_names)
+    load = "{} = tl.load(pointers[{}] + row, mask=mask, other=0.0)"
+    loads = [load.format(local[name], number) for number, name in enumerate(loaded) if name in inputs]
     numbers = [
         f"{local[name]} = parameters[{number}]"
         for number, (name, value) in enumerate(parameters.items())
         if isinstance(value, Tensor) and local[name] in body
     ]
-    arguments = [local[name] for name in given]
+    arguments = [local[name] for name in passed]
     lines = "\n    ".join([f"zero = tl.zeros_like({arguments[0]})", *loads, *numbers, body])
-    signature = f"term({', '.join(arguments)}, others, row, kept, parameters)"
+    signature = f"term({', '.join(arguments)}, pointers, row, mask, parameters)"
     comment = place(term).encode("ascii", "backslashreplace").decode().replace("\n", " ")
     return f"# {comment}, traced\n{IMPORTS}{PREAMBLE}@triton.jit\ndef {signature}:\n    {lines}\n"
 
 
-def _free_name(name: str, taken: set[str]) -> str:
+def _free_name(name: str, used_names: set[str]) -> str:
     """Return this name or a longer one that is not taken, and take it."""
     name = name if name.isascii() else "named"
-    while name in taken:
+    while name in used_names:
         name += "_"
-    taken.add(name)
+    used_names.add(name)
     return name
 
 
@@ -206,12 +208,12 @@ def _graph(
             for number, tensor in zip(moving, tensors, strict=True):
                 fixed[number] = tensor
             with _Lines(term):
-                found = term(*fixed, **{**parameters, **numbers})
-            clips = isinstance(found, tuple)
-            return found if clips else (found, found.detach())
+                returned = term(*fixed, **{**parameters, **numbers})
+            clips = isinstance(returned, tuple)
+            return returned if clips else (returned, returned.detach())
 
-        found = torch.func.vjp(moved, *(fixed[number] for number in moving), has_aux=True)
-        value, pull, clipped = cast(tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]], Tensor], found)
+        vjp = torch.func.vjp(moved, *(fixed[number] for number in moving), has_aux=True)
+        value, pull, clipped = cast(tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]], Tensor], vjp)
         slope = functools.reduce(operator.add, pull(torch.ones_like(value)))
         return (value, slope, clipped) if clips else (value, slope)
 
@@ -254,12 +256,12 @@ class _Lines(TorchFunctionMode):
 def _forward_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that value and clip are made of; others are of the derivative alone."""
     value, _, *clip = cast(tuple[fx.Node, ...], graph.output_node().args[0])
-    waiting, found = [value, *clip], set()
+    waiting, nodes = [value, *clip], set()
     while waiting:
-        if (node := waiting.pop()) not in found:
-            found.add(node)
+        if (node := waiting.pop()) not in nodes:
+            nodes.add(node)
             waiting += node.all_input_nodes
-    return found
+    return nodes
 
 
 def _cancel(graph: fx.Graph) -> None:
@@ -282,7 +284,7 @@ def _body(
     inputs: tuple[str, ...],
     parameters: Mapping[str, Any],
     local: Mapping[str, str],
-    taken: set[str],
+    used_names: set[str],
 ) -> str:
     """Return the statements of the traced term. Constants are folded, and nothing is computed twice."""
     module = _graph(term, inputs, parameters)
@@ -306,17 +308,17 @@ def _body(
             if number is not None:
                 constants[node] = number
             if number is not None and packet(node) not in CREATED:
-                found = constant(number)
+                value = constant(number)
             else:
-                found = expression(node, values, names, exact=node in forward)
+                value = expression(node, values, names, exact=node in forward)
         except Unsupported as error:
             raise TermError(_refusal(term, node, str(error))) from None
-        if not found.core.isidentifier() and not NUMBER.fullmatch(found.core):
-            if found.core not in names:
-                names[found.core] = _free_name(node.name, taken)
-                rows |= {names[found.core]} if rows & _identifiers(found.core) else set()
-            found = found._replace(core=names[found.core])
-        values[node] = found
+        if not value.core.isidentifier() and not NUMBER.fullmatch(value.core):
+            if value.core not in names:
+                names[value.core] = _free_name(node.name, used_names)
+                rows |= {names[value.core]} if rows & _identifiers(value.core) else set()
+            value = value._replace(core=names[value.core])
+        values[node] = value
     returned = cast(tuple[fx.Node, ...], graph.output_node().args[0])
     texts = [_per_row(node, values[node], rows) for node in returned]
     return "\n    ".join([*(f"{n} = {text}" for text, n in names.items()), f"return {', '.join(texts)}"])

@@ -15,7 +15,7 @@ from megatron_ibpo.basics.records import Group, Sample
 from megatron_ibpo.config import NOT_NEGATIVE
 from megatron_ibpo.credit import CreditContext, Judgement, Operator
 from megatron_ibpo.credit.explanation import Line
-from megatron_ibpo.credit.operator import TokenTexts, TokenWeights, lent, signed_masks
+from megatron_ibpo.credit.operator import TokenTexts, TokenWeights, require_tool, signed_masks
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.spans import written_spans
 
@@ -44,7 +44,7 @@ class Agreement(Operator):
         Raises:
             ValueError: the context has no texts of tokens.
         """
-        texts = lent(context.vocabulary.token_texts, "texts of tokens")
+        texts = require_tool(context.vocabulary.token_texts, "texts of tokens")
         judgements = [_judge(group, texts) for group in groups]
         phi = [[share for share, _ in of_group] for of_group in judgements]
         of_wrong = [

@@ -13,7 +13,7 @@ from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import CreditContext, FollowUp, Judgement, Operator
 from megatron_ibpo.credit.corrections import CompareAndCorrect
-from megatron_ibpo.credit.operator import lent
+from megatron_ibpo.credit.operator import require_tool
 from megatron_ibpo.credit.pairing import is_wrong
 
 Tally = Mapping[str, Sequence[float]]
@@ -101,7 +101,7 @@ def price_in_rollouts(group: Group, prompt_length: int, operator: Operator, cont
     Raises:
         ValueError: the context has no prices.
     """
-    of_sample = lent(context.price, "prices of samples")
+    of_sample = require_tool(context.price, "prices of samples")
     length = round(sum(len(response.token_ids) for response in group.responses) / len(group.responses))
     plain = len(group.prompt.token_ids)
     rollout = of_sample(plain, length, sharing=len(group.responses), trained=plain + length)

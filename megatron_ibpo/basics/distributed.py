@@ -154,6 +154,6 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
         return None
     address = os.environ["MASTER_ADDR"]
     if rank == 0:
-        held = os.environ.pop(STORE_DESCRIPTOR, None)  # once: it belongs to the store from now on
-        return open_store(address, port, timeout, size, None if held is None else int(held))
+        descriptor = os.environ.pop(STORE_DESCRIPTOR, None)  # once: it belongs to the store from now on
+        return open_store(address, port, timeout, size, None if descriptor is None else int(descriptor))
     return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)

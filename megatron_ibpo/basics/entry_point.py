@@ -90,10 +90,12 @@ def parsed(
     except SystemExit as ended:
         if ended.code in (None, 0):
             return read()  # --help, on the terminal
-    _, what, *_ = re.split("-{9,}", box.getvalue())  # title, what is wrong, the flag's help, where help is
-    said = " ".join(what.split()).replace(" (required)", "").replace("Error parsing ", "")
-    said = re.sub("Missing from .*?: ", "missing: ", said).replace("Unrecognized options", "no such flag")
-    raise ValueError(f"{said.removesuffix('.')}; --help lists all flags")
+    _, problem, *_ = re.split("-{9,}", box.getvalue())  # title, what is wrong, the flag's help, where help is
+    message = " ".join(problem.split()).replace(" (required)", "").replace("Error parsing ", "")
+    message = re.sub("Missing from .*?: ", "missing: ", message).replace(
+        "Unrecognized options", "no such flag"
+    )
+    raise ValueError(f"{message.removesuffix('.')}; --help lists all flags")
 
 
 def _optional(info: Any) -> Any:
@@ -128,7 +130,7 @@ def guarded(work: Callable[[], int | None], *, logs: Path | None = None, stopped
         if getattr(sys, name) is None:  # closed by the shell, and the next file would get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     keep_keys_from_logs()
-    before, threading.excepthook = threading.excepthook, partial(_answer_thread, logs)
+    previous_hook, threading.excepthook = threading.excepthook, partial(_answer_thread, logs)
     try:
         status = work() or DONE
         sys.stdout.flush()
@@ -143,7 +145,7 @@ def guarded(work: Callable[[], int | None], *, logs: Path | None = None, stopped
         cut_off = isinstance(error, BrokenPipeError) and _reader_is_gone()
         status = STDOUT_CLOSED if cut_off else _answer(error, logs)
     finally:
-        threading.excepthook = before
+        threading.excepthook = previous_hook
     if _reader_is_gone():  # Python would complain at exit about unprinted output
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return status
@@ -161,32 +163,34 @@ def _answer_thread(logs: Path | None, failed: threading.ExceptHookArgs) -> None:
 
     A thread that keeps its error, as TensorBoard's writer does, has it raised where the thread is used next.
     """
-    kept = getattr(failed.thread, "exception", None)
-    if isinstance(failed.exc_value, Exception) and failed.exc_value is not kept:
+    stored_error = getattr(failed.thread, "exception", None)
+    if isinstance(failed.exc_value, Exception) and failed.exc_value is not stored_error:
         _answer(failed.exc_value, logs)
 
 
 def _answer(error: BaseException, logs: Path | None) -> int:
     """Print an error; return the exit status."""
-    said, status = _judged(error, logs)
+    message, status = _line_and_status(error, logs)
     # a note is the traceback from another process
-    if status == FAILED or said.startswith(UNREADABLE) or hasattr(error, "__notes__"):
-        kept = _kept(error, logs)
-        said = said.partition("\n")[0] + (f"; the traceback is in {kept}" if kept else "")
-    _say(f"error: {said}{'; please report it' if said.startswith(INTERNAL) else ''}")
+    if status == FAILED or message.startswith(UNREADABLE) or hasattr(error, "__notes__"):
+        trace_file = _write_traceback(error, logs)
+        message = message.partition("\n")[0] + (f"; the traceback is in {trace_file}" if trace_file else "")
+    _say(f"error: {message}{'; please report it' if message.startswith(INTERNAL) else ''}")
     return status
 
 
-def _judged(error: BaseException, logs: Path | None) -> tuple[str, int]:
+def _line_and_status(error: BaseException, logs: Path | None) -> tuple[str, int]:
     """Return the line for an error, and the exit status."""
-    name = os.fsdecode(found) if isinstance(found := getattr(error, "filename", ""), str | bytes) else ""
+    name = (
+        os.fsdecode(filename) if isinstance(filename := getattr(error, "filename", ""), str | bytes) else ""
+    )
     within_run = logs and Path(name).is_relative_to(logs.parent)
     if logs and not logs.parent.is_dir() and (within_run or f"{logs.parent}{os.sep}" in str(error)):
         return f"{logs.parent}: the run's directory is gone", FAILED
     if isinstance(error, OSError) and error.errno is not None:
-        where = f"{name}: " if name else ""
+        prefix = f"{name}: " if name else ""
         status = BAD_INPUT if isinstance(error, OF_PATHS) and not within_run else FAILED
-        return f"{where}{error.strerror}", status
+        return f"{prefix}{error.strerror}", status
     library, kind = type(error).__module__.partition(".")[0], type(error).__name__
     if isinstance(error, ValueError | OSError) and (library == PACKAGE or _is_raised_here(error)):
         return str(error), BAD_INPUT
@@ -209,7 +213,7 @@ def _is_raised_here(error: BaseException) -> bool:
     return line.startswith("raise ") and any(Path(file).resolve().is_relative_to(place) for place in SOURCES)
 
 
-def _kept(error: BaseException, logs: Path | None) -> Path | None:
+def _write_traceback(error: BaseException, logs: Path | None) -> Path | None:
     """Append the traceback to a file and return its path; None if no disk accepts it."""
     trace = without_keys("".join(traceback.format_exception(error)))
     text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n{trace}\n".encode(errors="replace")

@@ -38,8 +38,8 @@ def fault_place(error: BaseException, *ours: str) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename not in ours and os.path.dirname(frame.filename) not in ours
     ]
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen "))]
-    last = (own or frames)[-1:]
+    user_frames = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen "))]
+    last = (user_frames or frames)[-1:]
     return "".join(f" ({frame.filename}:{frame.lineno} in {frame.name})" for frame in last)
 
 

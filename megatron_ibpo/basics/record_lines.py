@@ -55,10 +55,10 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
         OSError: the file cannot be written.
     """
     end = file.seek(0, io.SEEK_END)
-    left = memoryview(data)
+    remaining = memoryview(data)
     try:
-        while left:
-            left = left[file.write(left) :]
+        while remaining:
+            remaining = remaining[file.write(remaining) :]
     except OSError as error:
         file.truncate(end)  # needs no room
         raise OSError(error.errno, error.strerror, str(file.name)) from None

@@ -45,8 +45,8 @@ def expert_ids(ids: Any, num_experts: int) -> ExpertIds:
         raise ValueError(f"routers that choose among {num_experts} experts: two bytes count to 65,535")
     dtype = np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16
     ids = np.asarray(ids)
-    held: ExpertIds = np.where(ids < 0, np.iinfo(dtype).max, ids).astype(dtype)
-    return held
+    stored: ExpertIds = np.where(ids < 0, np.iinfo(dtype).max, ids).astype(dtype)
+    return stored
 
 
 def no_expert(ids: ExpertIds) -> int:
@@ -100,7 +100,7 @@ class SampleRequest:
     top_p: float = 1.0
     top_k: int = -1
     """Number of likeliest tokens to sample from; -1: off."""
-    begun: int = 0
+    num_begun_tokens: int = 0
     """Number of tokens at the end of the prompt that already begin the response: the sample comes back as the
     whole response, and its beginning is not trained on."""
     repeats_prompt: bool = False
@@ -299,8 +299,8 @@ def repeated_prefixes(sequences: Sequence[TokenIds]) -> list[int]:
     # in any order of whole tokens, sequences with the longest shared prefix are neighbours
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes())
     repeated = [0] * len(sequences)
-    for before, here in pairwise(order):
-        repeated[here] = shared_length(sequences[before], sequences[here])
+    for previous, current in pairwise(order):
+        repeated[current] = shared_length(sequences[previous], sequences[current])
     return repeated
 
 

@@ -45,8 +45,8 @@ def without_keys(text: str) -> str:
 def _is_word(text: str, start: int, end: int) -> bool:
     """Return whether this part of the text is no part of a longer word. A short key of letters is a made-up
     one, such as `token`, which is not hidden in `tokenizer`."""
-    before, after = text[max(0, start - 2) : start], text[end : end + 1]
-    return not after.isalnum() and (before in (r"\n", r"\r", r"\t") or not before[-1:].isalnum())
+    preceding, following = text[max(0, start - 2) : start], text[end : end + 1]
+    return not following.isalnum() and (preceding in (r"\n", r"\r", r"\t") or not preceding[-1:].isalnum())
 
 
 def _parts(text: str, hidden: bytearray) -> Iterator[str]:
@@ -63,10 +63,11 @@ def _parts(text: str, hidden: bytearray) -> Iterator[str]:
 def _pieces(key: str) -> frozenset[str]:
     """Return what is searched for: all pieces of all spellings, in small letters; short spellings as they
     are."""
-    whole = {text for text in _spellings(key) if len(text) < _PIECE}
+    short_spellings = {text for text in _spellings(key) if len(text) < _PIECE}
     long = (_lowered(text) for text in _spellings(key) if len(text) >= _PIECE)
     return frozenset(
-        whole | {text[start : start + _PIECE] for text in long for start in range(len(text) - _PIECE + 1)}
+        short_spellings
+        | {text[start : start + _PIECE] for text in long for start in range(len(text) - _PIECE + 1)}
     )
 
 
@@ -83,8 +84,8 @@ def _spellings(key: str) -> set[str]:
         key, content.decode("latin-1"), content.hex(), html.escape(key), quote_plus(content),
         quote(content, safe=""), quote(content), *_literals(key), *_in_base64(content),
     }  # fmt: skip
-    twice = {literal for text in once for literal in _literals(text)}
-    return {key} | {text for text in once | twice if len(text) >= _SHORTEST}
+    nested = {literal for text in once for literal in _literals(text)}
+    return {key} | {text for text in once | nested if len(text) >= _SHORTEST}
 
 
 def _literals(text: str) -> set[str]:
@@ -96,11 +97,11 @@ def _literals(text: str) -> set[str]:
 
 def _in_base64(content: bytes) -> Iterator[str]:
     """Yield the base64 of any content with the key in it, as far as the key alone settles its letters."""
-    for before in range(3):
-        padded = b"\0" * before + content
-        whole = len(padded) - len(padded) % 3
+    for num_before in range(3):
+        padded = b"\0" * num_before + content
+        end = len(padded) - len(padded) % 3
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
-            yield encode(padded[:whole]).decode()[(0, 2, 3)[before] :]
+            yield encode(padded[:end]).decode()[(0, 2, 3)[num_before] :]
 
 
 class _Record(logging.LogRecord):

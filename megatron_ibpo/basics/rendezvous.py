@@ -54,10 +54,10 @@ RANDOM_PART = 8
 def remove_private(directory: Path) -> None:
     """Remove a directory of `private_directory`, even if others write into it at this moment. It is renamed
     first: a file that appears between the listing and the removal would keep the directory."""
-    gone = directory.with_name(f"{directory.name}.gone")
+    renamed = directory.with_name(f"{directory.name}.gone")
     with suppress(OSError):  # it is gone, or another process has renamed it and was killed then
-        directory.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+        directory.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def private_directory(prefix: str, socket_bytes: int, fallbacks: Sequence[str] = FALLBACKS) -> Path:
@@ -71,21 +71,21 @@ def private_directory(prefix: str, socket_bytes: int, fallbacks: Sequence[str] =
         OSError: no such directory can be made.
     """
     room = LONGEST_SOCKET - socket_bytes - len(f"/{prefix}") - RANDOM_PART
-    wanted = tempfile.gettempdir()
+    default = tempfile.gettempdir()
     too_long = (
-        f"TMPDIR={wanted} has {len(os.fsencode(wanted))} bytes, and the Unix sockets of {prefix}* leave it "
+        f"TMPDIR={default} has {len(os.fsencode(default))} bytes, and the Unix sockets of {prefix}* leave it "
         f"{room} at most"
     )
-    for place in (wanted, *fallbacks):
+    for place in (default, *fallbacks):
         if len(os.fsencode(place)) > room:
             continue
         try:
-            made = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+            directory = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
         except OSError:
-            if place == wanted:
+            if place == default:
                 raise
             continue
-        if place != wanted:
+        if place != default:
             print(f"{too_long}: {place} is used instead", file=sys.stderr, flush=True)
-        return made
+        return directory
     raise OSError(f"{too_long}; set TMPDIR to a shorter path that can be written")

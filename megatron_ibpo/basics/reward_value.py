@@ -56,15 +56,15 @@ def read_reward(value: Any) -> tuple[float, dict[str, float]]:
             f"at most {MOST_DETAILS:,} numbers may stand beside the score, got {len(parts) - 1:,}"
         )
     for name, number in parts.items():
-        what = "number" if value is number else f"number as {name!r}"
+        kind = "number" if value is number else f"number as {name!r}"
         if not isinstance(name, str):
             raise TypeError(f"names must be text, got {shown(name)}")
         if not name.isprintable() or len(name) > LONGEST_NAME:
             raise ValueError(f"names have at most {LONGEST_NAME} printable characters, got {shown(name)}")
         if not isinstance(number, Real):
-            raise TypeError(f"expected a {what}, got {type(number).__name__} {shown(number)}")
+            raise TypeError(f"expected a {kind}, got {type(number).__name__} {shown(number)}")
         if not _fits(number):
-            raise ValueError(f"expected a {_too_large(what, number)}")
+            raise ValueError(f"expected a {_too_large(kind, number)}")
     return float(parts.pop("score")), {name: float(number) for name, number in parts.items()}
 
 
@@ -72,11 +72,11 @@ def _fits(number: Any) -> bool:
     return bool(abs(number) <= LARGEST_REWARD)  # false for NaN as well
 
 
-def _too_large(what: str, number: Real) -> str:
+def _too_large(kind: str, number: Real) -> str:
     try:
         got = float(number)
     except OverflowError:  # an integer of more than 308 digits
-        return f"{what} of at most {LARGEST_REWARD:g} in size, got a longer one: scale it"
+        return f"{kind} of at most {LARGEST_REWARD:g} in size, got a longer one: scale it"
     if not math.isfinite(got):
-        return f"finite {what}, got {got}"
-    return f"{what} of at most {LARGEST_REWARD:g} in size, got {got:g}: scale it"
+        return f"finite {kind}, got {got}"
+    return f"{kind} of at most {LARGEST_REWARD:g} in size, got {got:g}: scale it"

@@ -66,7 +66,7 @@ class Supervised:
         if self.is_alive():
             self._supervisor.terminate()
 
-    def how_it_ended(self) -> str:
+    def exit_reason(self) -> str:
         """Return its signal or status, once it has ended."""
         status = self._supervisor.returncode
         return f"status {status}" if status >= 0 else signal.Signals(-status).name
@@ -100,14 +100,14 @@ END_TIMEOUT_S = 20.0
 LOOK_EVERY_S = 0.01
 
 
-def end_group(group: int, known: Iterable[int] = ()) -> None:
+def end_group(group: int, known_inodes: Iterable[int] = ()) -> None:
     """Kill all processes of `group` but the caller, and remove the shared memory that only they used. Returns
     when they have ended, and so have freed their GPUs' memory.
 
     Args:
         known: earlier result of `shared_memory` for the group, for members that have already ended.
     """
-    inodes = shared_memory(group) | set(known)
+    inodes = shared_memory(group) | set(known_inodes)
     for pid in _members(group):
         if pid != os.getpid():
             with suppress(ProcessLookupError):

@@ -103,21 +103,21 @@ class _Supervisor:
     def _reap(self, options: int) -> bool:
         """Collect children that have ended, the first of them as `options` say; return whether the worker is
         among them."""
-        found = False
+        worker_ended = False
         with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, options))[0]:
+            while (child := os.waitpid(-1, options))[0]:
                 options = os.WNOHANG
-                if ended[0] == self._worker:
-                    self._status, found = ended[1], True
-        return found
+                if child[0] == self._worker:
+                    self._status, worker_ended = child[1], True
+        return worker_ended
 
 
 class _Prints:
     """Passes on what the worker and its descendants print, up to a bound."""
 
-    def __init__(self, descriptor: int, most: int, name: str):
+    def __init__(self, descriptor: int, limit: int, name: str):
         self.descriptor = descriptor
-        self._left, self._most, self._name = most, most, name
+        self._left, self._limit, self._name = limit, limit, name
         self._omitted = 0
 
     def take(self) -> bool:
@@ -125,17 +125,17 @@ class _Prints:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # what is read is counted before the end
         try:
             read = os.read(self.descriptor, _CHUNK)
-            kept = read[: self._left]
-            self._left -= len(kept)
-            is_first = len(kept) < len(read) and not self._omitted
-            self._omitted += len(read) - len(kept)
+            passed_on = read[: self._left]
+            self._left -= len(passed_on)
+            is_first = len(passed_on) < len(read) and not self._omitted
+            self._omitted += len(read) - len(passed_on)
         except BlockingIOError:
             return False
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        _say(kept)
+        _say(passed_on)
         if is_first:
-            _say(f"\n[{self._name} printed more than {self._most:,} bytes; the rest is left out]\n".encode())
+            _say(f"\n[{self._name} printed more than {self._limit:,} bytes; the rest is left out]\n".encode())
         return bool(read)
 
     def finish(self) -> None:
@@ -153,13 +153,13 @@ def _say(text: bytes) -> None:
 
 
 def _children() -> list[int]:
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
             parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
             if parent == os.getpid():
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 if __name__ == "__main__":

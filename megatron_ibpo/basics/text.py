@@ -25,8 +25,8 @@ def shown(value: object) -> str:
 
 def listed(names: Sequence[str], separator: str = ", ", *, most: int) -> str:
     """Return the first `most` names and the number of others, to keep messages readable."""
-    left = len(names) - most
-    return separator.join(names[:most]) + (f" and {left} more" if left > 0 else "")
+    num_omitted = len(names) - most
+    return separator.join(names[:most]) + (f" and {num_omitted} more" if num_omitted > 0 else "")
 
 
 _LONGEST_ERROR = 500
@@ -36,11 +36,11 @@ def error_text(error: BaseException) -> str:
     """Return the type and message of any exception, of 500 characters at most, as a log can write them, and
     without keys."""
     try:
-        said = str(error)
+        message = str(error)
     except Exception as in_turn:  # a user's exception may fail at that too
-        said = f"it cannot be shown, which fails with {type(in_turn).__name__}"
-    said = said[: 2 * _LONGEST_ERROR]  # a key at the end of this is not cut in pieces that are shown
-    return printable(without_keys(f"{type(error).__name__}: {said}")[:_LONGEST_ERROR])
+        message = f"it cannot be shown, which fails with {type(in_turn).__name__}"
+    message = message[: 2 * _LONGEST_ERROR]  # a key at the end of this is not cut in pieces that are shown
+    return printable(without_keys(f"{type(error).__name__}: {message}")[:_LONGEST_ERROR])
 
 
 def printable(text: str) -> str:

@@ -88,9 +88,11 @@ def differences(versions: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 def warn_on_differences(versions: Mapping[str, str]) -> None:
     """Print one warning that names each package that differs from the tested set, with both versions."""
-    found = differences(versions)
-    if found:
-        listed = ", ".join(f"{name} {here} (tested: {tested})" for name, (here, tested) in found.items())
+    differing = differences(versions)
+    if differing:
+        listed = ", ".join(
+            f"{name} {installed} (tested: {tested})" for name, (installed, tested) in differing.items()
+        )
         warnings.warn(f"versions that were not tested together: {listed}", stacklevel=2)
 
 
@@ -106,8 +108,8 @@ def main(requirements: list[str]) -> int:
     Args:
         requirements: files whose packages must be installed as well, in whatever version.
     """
-    for name, (here, tested) in differences(installed_versions()).items():
-        print(f"warning: {name} {here} is installed, {tested} was tested", file=sys.stderr)
+    for name, (installed, tested) in differences(installed_versions()).items():
+        print(f"warning: {name} {installed} is installed, {tested} was tested", file=sys.stderr)
     lacks = _not_installed()
     needed, files = _to_install(lacks)
     if (torch := _version("torch")) and not torch.endswith("+cpu"):
@@ -132,11 +134,11 @@ _PINNED = "requirements/cpu.txt"
 
 def _to_install(lacks: list[str]) -> tuple[list[str], list[str]]:
     """Return the packages to install by name, and the requirements files that hold the others."""
-    others = [name for name in lacks if name != "megatron-core"]
+    pinned_names = [name for name in lacks if name != "megatron-core"]
     files = ["requirements/megatron-core.txt"] if "megatron-core" in lacks else []
-    if {"torch", "vllm"} & set(others):
+    if {"torch", "vllm"} & set(pinned_names):
         return [], [_PINNED, *files]
-    return [f"{name}=={TESTED[name]}" for name in others], files
+    return [f"{name}=={TESTED[name]}" for name in pinned_names], files
 
 
 def _install_command(packages: list[str], files: list[str]) -> str:

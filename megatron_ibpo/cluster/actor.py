@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megatron_ibpo.basics.rendezvous import NODE_ADDRESS, listen
-from megatron_ibpo.cluster.deaths import ProcessDiedError, how_it_ended, record_peak_memory
+from megatron_ibpo.cluster.deaths import ProcessDiedError, exit_reason, record_peak_memory
 from megatron_ibpo.cluster.main_memory import main_memory
 
 GRACE_S = 5.0
@@ -26,7 +26,7 @@ be the better message."""
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class Location:
     """The place where a process runs."""
 
     address: str
@@ -50,10 +50,10 @@ class _Process:
         if (logs := _ray_logs()) is not None:
             record_peak_memory(logs, os.getpid())
 
-    def where(self) -> Where:
+    def location(self) -> Location:
         address = ray.util.get_node_ip_address()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        return Where(address, tuple(gpu for gpu in visible.split(",") if gpu), main_memory())
+        return Location(address, tuple(gpu for gpu in visible.split(",") if gpu), main_memory())
 
     def listen(self) -> tuple[int, int]:
         """Return port and file descriptor of a socket that listens at this node's address, for the object
@@ -116,8 +116,8 @@ class Host:
             .remote(name, dict(environment), [path or os.getcwd() for path in sys.path])
         )
 
-    def where(self) -> Any:
-        return self._actor.where.remote()
+    def location(self) -> Any:
+        return self._actor.location.remote()
 
     def listen(self) -> Any:
         """Make it listen at a port. Return a handle for the port, and its descriptor in that process."""
@@ -165,8 +165,8 @@ def original_error(error: RayTaskError | RayActorError, process: str) -> Excepti
     it ended."""
     if isinstance(error, RayActorError):
         message = str(error)
-        here = f"ip: {ray.util.get_node_ip_address()}\n" in message
-        return ProcessDiedError(f"{process} {how_it_ended(message, _ray_logs() if here else None)}")
+        is_local = f"ip: {ray.util.get_node_ip_address()}\n" in message
+        return ProcessDiedError(f"{process} {exit_reason(message, _ray_logs() if is_local else None)}")
     if not isinstance(error.cause, Exception):
         return error
     # Ray puts its traceback into an attribute of some errors, and into the text of all
@@ -174,24 +174,26 @@ def original_error(error: RayTaskError | RayActorError, process: str) -> Excepti
     return error.cause
 
 
-def gather(answers: Sequence[Any], processes: Sequence[str], timeout: float | None = None) -> list[Any]:
+def gather(refs: Sequence[Any], processes: Sequence[str], timeout: float | None = None) -> list[Any]:
     """Return the results of calls that work together, in order.
 
     After one failure the others may wait for the failed one forever. The error is raised after a moment in
     which others may fail too. A process that died is named first, followed by an error that it caused
     elsewhere.
     """
-    waiting = list(answers)
+    waiting = list(refs)
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
         if not done:
-            late = ", ".join(processes[answers.index(answer)] for answer in waiting)
+            late = ", ".join(processes[refs.index(ref)] for ref in waiting)
             raise ProcessDiedError(f"{late} did not answer within {timeout:g} seconds")
         if _failed(done[0]):
-            more, _ = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S) if waiting else ([], [])
-            failed = [answer for answer in [*done, *more] if _failed(answer)]
-            _raise_first(sorted(failed, key=answers.index), answers, processes)  # rank 0 knows of the disk
-    return ray.get(list(answers))
+            late_refs, _ = (
+                ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S) if waiting else ([], [])
+            )
+            failed = [ref for ref in [*done, *late_refs] if _failed(ref)]
+            _raise_first(sorted(failed, key=refs.index), refs, processes)  # rank 0 knows of the disk
+    return ray.get(list(refs))
 
 
 def _failed(answer: Any) -> bool:
@@ -204,18 +206,18 @@ def _failed(answer: Any) -> bool:
     return False
 
 
-def _raise_first(failed: Sequence[Any], answers: Sequence[Any], processes: Sequence[str]) -> None:
+def _raise_first(failed: Sequence[Any], refs: Sequence[Any], processes: Sequence[str]) -> None:
     errors = []
-    for answer in failed:
+    for ref in failed:
         try:
-            result(answer, processes[answers.index(answer)])
+            result(ref, processes[refs.index(ref)])
         except Exception as error:
             errors.append(error)
     deaths = [error for error in errors if isinstance(error, ProcessDiedError)]
-    others = [error for error in errors if error not in deaths]
-    if deaths and others:
-        said = [*deaths, f"other processes reported: {type(others[0]).__name__}: {others[0]}"]
-        raise ProcessDiedError("\n".join(map(str, said)))
+    other_errors = [error for error in errors if error not in deaths]
+    if deaths and other_errors:
+        reports = [*deaths, f"other processes reported: {type(other_errors[0]).__name__}: {other_errors[0]}"]
+        raise ProcessDiedError("\n".join(map(str, reports)))
     raise errors[0]
 
 
@@ -231,17 +233,17 @@ def listening_on(address: str, head: str) -> dict[str, str]:
     interface = _interface(address)
     if interface is None and (facing := _facing(head)) is not None:
         address, interface = facing, _interface(facing)
-    wanted = {NODE_ADDRESS: address, "VLLM_HOST_IP": address}
+    variables = {NODE_ADDRESS: address, "VLLM_HOST_IP": address}
     if interface is not None:
         # "=": NCCL would take eth1 for the beginning of a name, and eth10 as well
-        wanted |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+        variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {name: os.environ.get(name, value) for name, value in variables.items()}
 
 
 def _interface(address: str) -> str | None:
     """Return the name of this machine's interface with the address."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(own.address == address for own in addresses):
+        if any(entry.address == address for entry in addresses):
             return name
     return None
 

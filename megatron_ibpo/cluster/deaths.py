@@ -23,7 +23,7 @@ class ProcessDiedError(RuntimeError):
     """A process of the run ended, or did not answer in time."""
 
 
-def how_it_ended(message: str, logs: Path | None) -> str:
+def exit_reason(message: str, logs: Path | None) -> str:
     """Return the text that follows the name of an ended process in a message.
 
     Args:
@@ -40,8 +40,10 @@ def how_it_ended(message: str, logs: Path | None) -> str:
         return f"has ended{which}: {_last_line(message)}"
     if logs is not None and pid and (crash := _crash(logs, pid)):
         return f"crashed with {crash}{which}"
-    how = "was killed by SIGKILL" if logs is not None else "was killed by SIGKILL, or crashed in native code"
-    return f"{how}{which}. {_about_memory(logs, pid)}"
+    cause = (
+        "was killed by SIGKILL" if logs is not None else "was killed by SIGKILL, or crashed in native code"
+    )
+    return f"{cause}{which}. {_about_memory(logs, pid)}"
 
 
 def record_peak_memory(logs: Path, pid: int) -> None:
@@ -49,8 +51,8 @@ def record_peak_memory(logs: Path, pid: int) -> None:
 
     def forever() -> None:
         with suppress(OSError):  # no /proc, or Ray has ended
-            while found := re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text()):
-                (logs / _peak_name(pid)).write_text(found[1])
+            while match := re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text()):
+                (logs / _peak_name(pid)).write_text(match[1])
                 time.sleep(NOTE_PEAK_EVERY_S)
 
     threading.Thread(target=forever, name="peak", daemon=True).start()
@@ -73,17 +75,17 @@ def _about_memory(logs: Path | None, pid: str | None) -> str:
 def _kills_for_memory() -> int | None:
     """Return the kernel's count of out-of-memory kills since boot; None if it keeps none."""
     try:
-        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+        match = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:
         return None
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None
 
 
 def _crash(logs: Path, pid: str) -> str | None:
     """Return the signal that Ray's handler in the process recorded; it sees every signal but SIGKILL."""
     for log in logs.glob(f"worker-*-{pid}.err"):
-        if found := re.search(r"\*\*\* (SIG[A-Z]+) received", log.read_text(errors="replace")):
-            return found[1]
+        if match := re.search(r"\*\*\* (SIG[A-Z]+) received", log.read_text(errors="replace")):
+            return match[1]
     return None
 
 
@@ -92,8 +94,8 @@ def _peak_name(pid: int) -> str:
 
 
 def _named(message: str, name: str) -> str | None:
-    found = re.search(rf"^\s*{name}: (\S+)$", message, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(rf"^\s*{name}: (\S+)$", message, re.MULTILINE)
+    return match[1] if match else None
 
 
 def _last_line(message: str) -> str:

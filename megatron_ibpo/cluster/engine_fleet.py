@@ -48,7 +48,7 @@ class EngineFleet:
     def up(self) -> list[int]:
         """Engines that were started, whether they have joined or not."""
         members = self.members
-        return [index for index in sorted(members) if not members[index].absent or members[index].joined]
+        return [index for index in sorted(members) if not members[index].absent or members[index].join_future]
 
     def send_weights(self, engines: list[int], order: UpdateOrder) -> tuple[int, int, Reasons]:
         """Give `engines` the trainers' weights, as `catch_up` does, while no engine on their GPUs starts."""
@@ -76,7 +76,7 @@ class EngineFleet:
         failed = self.processes.tell(engines, "sleep", self.order.timeout)
         if failed:
             log.warning(
-                "%s", "\n".join(f"engine {index} did not sleep: {why}" for index, why in failed.items())
+                "%s", "\n".join(f"engine {index} did not sleep: {reason}" for index, reason in failed.items())
             )
         self.processes.end(failed)  # the sampler finds them dead, and has them replaced
 

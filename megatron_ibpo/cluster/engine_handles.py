@@ -32,7 +32,7 @@ class Member:
     """(version of the weights, seconds that the engine had worked) at each death."""
     absent: bool = False
     """True from its death until it has joined the others again."""
-    joined: Future[None] | None = None
+    join_future: Future[None] | None = None
     """Set while the restarted engine waits to join; completes when it has joined."""
     starting: bool = False
     """True while its new process is starting."""
@@ -57,12 +57,12 @@ class RemoteEngine:
     async def abort(self, numbers: Collection[int]) -> None:
         await self._call("abort", list(numbers))
 
-    async def kill(self, why: str) -> None:
+    async def kill(self, reason: str) -> None:
         """End it in order, or by force if its process does not answer."""
         host = self.member.host
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
-                await self._call("kill", why)
+                await self._call("kill", reason)
         except TimeoutError:
             host.kill()
 
@@ -96,12 +96,12 @@ class RemoteLink:
     """An engine as a weight update sees it (`weights.transfer.EngineLink`), from a trainer's process."""
 
     host: Host
-    begun: Any = None
+    begin_ref: Any = None
 
     def begin(self, method: str, *arguments: Any) -> None:
-        self.begun = self.host.call("begin", method, *arguments)
+        self.begin_ref = self.host.call("begin", method, *arguments)
 
     def result(self, timeout: float) -> Any:
         # the engine's calls run in threads: the second must not overtake the first
-        result(self.begun, self.host.name, timeout)
+        result(self.begin_ref, self.host.name, timeout)
         return result(self.host.call("result", timeout), self.host.name, timeout + SLACK_S)

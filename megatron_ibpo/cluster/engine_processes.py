@@ -62,10 +62,12 @@ class EngineProcesses:
         """
         with_trainers = {slot.node for slot in self.placement.trainers}
         slots = self.placement.engines
-        own = {slot.node: index for index, slot in enumerate(slots) if slot.node not in with_trainers}
-        asked = [self.members[index].host for index in own.values()]
-        found = gather([host.where() for host in asked], [host.name for host in asked], START_TIMEOUT_S)
-        return {node: where.memory for node, where in zip(own, found, strict=True)}
+        engine_by_node = {
+            slot.node: index for index, slot in enumerate(slots) if slot.node not in with_trainers
+        }
+        hosts = [self.members[index].host for index in engine_by_node.values()]
+        places = gather([host.location() for host in hosts], [host.name for host in hosts], START_TIMEOUT_S)
+        return {node: place.memory for node, place in zip(engine_by_node, places, strict=True)}
 
     def _host(self, index: int) -> Host:
         placement = self.placement
@@ -78,12 +80,12 @@ class EngineProcesses:
             environment={},
         )
 
-    def build(self, index: int, hf_dir: Path | None = None, *, again: bool = False) -> None:
+    def build(self, index: int, hf_dir: Path | None = None, *, is_restart: bool = False) -> None:
         """Start building an engine in its process, without waiting.
 
         Args:
             hf_dir: its model; None: that of the run.
-            again: True in place of an engine that died.
+            is_restart: True in place of an engine that died.
         """
         placement = self.placement
         gpus = self.trainers.gpus(placement.partners[index]) if placement.colocated else ()
@@ -98,7 +100,7 @@ class EngineProcesses:
         if settings.spans_nodes:  # never run so far: it needs nodes with GPUs
             environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         path = self.logs / f"engine_{index}.log"
-        self.members[index].host.build(FACTORY, environment, self.engine, settings, path, again)
+        self.members[index].host.build(FACTORY, environment, self.engine, settings, path, is_restart)
 
     def stop(self, engines: Iterable[int]) -> None:
         """End these engines' processes, whatever state they are in."""
@@ -117,10 +119,10 @@ class EngineProcesses:
         log.warning("engine %d: starting it again", index)
         self.end([index])
         slot = self.placement.engines[index]
-        if gone := lost_nodes(self.placement, [slot.node]):
-            raise EngineLostError(f"engine {index} was lost with {gone[0]}")
+        if lost := lost_nodes(self.placement, [slot.node]):
+            raise EngineLostError(f"engine {index} was lost with {lost[0]}")
         member.replaced_by(self._host(index))
-        self.build(index, again=True)
+        self.build(index, is_restart=True)
         self.wait([index])
 
     def end(self, engines: Iterable[int]) -> None:
@@ -143,12 +145,12 @@ class EngineProcesses:
     def tell(self, engines: Iterable[int], method: str, timeout: float) -> Reasons:
         """Call a method of these engines, wait for all, and return the reasons of those that failed. An
         engine that dies during the call is noticed when it is next used."""
-        asked = [(index, self.members[index].host) for index in engines]
-        answers = [(index, host, host.call("call", method, timeout=timeout)) for index, host in asked]
+        hosts = [(index, self.members[index].host) for index in engines]
+        calls = [(index, host, host.call("call", method, timeout=timeout)) for index, host in hosts]
         failed: Reasons = {}
-        for index, host, answer in answers:
+        for index, host, ref in calls:
             try:
-                result(answer, host.name, timeout + SLACK_S)
+                result(ref, host.name, timeout + SLACK_S)
             except (EngineError, ProcessDiedError) as error:
                 failed[index] = str(error)
                 log.debug("%s: %s", host.name, error)

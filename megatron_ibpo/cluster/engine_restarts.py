@@ -42,15 +42,15 @@ class EngineRestarts:
             EngineLostError: there is no place for it now.
         """
         member = self.fleet.members[index]
-        member.absent, member.joined = True, None
+        member.absent, member.join_future = True, None
         self.deaths += 1
         try:
             await self._its_turn(member)
             await self._up_again(member)
-            member.joined = joined = Future[None]()
+            member.join_future = join_future = Future[None]()
         finally:
             member.starting = False
-        await asyncio.wrap_future(joined)
+        await asyncio.wrap_future(join_future)
         member.since = time.monotonic()
         return RemoteEngine(member)
 
@@ -106,7 +106,9 @@ class EngineRestarts:
         """
         fleet = self.fleet
         ready = {
-            member.index: member.joined for member in fleet.members.values() if member.joined is not None
+            member.index: member.join_future
+            for member in fleet.members.values()
+            if member.join_future is not None
         }
         if not ready:
             return
@@ -127,10 +129,10 @@ class EngineRestarts:
         if may_sleep:
             fleet.order = replace(fleet.order, sleeping=False)  # also if no other engine was left
         fleet.processes.end(dead)
-        for index, joined in ready.items():
+        for index, join_future in ready.items():
             member = fleet.members[index]
-            member.absent, member.joined = False, None
-            joined.set_result(None)
+            member.absent, member.join_future = False, None
+            join_future.set_result(None)
             if index not in dead:
                 # a warning as its death was, so that both are seen
                 log.warning("engine %d is back, with the weights of step %d", index, fleet.order.version)

@@ -22,13 +22,17 @@ def catch_up(
     sent, bytes of their shards, engines that failed twice or were replaced)."""
     hosts = {index: processes.members[index].host for index in engines}
     sent, needed, failed = _pass(processes, hosts, order)
-    again = {index: hosts[index] for index in sorted(failed) if processes.members[index].host is hosts[index]}
+    retried = {
+        index: hosts[index] for index in sorted(failed) if processes.members[index].host is hosts[index]
+    }
     if failed:
-        log.warning("\n".join(f"engine {index} has no weights yet: {why}" for index, why in failed.items()))
-    if not again:
+        log.warning(
+            "\n".join(f"engine {index} has no weights yet: {reason}" for index, reason in failed.items())
+        )
+    if not retried:
         return sent, needed, failed
-    sent_again, needed_again, failed_again = _pass(processes, again, order)
-    replaced = {index: why for index, why in failed.items() if index not in again}
+    sent_again, needed_again, failed_again = _pass(processes, retried, order)
+    replaced = {index: reason for index, reason in failed.items() if index not in retried}
     return sent + sent_again, needed + needed_again, replaced | failed_again
 
 
@@ -41,14 +45,14 @@ def _pass(
     strangers = [index for index in hosts if not processes.members[index].connected]
     dead: Reasons = {}
     if strangers:
-        asked = [(_links(processes, rank, hosts, strangers), strangers) for rank in ranks]
-        dead = _reasons(processes, processes.trainers.each("connect", asked))
+        arguments = [(_links(processes, rank, hosts, strangers), strangers) for rank in ranks]
+        dead = _reasons(processes, processes.trainers.call_each("connect", arguments))
         _set_connected(processes, hosts, {index: index not in dead for index in strangers})
     present = [index for index in hosts if index not in dead]
     if not present:
         return 0, 0, dead
     orders = [(_links(processes, rank, hosts, present), present, order) for rank in ranks]
-    passes = processes.trainers.each("send", orders)
+    passes = processes.trainers.call_each("send", orders)
     dead |= _reasons(processes, [done.failures for done in passes])
     _set_connected(processes, hosts, dict.fromkeys(dead, False))
     return sum(done.num_bytes for done in passes), passes[0].needed_bytes, dead
@@ -72,11 +76,11 @@ def draft_acceptance(
     if not processes.settings.drafts:
         return {}
     hosts = [member.host for member in members]
-    asked = [(host, host.call("call", "drafts", timeout=timeout)) for host in hosts]
+    calls = [(host, host.call("call", "drafts", timeout=timeout)) for host in hosts]
     drafted = accepted = 0
-    for host, answer in asked:
+    for host, ref in calls:
         try:
-            counts = result(answer, host.name, timeout + SLACK_S)
+            counts = result(ref, host.name, timeout + SLACK_S)
         except (EngineError, ProcessDiedError) as error:
             log.debug("%s: %s", host.name, error)
             continue

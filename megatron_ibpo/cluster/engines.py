@@ -52,7 +52,7 @@ class Engines:
             member.deaths.clear()  # not its fault if a trainer that sent it weights died
         processes = self.fleet.processes
         transport, settings = TRANSPORTS[processes.settings.transport], processes.settings
-        processes.trainers.all("open_transport", transport, settings.drafts_with_mtp)
+        processes.trainers.call_all("open_transport", transport, settings.drafts_with_mtp)
         for member in self.fleet.members.values():
             member.connected = False
         self.restarts.trainers_lost = False
@@ -132,7 +132,7 @@ class Engines:
             raise
         fleet.order = replace(fleet.order, sleeping=False)
         # the sampler may have found the death first, and its replacement must not be ended
-        dead = {i: why for i, why in failures.items() if fleet.members[i].host is present[i]}
+        dead = {i: reason for i, reason in failures.items() if fleet.members[i].host is present[i]}
         if dead:
             log.warning("\n".join(f"engine {index} died: {reason}" for index, reason in dead.items()))
         fleet.processes.end(dead)  # the sampler finds them dead, and has them replaced

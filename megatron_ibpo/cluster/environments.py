@@ -71,8 +71,8 @@ class NodeEnvironments:
         if (call := self._calls.get(session)) is not None:
             call.cancel()
             await asyncio.wait([call])
-        if (own := self._sessions.pop(session, None)) is not None:
-            await own.close()
+        if (environment := self._sessions.pop(session, None)) is not None:
+            await environment.close()
 
 
 class Environments:
@@ -84,16 +84,20 @@ class Environments:
     """
 
     def __init__(
-        self, own: EnvironmentPool, nodes: Sequence[Node], config: EnvironmentConfig, targets: Sequence[str]
+        self,
+        driver_pool: EnvironmentPool,
+        nodes: Sequence[Node],
+        config: EnvironmentConfig,
+        targets: Sequence[str],
     ) -> None:
         """Start the actors, without waiting.
 
         Args:
-            own: the driver's own pool, closed by its opener.
+            driver_pool: the driver's own pool, closed by its opener.
             nodes: nodes of the run, including the driver's.
             targets: environments that are imported at the start.
         """
-        self._own = own
+        self._driver_pool = driver_pool
         self._numbers = itertools.count()
         workers = config.environment_processes
         self._actors = NodeActors(
@@ -105,7 +109,7 @@ class Environments:
     @property
     def deaths(self) -> int:
         """Processes that died in this run: as `EnvironmentPool.deaths` on all nodes, and the actors."""
-        return self._own.deaths + self._actors.deaths
+        return self._driver_pool.deaths + self._actors.deaths
 
     def wait_ready(self) -> None:
         """Wait until every actor can begin episodes.
@@ -120,15 +124,15 @@ class Environments:
         self, target: str, question: str, label: str, metadata: Mapping[str, Any], seed: int
     ) -> Session:
         """Begin an episode on the node with the fewest. See `protocol.Sessions`."""
-        begun = target, question, label, dict(metadata), seed
+        episode = target, question, label, dict(metadata), seed
         with self._actors.lock:
             actor = self._least_busy()
             if actor is not None:
                 session = NodeSession(self._actors, actor, next(self._numbers), self._open)
         if actor is None:
-            return await self._own.open(*begun)
+            return await self._driver_pool.open(*episode)
         try:
-            await session.begin(*begun)
+            await session.begin(*episode)
         except BaseException:
             await session.close()
             raise
@@ -149,7 +153,7 @@ class Environments:
         has to be sent."""
         actors = [actor for actor in self._actors.all if actor.takes_calls]
         least = min(actors, key=lambda actor: self._open[actor], default=None)
-        return None if least is None or self._own.open_now <= self._open[least] else least
+        return None if least is None or self._driver_pool.open_now <= self._open[least] else least
 
     def _fail(self, actor: NodeActor, orphans: list[Call]) -> None:
         for call in orphans:

@@ -59,8 +59,8 @@ class Finished:
             finished.append(self._calls.get(timeout=timeout))
             while True:
                 finished.append(self._calls.get_nowait())
-        before, self._deaths_told = self._deaths_told, deaths()
-        return [(number, outcome.result()) for number, outcome in finished], self._deaths_told - before
+        previous, self._deaths_told = self._deaths_told, deaths()
+        return [(number, outcome.result()) for number, outcome in finished], self._deaths_told - previous
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class NodeActors:
 
     def __init__(
         self,
-        what: str,
+        name: str,
         factory: str,
         nodes: Sequence[Node],
         arguments_of: Callable[[Node], tuple[int, tuple[Any, ...]]],
@@ -104,21 +104,21 @@ class NodeActors:
         """Start the actors, without waiting.
 
         Args:
-            what: for messages, such as "verifier".
+            name: for messages, such as "verifier".
             factory: module:name of the class of their objects; see `Finished`.
             nodes: nodes of the run, including the driver's.
             arguments_of: returns (number of workers, arguments of `factory`) for a node.
             lost: is told of an actor that died, and of its unfinished calls.
         """
-        self._what, self._factory, self._lost = what, factory, lost
+        self._name, self._factory, self._lost = name, factory, lost
         self._numbers = itertools.count()
         self.lock = threading.Lock()
         self.deaths = 0
         self._closed = False
-        here = ray.get_runtime_context().get_node_id()
+        driver_node = ray.get_runtime_context().get_node_id()
         self.all: list[NodeActor] = []
         for node in nodes:
-            if node.node_id != here:
+            if node.node_id != driver_node:
                 workers, arguments = arguments_of(node)
                 self.all.append(NodeActor(node, self._launch(node, arguments), workers, arguments))
         self._threads = [
@@ -163,7 +163,7 @@ class NodeActors:
 
     def _launch(self, node: Node, arguments: tuple[Any, ...]) -> Host:
         host = Host(
-            f"{self._what} of {node.address}",
+            f"{self._name} of {node.address}",
             on_node(node.node_id),
             gpus=0,
             threads=CALLS_AT_ONCE,
@@ -202,8 +202,8 @@ class NodeActors:
     def _collect(self, actor: NodeActor) -> None:
         """Take finished calls of the actor until the end of the run."""
         while not self._closed:
-            taken = actor.host.call("take", TAKE_S)
-            finished, deaths = result(taken, actor.host.name, TAKE_S + SLACK_S)
+            ref = actor.host.call("take", TAKE_S)
+            finished, deaths = result(ref, actor.host.name, TAKE_S + SLACK_S)
             if deaths:  # its own log is on another node
                 log.warning("%s: %s died", actor.host.name, counted(deaths, "worker"))
             with self.lock:
@@ -226,4 +226,4 @@ class NodeActors:
 
 
 def _is_alive(node: Node) -> bool:
-    return any(known["NodeID"] == node.node_id and known["Alive"] for known in ray.nodes())
+    return any(entry["NodeID"] == node.node_id and entry["Alive"] for entry in ray.nodes())

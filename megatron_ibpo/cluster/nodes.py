@@ -33,10 +33,10 @@ from megatron_ibpo.cluster.ray_session import (
     ClusterError,
     ClusterFailedError,
     RayStartError,
-    answers,
+    is_listening,
     patience,
     ray_directory,
-    twice,
+    retry_once,
 )
 from megatron_ibpo.cluster.ray_token import (
     TOKEN_FILE,
@@ -77,7 +77,7 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def main(argv: Sequence[str] | None = None) -> int:
     """Be one node of the cluster. Return the exit status of the command on node 0, and 0 elsewhere."""
     words = list(sys.argv[1:] if argv is None else argv)
-    own, words = (
+    node_flags, words = (
         (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     )
     parser = argparse.ArgumentParser(prog="megatron_ibpo.cluster.nodes", description=__doc__.splitlines()[0])
@@ -86,18 +86,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--address", required=True, help="HOST:PORT of node 0")
     parser.add_argument("--run-dir", type=Path, help="directory that all nodes share")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds to wait for other nodes")
-    asked = parser.parse_args(own)
-    host, _, port = asked.address.rpartition(":")
+    arguments = parser.parse_args(node_flags)
+    host, _, port = arguments.address.rpartition(":")
     if not (host and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
-        parser.error(f"--address {asked.address}: must be HOST:PORT, the port a number (see MASTER_PORT)")
+        parser.error(f"--address {arguments.address}: must be HOST:PORT, the port a number (see MASTER_PORT)")
     os.environ |= QUIET
     use_token()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    host = numeric_address(host, asked.num_nodes)
-    run_dir = None if asked.run_dir is None else path_of_user(asked.run_dir)
-    if asked.node_rank == 0:
-        return _lead(host, int(port), asked.num_nodes, run_dir, asked.timeout, words)
-    return _follow(host, int(port), run_dir, asked.timeout)
+    host = numeric_address(host, arguments.num_nodes)
+    run_dir = None if arguments.run_dir is None else path_of_user(arguments.run_dir)
+    if arguments.node_rank == 0:
+        return _lead(host, int(port), arguments.num_nodes, run_dir, arguments.timeout, words)
+    return _follow(host, int(port), run_dir, arguments.timeout)
 
 
 def numeric_address(host: str, num_nodes: int) -> str:
@@ -111,10 +111,10 @@ def numeric_address(host: str, num_nodes: int) -> str:
     with suppress(ValueError):
         return str(ipaddress.ip_address(host))
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ClusterError(f"MASTER_ADDR={host}: no such host is known here ({error})") from None
-    addresses = [str(entry[4][0]) for entry in found]
+    addresses = [str(entry[4][0]) for entry in entries]
     addresses.sort(key=lambda address: ":" in address)  # IPv4 first
     reached = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     if num_nodes > 1 and not reached:
@@ -128,13 +128,13 @@ def numeric_address(host: str, num_nodes: int) -> str:
 def _lead(
     host: str, port: int, num_nodes: int, run_dir: Path | None, timeout: float, command: Sequence[str]
 ) -> int:
-    if answers(host, port, LOOK_EVERY_S):
+    if is_listening(host, port, LOOK_EVERY_S):
         raise ClusterError(
             f"port {port} is in use on {host}: set MASTER_PORT to a free one, the same on all nodes"
         )
     with ExitStack() as stack:
         token = stack.enter_context(_shared_token(run_dir)) if num_nodes > 1 and makes_token() else None
-        ray = twice(lambda: _start_head(host, port, token, stack))
+        ray = retry_once(lambda: _start_head(host, port, token, stack))
         missing = _Missing(f"{host}:{port}", num_nodes)
         _wait(lambda: missing.count() == 0, missing, ray, timeout)
         hand_on = stack.enter_context(_handed_on())
@@ -146,17 +146,17 @@ def _lead(
 def _start_head(host: str, port: int, token: str | None, stack: ExitStack) -> "_RayNode":
     """Start the cluster; `stack` ends it."""
     options = ("--head", f"--port={port}", f"--node-ip-address={host}", "--include-dashboard=false")
-    with ExitStack() as own:
-        ray = own.enter_context(_ray_node(token, *options))
+    with ExitStack() as startup:
+        ray = startup.enter_context(_ray_node(token, *options))
         _wait(
-            lambda: answers(host, port, LOOK_EVERY_S),
+            lambda: is_listening(host, port, LOOK_EVERY_S),
             f"Ray to start at {host}:{port}",
             ray,
             START_WAIT_S,
             START_S,
             RayStartError("is this machine busy?"),
         )
-        stack.push(own.pop_all())
+        stack.push(startup.pop_all())
     return ray
 
 
@@ -188,43 +188,43 @@ def _handed_on() -> Iterator[list["subprocess.Popen[bytes]"]]:
         for child in commands:
             child.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
+    previous_handlers = {number: signal.signal(number, hand_on) for number in HANDED_ON}
     try:
         yield commands
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 def _follow(host: str, port: int, run_dir: Path | None, timeout: float) -> int:
-    _wait(lambda: answers(host, port, LOOK_EVERY_S), f"node 0 at {host}:{port}", None, timeout)
+    _wait(lambda: is_listening(host, port, LOOK_EVERY_S), f"node 0 at {host}:{port}", None, timeout)
     token = _token_of_node_0(run_dir) if makes_token() else None
-    twice(lambda: _belong(host, port, token))
+    retry_once(lambda: _join_cluster(host, port, token))
     return 0
 
 
-def _belong(host: str, port: int, token: str | None) -> None:
+def _join_cluster(host: str, port: int, token: str | None) -> None:
     """Be a node of the cluster until node 0 has ended."""
     with _ray_node(token, f"--address={host}:{port}") as ray:
         lost = 0
         while lost < LOST_AFTER:
             time.sleep(LOOK_EVERY_S)
-            lost = 0 if answers(host, port, LOOK_EVERY_S) else lost + 1
+            lost = 0 if is_listening(host, port, LOOK_EVERY_S) else lost + 1
             ray.check()
 
 
 def _token_of_node_0(run_dir: Path | None) -> str:
     if run_dir is None:
         raise ClusterError(f"--run-dir is not given: {SHARE_TOKEN}")
-    found: list[str] = []
+    tokens: list[str] = []
 
     def read() -> bool:
-        found.extend(filter(None, [read_token(run_dir)]))
-        return bool(found)
+        tokens.extend(filter(None, [read_token(run_dir)]))
+        return bool(tokens)
 
     path = run_dir / TOKEN_FILE
     _wait(read, f"{path}, which node 0 writes", None, TOKEN_WAIT_S, late=ClusterError(SHARE_TOKEN))
-    return found[0]
+    return tokens[0]
 
 
 class _Missing:
@@ -264,12 +264,12 @@ class _RayNode:
         if self.process.poll() is None:
             return
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        said = f"Ray has ended on this node (status {self.process.returncode})"
+        ending = f"Ray has ended on this node (status {self.process.returncode})"
         if any("InvalidAuthToken" in line for line in lines):
-            raise ClusterError(f"{said}: node 0 has another token; {SHARE_TOKEN}")
+            raise ClusterError(f"{ending}: node 0 has another token; {SHARE_TOKEN}")
         if mismatch := [line.strip() for line in lines if "ersion mismatch" in line]:
-            raise ClusterError(f"{said}: {mismatch[0]}; start all nodes from the same environment")
-        raise RayStartError(": ".join([said, *(line.strip() for line in lines[-1:])]))
+            raise ClusterError(f"{ending}: {mismatch[0]}; start all nodes from the same environment")
+        raise RayStartError(": ".join([ending, *(line.strip() for line in lines[-1:])]))
 
 
 @contextmanager
@@ -297,7 +297,7 @@ def _ray_node(token: str | None, *arguments: str) -> Iterator[_RayNode]:
 
 def _wait(
     done: Callable[[], bool],
-    what: object,
+    awaited: object,
     ray: _RayNode | None,
     timeout: float,
     quiet: float = QUIET_S,
@@ -312,17 +312,17 @@ def _wait(
         ClusterFailedError: it took longer than `timeout` seconds and `late` is None.
         ClusterError, RayStartError: Ray ended on this node.
     """
-    started, said = time.monotonic(), 0.0
+    started, last_report = time.monotonic(), 0.0
     while not done():
         waited = time.monotonic() - started
         if ray is not None:
             ray.check()
         if waited > timeout:
             late = late or ClusterFailedError(START_ALL)
-            raise type(late)(f"waited {waited:.0f} s for {what}; {late}")
-        if waited > quiet and (not said or waited - said > REPEAT_S):
-            print(f"waiting for {what}", file=sys.stderr, flush=True)
-            said = waited
+            raise type(late)(f"waited {waited:.0f} s for {awaited}; {late}")
+        if waited > quiet and (not last_report or waited - last_report > REPEAT_S):
+            print(f"waiting for {awaited}", file=sys.stderr, flush=True)
+            last_report = waited
         time.sleep(LOOK_EVERY_S)
 
 

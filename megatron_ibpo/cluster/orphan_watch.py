@@ -41,20 +41,20 @@ def ended_with_ray() -> Iterator[None]:
                 _end(f"error: Ray's {' and '.join(dead)} on this machine has died; start the run again")
 
     def ask() -> None:
-        this: Any = worker.global_worker
+        global_worker: Any = worker.global_worker
         unanswered = 0
         while unanswered < MOST_UNANSWERED:
             if over.wait(ASK_EVERY_S):
                 return
             try:
-                this.gcs_client.internal_kv_get(b"any key", None, timeout=ASK_EVERY_S)
+                global_worker.gcs_client.internal_kv_get(b"any key", None, timeout=ASK_EVERY_S)
                 unanswered = 0
             except RayError:
                 unanswered += 1  # not seconds: those go on while this process is stopped
         if not over.is_set():
             _end("error: Ray's GCS server on this machine no longer answers; start the run again")
 
-    watchers = [threading.Thread(target=each, name="Ray's servers", daemon=True) for each in (watch, ask)]
+    watchers = [threading.Thread(target=target, name="Ray's servers", daemon=True) for target in (watch, ask)]
     for watcher in watchers:
         watcher.start()
     try:

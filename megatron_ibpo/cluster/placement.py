@@ -108,7 +108,7 @@ def plan_placement(
         return Placement(nodes, trainers, [], [], colocated=False)
     if engines.colocate:
         return _colocated(nodes, trainers, engines, on_gpu)
-    return _apart(nodes, trainers, free, engines, on_gpu)
+    return _place_separately(nodes, trainers, free, engines, on_gpu)
 
 
 def _fill(free: list[int], count: int, unit: str, nodes: Sequence[Node], on_gpu: bool) -> list[Slot]:
@@ -119,9 +119,9 @@ def _fill(free: list[int], count: int, unit: str, nodes: Sequence[Node], on_gpu:
         )
     slots: list[Slot] = []
     for index in range(len(nodes)):
-        taken = min(free[index], count - len(slots))
-        slots += [Slot(index, 1 if on_gpu else 0)] * taken
-        free[index] -= taken
+        num_slots = min(free[index], count - len(slots))
+        slots += [Slot(index, 1 if on_gpu else 0)] * num_slots
+        free[index] -= num_slots
     return slots
 
 
@@ -140,7 +140,7 @@ def _colocated(nodes: Sequence[Node], trainers: Sequence[Slot], engines: Engines
     return Placement(list(nodes), list(trainers), places, partners, colocated=True)
 
 
-def _apart(
+def _place_separately(
     nodes: Sequence[Node], trainers: Sequence[Slot], free: list[int], engines: Engines, on_gpu: bool
 ) -> Placement:
     size = engines.tensor_parallel_size

@@ -99,18 +99,18 @@ def open_ray(address: str | None, *, num_cpus: int, object_store_bytes: int | No
     os.environ |= QUIET
     _abandoned.clear()
     if address is None:
-        with twice(lambda: _start_own(num_cpus, object_store_bytes or OBJECT_STORE_BYTES)):
+        with retry_once(lambda: _start_own(num_cpus, object_store_bytes or OBJECT_STORE_BYTES)):
             yield
         return
     use_token()
-    twice(lambda: _connect(address))
+    retry_once(lambda: _connect(address))
     try:
         yield
     finally:
         _disconnect()
 
 
-def twice(start: Callable[[], T]) -> T:
+def retry_once(start: Callable[[], T]) -> T:
     """Call `start`, and once more if Ray did not start."""
     try:
         return start()
@@ -158,7 +158,7 @@ def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
             "flag"
         )
     try:
-        with _apart():
+        with _isolated():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -179,7 +179,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def _isolated() -> Iterator[None]:
     """Keep Ray's processes on this machine and in their own process group. A Ctrl-C, a closed terminal, `kill
     %1` and `timeout` reach the whole group of the driver, which must finish its step with its processes; Ray
     protects them only from SIGINT."""
@@ -261,7 +261,7 @@ def _connect(address: str) -> None:
     from ray.exceptions import AuthenticationError
 
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if port.isdigit() and not answers(host, int(port), CONNECT_TIMEOUT_S):  # Ray would try for minutes
+    if port.isdigit() and not is_listening(host, int(port), CONNECT_TIMEOUT_S):  # Ray would try for minutes
         raise ClusterError(f"--ray-address {address}: nothing answers there; {NO_CLUSTER}")
     try:
         if port.isdigit() and "://" not in address:
@@ -272,16 +272,16 @@ def _connect(address: str) -> None:
     except Exception as error:
         text = str(error)
         if "ersion mismatch" in text:
-            said = " ".join(text.split())  # the two versions are on separate lines
+            versions = " ".join(text.split())  # the two versions are on separate lines
             raise ClusterError(
-                f"--ray-address {address}: {said}; start both from the same environment"
+                f"--ray-address {address}: {versions}; start both from the same environment"
             ) from error
         if not port.isdigit():  # "auto", or no address at all
             raise ClusterError(f"--ray-address {address}: {_first_line(error)}; {NO_CLUSTER}") from error
         raise RayStartError(f"--ray-address {address}: Ray cannot be joined: {_first_line(error)}") from error
 
 
-def answers(host: str, port: int, timeout: float) -> bool:
+def is_listening(host: str, port: int, timeout: float) -> bool:
     """Return whether something listens there."""
     try:
         with socket.create_connection((host, port), timeout=timeout):

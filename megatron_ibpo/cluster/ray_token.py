@@ -82,14 +82,14 @@ def own_token(directory: Path, token: str | None = None) -> Iterator[None]:
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
     """Set these environment variables meanwhile, and touch no other. Native threads read the environment
     whenever they like, and `mock.patch.dict` would take all of it away and put it back."""
-    before = {name: os.environ[name] for name in variables if name in os.environ}
+    previous = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ |= variables
     try:
         yield
     finally:
-        for name in variables.keys() - before.keys():
+        for name in variables.keys() - previous.keys():
             del os.environ[name]
-        os.environ |= before
+        os.environ |= previous
 
 
 def read_settings_again() -> None:

@@ -27,7 +27,7 @@ def lost_nodes(placement: Placement, nodes: Iterable[int]) -> list[str]:
     Args:
         nodes: indices in `placement.nodes`.
     """
-    alive = {found["NodeID"] for found in ray.nodes() if found["Alive"]}
+    alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
     chosen = [placement.nodes[index] for index in sorted(set(nodes))]
     return [node.address for node in chosen if node.node_id not in alive]
 
@@ -70,8 +70,8 @@ def _placed(config: Config, *, samples: bool) -> Placement:
         )
     if not num_gpus and config.optimizer.use_precision_aware_optimizer:
         raise ValueError("--use-precision-aware-optimizer: saves GPU memory, and there is no GPU; drop it")
-    apart = 0 if rollout.colocate or engines is None else own_gpus or 0
-    num_trainers = cluster.num_trainers or max(1, num_gpus - apart)
+    engine_gpus = 0 if rollout.colocate or engines is None else own_gpus or 0
+    num_trainers = cluster.num_trainers or max(1, num_gpus - engine_gpus)
     return plan_placement(nodes, num_trainers=num_trainers, engines=engines, on_gpu=num_gpus > 0)
 
 
@@ -85,24 +85,24 @@ def place_engines(config: Config) -> Placement:
     size, num_gpus = rollout.rollout_num_gpus_per_engine, sum(node.gpus for node in nodes)
     within_nodes = sum(node.gpus // size for node in nodes)
     engines = within_nodes or (num_gpus or config.cluster.num_trainers or 1) // size or 1
-    wanted = Engines(size, colocate=False, num_gpus=rollout.rollout_num_gpus or engines * size)
-    return plan_placement(nodes, num_trainers=0, engines=wanted, on_gpu=num_gpus > 0)
+    requested = Engines(size, colocate=False, num_gpus=rollout.rollout_num_gpus or engines * size)
+    return plan_placement(nodes, num_trainers=0, engines=requested, on_gpu=num_gpus > 0)
 
 
 def cluster_nodes() -> list[Node]:
     """Return the living nodes of the cluster, the driver's first."""
-    own = ray.get_runtime_context().get_node_id()
+    driver_node = ray.get_runtime_context().get_node_id()
     nodes = [
         Node(
-            found["NodeID"],
-            found["NodeManagerAddress"],
-            int(found["Resources"].get("CPU", 0)),
-            int(found["Resources"].get("GPU", 0)),
+            entry["NodeID"],
+            entry["NodeManagerAddress"],
+            int(entry["Resources"].get("CPU", 0)),
+            int(entry["Resources"].get("GPU", 0)),
         )
-        for found in ray.nodes()
-        if found["Alive"]
+        for entry in ray.nodes()
+        if entry["Alive"]
     ]
-    return sorted(nodes, key=lambda node: node.node_id != own)
+    return sorted(nodes, key=lambda node: node.node_id != driver_node)
 
 
 @contextmanager

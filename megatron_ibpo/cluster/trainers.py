@@ -8,7 +8,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from megatron_ibpo.basics.rendezvous import STORE_DESCRIPTOR
-from megatron_ibpo.cluster.actor import Host, Where, gather, in_bundle, result
+from megatron_ibpo.cluster.actor import Host, Location, gather, in_bundle, result
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import NodeLostError, lost_nodes
 from megatron_ibpo.config import user_directory
@@ -32,7 +32,7 @@ class Trainers:
         }
         self._group, self._placement = group, placement
         self.hosts = self._launched()
-        self.places: list[Where] = []
+        self.locations: list[Location] = []
 
     def restart(self, *arguments: Any) -> None:
         """End the remaining processes, and build the model in new ones.
@@ -42,9 +42,9 @@ class Trainers:
             NodeLostError: a node that had some of them has left the cluster.
         """
         self.close()
-        if gone := lost_nodes(self._placement, (slot.node for slot in self._placement.trainers)):
-            raise NodeLostError(f"trainers were lost with {', '.join(gone)}")
-        self.hosts, self.places = self._launched(), []
+        if lost := lost_nodes(self._placement, (slot.node for slot in self._placement.trainers)):
+            raise NodeLostError(f"trainers were lost with {', '.join(lost)}")
+        self.hosts, self.locations = self._launched(), []
         self.build(*arguments)
 
     def locate(self) -> None:
@@ -53,12 +53,12 @@ class Trainers:
         Raises:
             ProcessDiedError: a process did not start.
         """
-        self.places = gather([host.where() for host in self.hosts], self._names, START_TIMEOUT_S)
+        self.locations = gather([host.location() for host in self.hosts], self._names, START_TIMEOUT_S)
 
     def main_memory(self) -> dict[int, int]:
         """Return the bytes on each node with trainers, by its index in the placement; call after `locate`."""
         slots = self._placement.trainers
-        return {slot.node: place.memory for slot, place in zip(slots, self.places, strict=True)}
+        return {slot.node: place.memory for slot, place in zip(slots, self.locations, strict=True)}
 
     def build(self, *arguments: Any) -> None:
         """Build the model on every rank.
@@ -66,35 +66,38 @@ class Trainers:
         Raises:
             ProcessDiedError: a process did not start, or died.
         """
-        if not self.places:
+        if not self.locations:
             self.locate()
-        address = self.places[0].address
+        address = self.locations[0].address
         port, descriptor = result(self.hosts[0].listen(), "trainer 0", START_TIMEOUT_S)
         world = {"WORLD_SIZE": str(len(self.hosts)), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        own = [self._local(rank) for rank in range(len(self.hosts))]
-        own[0][STORE_DESCRIPTOR] = str(descriptor)
+        rank_environments = [self._local(rank) for rank in range(len(self.hosts))]
+        rank_environments[0][STORE_DESCRIPTOR] = str(descriptor)
         self.wait(
             [
                 host.build(FACTORY, world | local, *arguments)
-                for host, local in zip(self.hosts, own, strict=True)
+                for host, local in zip(self.hosts, rank_environments, strict=True)
             ]
         )
 
-    def wait(self, answers: Sequence[Any]) -> list[Any]:
+    def wait(self, refs: Sequence[Any]) -> list[Any]:
         """Return the results of calls of all ranks, by rank."""
-        return gather(answers, self._names)
+        return gather(refs, self._names)
 
     def start(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Start `method` on every rank with its own arguments; return handles for `wait`."""
-        return [host.call(method, *own) for host, own in zip(self.hosts, arguments, strict=True)]
+        return [
+            host.call(method, *rank_arguments)
+            for host, rank_arguments in zip(self.hosts, arguments, strict=True)
+        ]
 
-    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call `method` on every rank with its own arguments; return the results by rank."""
         return self.wait(self.start(method, arguments))
 
-    def all(self, method: str, *arguments: Any) -> list[Any]:
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every rank with the same arguments; return the results by rank."""
-        return self.each(method, [arguments] * len(self.hosts))
+        return self.call_each(method, [arguments] * len(self.hosts))
 
     def share(self, value: Any) -> Any:
         """Return an argument for several ranks that is sent to each node only once."""
@@ -102,7 +105,7 @@ class Trainers:
 
     def gpus(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """Return the GPUs of these ranks, as named in CUDA_VISIBLE_DEVICES."""
-        return tuple(gpu for rank in ranks for gpu in self.places[rank].gpus)
+        return tuple(gpu for rank in ranks for gpu in self.locations[rank].gpus)
 
     def close(self) -> None:
         """End the processes at once; everything worth keeping has been saved."""
@@ -126,6 +129,6 @@ class Trainers:
         Ray gave it, as number 0."""
         slots = self._placement.trainers
         node = slots[rank].node
-        peers = [other for other, slot in enumerate(slots) if slot.node == node]
+        peers = [peer for peer, slot in enumerate(slots) if slot.node == node]
         local = 0 if slots[rank].gpus else peers.index(rank)
         return {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(peers))}

@@ -46,16 +46,16 @@ class Verifiers:
     """
 
     def __init__(
-        self, own: Pool, nodes: Sequence[Node], data: DataConfig, rm_types: Iterable[str] = ()
+        self, driver_pool: Pool, nodes: Sequence[Node], data: DataConfig, rm_types: Iterable[str] = ()
     ) -> None:
         """Start the actors, without waiting.
 
         Args:
-            own: the driver's own pool, closed by its opener.
+            driver_pool: the driver's own pool, closed by its opener.
             nodes: nodes of the run, including the driver's.
             rm_types: verifiers that will be needed besides that of `data`.
         """
-        self._own, self._own_open = own, 0
+        self._driver_pool, self._own_open = driver_pool, 0
         self._own_workers = worker_count(data)
         rm_types = tuple(rm_types)
 
@@ -68,13 +68,13 @@ class Verifiers:
     @property
     def deaths(self) -> int:
         """Verifiers that died in this run: worker processes, and the actors of nodes."""
-        return self._own.deaths + self._actors.deaths
+        return self._driver_pool.deaths + self._actors.deaths
 
     def workers(self, node: Node) -> int:
         """Return the number of verifier processes on a node of the run."""
         return next((actor.workers for actor in self._actors.all if actor.node == node), self._own_workers)
 
-    def where(self, placement: Placement) -> str:
+    def describe_placement(self, placement: Placement) -> str:
         """Return the placement of a run's processes for display, one line per node."""
         return "\n".join(
             f"{address}: trainers {trainers}, engines {engines}, {counted(self.workers(node), 'verifier')}"
@@ -97,7 +97,7 @@ class Verifiers:
             if actor is not None:
                 return self._actors.submit(actor, target, arguments)
             self._own_open += 1
-        outcome = self._own.submit(target, arguments)
+        outcome = self._driver_pool.submit(target, arguments)
         outcome.add_done_callback(self._count_own)
         return outcome
 

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     for term in variant_terms(variant):
         print(f"\n# the {term.kind} term in torch\n{source_text(term.function)}")
         try:
-            source = traced_source(term.function, term.given, term.others, params)
+            source = traced_source(term.function, term.passed, term.loaded, params)
             print(f"# the {term.kind} term in Triton\n{source[source.rindex('@triton.jit') :]}")
             agreement = kernel_agreement(term, variant, params)
             print(

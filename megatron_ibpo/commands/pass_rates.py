@@ -107,7 +107,7 @@ def measure(config: Config, path: Path) -> None:
             _unknown(source, set(rates)), f"{len(rates)} prompts known, measuring", num_batches
         ):
             requests = [(prompt, request) for prompt in batch for request in _requests(prompt, config)]
-            samples = sampler.run(sampler.answers(requests), opened.engines.admit)
+            samples = sampler.run(sampler.answer_all(requests), opened.engines.admit)
             for prompt, rate in _rates(batch, samples):
                 append_record(file, rate_record(policy, prompt, rate))
     print(f"{path}: pass rates of {len(read_pass_rates(path, policy))} prompts with this policy")

@@ -73,9 +73,9 @@ def composition_counts(groups: Sequence[Group]) -> dict[str, float]:
         responses = [response for response in group.responses if response.reward is not None]
         successes = sum(response.correct for response in responses)
         for response in responses if len(responses) > 1 else ():
-            others = ACCOMPANIED if successes - response.correct else ALONE
-            counts[f"responses_{others}"] += 1
-            counts[f"responses_{others}_correct"] += response.correct
+            siblings = ACCOMPANIED if successes - response.correct else ALONE
+            counts[f"responses_{siblings}"] += 1
+            counts[f"responses_{siblings}_correct"] += response.correct
         composition = ACCOMPANIED if successes else ALONE
         for correction in group.corrections:
             if correction.response.reward is not None:

@@ -99,8 +99,8 @@ def _outside_thinking(response: Sample, marks: ThinkingMarks) -> Flags:
 
 
 def _ends_inside(prompt_ids: TokenIds, marks: ThinkingMarks) -> bool:
-    found = _marks_in(prompt_ids, marks)
-    return bool(found) and not found[-1][1]
+    prompt_marks = _marks_in(prompt_ids, marks)
+    return bool(prompt_marks) and not prompt_marks[-1][1]
 
 
 def _marks_in(ids: TokenIds, marks: ThinkingMarks) -> list[tuple[int, bool]]:

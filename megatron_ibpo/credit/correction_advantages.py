@@ -35,7 +35,7 @@ def correction_advantages(
 ) -> list[list[Advantage | None]]:
     """Return the advantage of every correction of every group, relative to the corrections that it is
     compared with (--ibpo-correction-group)."""
-    found: list[list[Advantage | None]] = [[None] * len(of_group) for of_group in rewards]
+    by_group: list[list[Advantage | None]] = [[None] * len(of_group) for of_group in rewards]
     places = [
         (number, members)
         for number, group in enumerate(groups)
@@ -48,10 +48,10 @@ def correction_advantages(
         )
         for number, members in places
     ]
-    for (number, members), own in zip(places, advantages(batch, estimator), strict=True):
-        for index, advantage in zip(members, own, strict=True):
-            found[number][index] = advantage
-    return found
+    for (number, members), values in zip(places, advantages(batch, estimator), strict=True):
+        for index, advantage in zip(members, values, strict=True):
+            by_group[number][index] = advantage
+    return by_group
 
 
 def degenerate_correction_groups(group: Group, operator: Operator, context: CreditContext) -> int:

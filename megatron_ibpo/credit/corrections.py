@@ -22,7 +22,7 @@ from megatron_ibpo.credit.operator import (
     Operator,
     TokenWeights,
     bonus_problems,
-    lent,
+    require_tool,
     signed_masks,
 )
 from megatron_ibpo.credit.pairing import draw_references, is_wrong
@@ -85,27 +85,27 @@ class CompareAndCorrect(Operator):
         return self.ibpo_variant in ("mask", "signed-mask")
 
     def problems(self, config: Config) -> list[str]:
-        found = [*self._bonus_problems(config), *self._plain_prompt_problems(config)]
+        problems = [*self._bonus_problems(config), *self._plain_prompt_problems(config)]
         if self.ibpo_mask_insertions and not self.masks_tokens:
-            found.append(
+            problems.append(
                 "--ibpo-mask-insertions marks tokens in the mask: it needs --ibpo-variant mask or signed-mask"
             )
         if self.ibpo_correction_group == "pair" and self.ibpo_corrections < 2:
-            found.append(
+            problems.append(
                 "--ibpo-correction-group pair compares the corrections of a pair: it needs "
                 "--ibpo-corrections of at least 2"
             )
         if self.ibpo_joint_on != "all" and not self.ibpo_joint:
-            found.append(
+            problems.append(
                 f"--ibpo-joint-on {self.ibpo_joint_on} chooses among the corrections of the joint loss: it "
                 "needs --ibpo-joint"
             )
         if self.ibpo_rewrite_penalty > 0 and not self.ibpo_joint:
-            found.append(
+            problems.append(
                 "--ibpo-rewrite-penalty acts on the rewards of corrections in the joint loss: it needs "
                 "--ibpo-joint"
             )
-        return found
+        return problems
 
     def _bonus_problems(self, config: Config) -> list[str]:
         if self.ibpo_variant == "ratio":
@@ -126,7 +126,7 @@ class CompareAndCorrect(Operator):
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
         """Return --ibpo-corrections requests for every wrong response whose x̃ leaves room for a correction;
         the others are counted in `group.skipped_pairs`."""
-        asked: list[FollowUp] = []
+        follow_ups: list[FollowUp] = []
         group.skipped_pairs = 0
         for target, response in enumerate(group.responses):
             if not is_wrong(response):
@@ -136,11 +136,11 @@ class CompareAndCorrect(Operator):
             if len(prompt_ids) + context.rollout.rollout_max_response_len > context.max_context:
                 group.skipped_pairs += 1
                 continue
-            asked += [
+            follow_ups += [
                 FollowUp(target, references, _request(group, target, number, prompt_ids, context))
                 for number in range(self.ibpo_corrections)
             ]
-        return asked
+        return follow_ups
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
         """Judge the step, and fill in the fields of the corrections that come from comparing them with their
@@ -164,12 +164,12 @@ class CompareAndCorrect(Operator):
             for group in groups
         ]
         explanations = [
-            self._explained(group, own, threshold) for group, own in zip(groups, phi, strict=True)
+            self._explained(group, bonuses, threshold) for group, bonuses in zip(groups, phi, strict=True)
         ]
         if not self.masks_tokens:
             return Judgement(phi, metrics=metrics, explanations=explanations)
-        left = iter(edits)
-        masks = [_masks(group, list(islice(left, len(group.corrections)))) for group in groups]
+        remaining_edits = iter(edits)
+        masks = [_masks(group, list(islice(remaining_edits, len(group.corrections)))) for group in groups]
         of_corrected = [mask for of_group in masks for mask in of_group if mask is not None]
         metrics["empty_masks"] = float(sum(not mask.any() for mask in of_corrected))
         raised = signed_masks(masks) if self.ibpo_variant == "signed-mask" else None
@@ -183,13 +183,13 @@ class CompareAndCorrect(Operator):
             corrections[correction.target].append((number_of, correction))
         return [
             [
-                *(_rewrite_line(*numbered, threshold) for numbered in own),
-                self._bonus_line([correction for _, correction in own], delta),
-                *self._mask_lines([correction for _, correction in own]),
+                *(_rewrite_line(*numbered, threshold) for numbered in pairs),
+                self._bonus_line([correction for _, correction in pairs], delta),
+                *self._mask_lines([correction for _, correction in pairs]),
             ]
             if is_wrong(response)
             else []
-            for response, own, delta in zip(group.responses, corrections, phi, strict=True)
+            for response, pairs, delta in zip(group.responses, corrections, phi, strict=True)
         ]
 
     def _mask_lines(self, corrections: Sequence[Correction]) -> list[Line]:
@@ -233,7 +233,7 @@ class CompareAndCorrect(Operator):
     def _thinking(self, context: CreditContext) -> ThinkingMarks | None:
         if not self.ibpo_strip_thinking:
             return None
-        return lent(context.vocabulary.thinking, "the marks of thinking")
+        return require_tool(context.vocabulary.thinking, "the marks of thinking")
 
 
 def _request(

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_ibpo.basics.records import Group, Sample, shared_length
 from megatron_ibpo.config import COUNT
-from megatron_ibpo.credit.operator import CreditContext, TokenTexts, TokenWeights, lent
+from megatron_ibpo.credit.operator import CreditContext, TokenTexts, TokenWeights, require_tool
 from megatron_ibpo.credit.spans import split_spans
 from megatron_ibpo.credit.token_credit import Advantages, TokenFactors, on_wrong_responses
 
@@ -83,9 +83,9 @@ class DivergenceWindow:
         return first, first + (int(written[-1]) + 1 if len(written) else 0)
 
 
-def shared_tokens(response: Sample, others: Sequence[Sample]) -> int:
+def shared_tokens(response: Sample, siblings: Sequence[Sample]) -> int:
     """Return the length of the longest prefix that the response shares with one of the others."""
-    return max(shared_length(response.token_ids, other.token_ids) for other in others)
+    return max(shared_length(response.token_ids, sibling.token_ids) for sibling in siblings)
 
 
 def normalised(text: str) -> str:
@@ -111,7 +111,7 @@ def _between(
         if advantage >= 0:
             return None
         response = group.responses[index]
-        correct = [other for other in group.responses if other.correct]
+        correct = [sibling for sibling in group.responses if sibling.correct]
         first, last = bounds(response, *place(response, correct))
         weights = np.zeros(len(response.token_ids))
         weights[first:last] = 1.0
@@ -136,13 +136,13 @@ def _token_place(response: Sample, correct: Sequence[Sample]) -> tuple[int, int]
 def _step_place(context: CreditContext) -> Callable[[Sample, Sequence[Sample]], tuple[int, int]]:
     """Return a function for [first, last) of the first step that no correct response has after the same
     steps."""
-    texts = lent(context.vocabulary.token_texts, "texts of tokens")
+    texts = require_tool(context.vocabulary.token_texts, "texts of tokens")
     steps = cache(lambda sample: _steps(sample, texts))
 
     def place(response: Sample, correct: Sequence[Sample]) -> tuple[int, int]:
-        own, end = steps(response), len(response.token_ids)
-        shared = max(_common_steps(own, steps(other)) for other in correct)
-        return own[shared][:2] if shared < len(own) else (end, end)
+        response_steps, end = steps(response), len(response.token_ids)
+        shared = max(_common_steps(response_steps, steps(sibling)) for sibling in correct)
+        return response_steps[shared][:2] if shared < len(response_steps) else (end, end)
 
     return place
 
@@ -157,12 +157,12 @@ def _steps(sample: Sample, texts: TokenTexts) -> list[Step]:
     return steps
 
 
-def _common_steps(own: Sequence[Step], other: Sequence[Step]) -> int:
-    pairs = zip(own, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a[2] != b[2]), min(len(own), len(other)))
+def _common_steps(first: Sequence[Step], second: Sequence[Step]) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a[2] != b[2]), min(len(first), len(second)))
 
 
 def _plain_number(match: re.Match[str]) -> str:
-    whole, _, fraction = match[0].replace(",", "").partition(".")
+    integer, _, fraction = match[0].replace(",", "").partition(".")
     fraction = fraction.rstrip("0")
-    return (whole.lstrip("0") or "0") + (f".{fraction}" if fraction else "")
+    return (integer.lstrip("0") or "0") + (f".{fraction}" if fraction else "")

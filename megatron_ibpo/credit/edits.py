@@ -28,20 +28,22 @@ def find_edits(pairs: ComparedPairs, *, mark_insertions: bool) -> tuple[list[Fla
     Returns:
         (flags of each token of each target, number of edits [corrections])
     """
-    kept, kept_of_corrected, counts = unmodified_mask(*pairs.y, *pairs.y_hat, return_other=True)
+    kept_flags, kept_of_corrected_flags, counts = unmodified_mask(*pairs.y, *pairs.y_hat, return_other=True)
     flags = zip(
         pairs.members,
         pairs.targets,
-        _cut(kept, pairs.y[1]),
-        _cut(kept_of_corrected, pairs.y_hat[1]),
+        _cut(kept_flags, pairs.y[1]),
+        _cut(kept_of_corrected_flags, pairs.y_hat[1]),
         strict=True,
     )
     edits = []
-    for (group, correction), target, own, other in flags:
-        correction.unmodified_share = np.count_nonzero(own) / own.size if own.size else 0.0
-        changed = ~own
+    for (group, correction), target, target_flags, corrected_flags in flags:
+        correction.unmodified_share = (
+            np.count_nonzero(target_flags) / target_flags.size if target_flags.size else 0.0
+        )
+        changed = ~target_flags
         if mark_insertions:
-            changed[_before_insertions(own, other)] = True
+            changed[_before_insertions(target_flags, corrected_flags)] = True
         edits.append(_in_response(changed, target, group.responses[correction.target], correction))
     return edits, counts
 
@@ -87,15 +89,15 @@ def mark_rewrites(
 
 
 def _cut(flags: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> list[Flags]:
-    of_all, bounds = flags.view(bool), offsets.tolist()
-    return [of_all[first:last] for first, last in pairwise(bounds)]
+    all_flags, bounds = flags.view(bool), offsets.tolist()
+    return [all_flags[first:last] for first, last in pairwise(bounds)]
 
 
-def _before_insertions(kept: Flags, kept_of_corrected: Flags) -> npt.NDArray[np.intp]:
+def _before_insertions(target_flags: Flags, corrected_flags: Flags) -> npt.NDArray[np.intp]:
     """Return the indices of kept tokens after which the correction inserts tokens and the target has none."""
-    ours, theirs = np.flatnonzero(kept), np.flatnonzero(kept_of_corrected)
-    gap_here = np.diff(ours, append=len(kept)) - 1
-    gap_there = np.diff(theirs, append=len(kept_of_corrected)) - 1
+    ours, theirs = np.flatnonzero(target_flags), np.flatnonzero(corrected_flags)
+    gap_here = np.diff(ours, append=len(target_flags)) - 1
+    gap_there = np.diff(theirs, append=len(corrected_flags)) - 1
     return ours[(gap_here == 0) & (gap_there > 0)]
 
 

@@ -59,9 +59,9 @@ class GroupExplanation:
     corrections: list[SampleExplanation] = field(default_factory=list)
 
     def __str__(self) -> str:
-        named = [(f"response {n}", own) for n, own in enumerate(self.responses, start=1)]
-        named += [(f"correction {n}", own) for n, own in enumerate(self.corrections, start=1)]
-        return "\n\n".join(f"{name}\n{own}" for name, own in named)
+        named = [(f"response {n}", text) for n, text in enumerate(self.responses, start=1)]
+        named += [(f"correction {n}", text) for n, text in enumerate(self.corrections, start=1)]
+        return "\n\n".join(f"{name}\n{text}" for name, text in named)
 
 
 def number(value: float, digits: int = _DIGITS) -> str:

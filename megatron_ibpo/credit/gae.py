@@ -60,11 +60,13 @@ def generalised_advantages(
     """
     width = max(map(len, values), default=0)
     values_ST, rewards_S = np.zeros((len(values), width)), np.asarray(rewards, np.float64)
-    for row, own in zip(values_ST, values, strict=True):
-        row[width - len(own) :] = own  # aligned at their ends, so that one loop serves all
+    for row, response_values in zip(values_ST, values, strict=True):
+        row[width - len(response_values) :] = (
+            response_values  # aligned at their ends, so that one loop serves all
+        )
     out_ST, advantages_S, after_S = np.zeros_like(values_ST), np.zeros(len(values)), rewards_S
     for t in reversed(range(width)):
         advantages_S = after_S - values_ST[:, t] + gamma * lam * advantages_S
         out_ST[:, t] = advantages_S
         after_S = gamma * values_ST[:, t]
-    return [row[width - len(own) :] for row, own in zip(out_ST, values, strict=True)]
+    return [row[width - len(response_values) :] for row, response_values in zip(out_ST, values, strict=True)]

@@ -53,13 +53,13 @@ def find_group_filter(algorithm: AlgorithmConfig) -> GroupFilter:
 
 def fill_batch(
     draw: Callable[[int], Sequence[Group]],
-    wanted: int,
+    num_groups: int,
     max_rounds: int,
     *,
     usable: GroupFilter = any_group,
     preferred: GroupFilter = is_informative,
 ) -> tuple[list[Group], dict[str, float]]:
-    """Return (`wanted` groups, preferred ones as far as available, metrics).
+    """Return (`num_groups` groups, preferred ones as far as available, metrics).
 
     Args:
         draw: returns scored groups of round 0, 1, …; each round has other prompts.
@@ -72,29 +72,29 @@ def fill_batch(
     Raises:
         ValueError: no group is usable.
     """
-    taken: list[Group] = []
-    others: list[Group] = []
+    chosen: list[Group] = []
+    fillers: list[Group] = []
     refused: list[Group] = []
     rounds = 0
-    while rounds < max_rounds and len(taken) < wanted:
+    while rounds < max_rounds and len(chosen) < num_groups:
         for group in draw(rounds):
-            kind = refused if not usable(group) else taken if preferred(group) else others
+            kind = refused if not usable(group) else chosen if preferred(group) else fillers
             kind.append(group)
         rounds += 1
-    missing = max(0, wanted - len(taken))
-    batch = taken[:wanted] + others[:missing]
+    missing = max(0, num_groups - len(chosen))
+    batch = chosen[:num_groups] + fillers[:missing]
     if not batch and refused:
         raise ValueError(
             f"--group-filter refused all {len(refused)} groups of {rounds} rounds; let it accept more, or "
             "raise --dynamic-sampling-rounds"
         )
-    discarded = taken[wanted:] + others[missing:] + refused
+    discarded = chosen[num_groups:] + fillers[missing:] + refused
     metrics = {
         "sampling_rounds": float(rounds),
-        "groups_filled_up": float(min(missing, len(others))),
+        "groups_filled_up": float(min(missing, len(fillers))),
         "groups_discarded": float(len(discarded)),
         "groups_refused": float(len(refused)),
-        "groups_missing": float(wanted - len(batch)),
+        "groups_missing": float(num_groups - len(batch)),
         "tokens_discarded": float(
             sum(sample.num_trained_tokens for group in discarded for sample in group.samples)
         ),

@@ -25,8 +25,8 @@ from megatron_ibpo.credit.operator import (
     Operator,
     TokenWeights,
     Vocabulary,
-    lent,
     no_phi,
+    require_tool,
 )
 from megatron_ibpo.credit.spans import written_spans
 
@@ -85,7 +85,7 @@ class SpanMasking(Operator):
         Raises:
             ValueError: the context has no log-probs, texts of tokens or placeholder.
         """
-        ask = lent(context.logprobs, "the policy's log-probs")
+        ask = require_tool(context.logprobs, "the policy's log-probs")
         probes = [
             probe
             for number, group in enumerate(groups)
@@ -176,11 +176,11 @@ def _explained(steps: Sequence[tuple[int, int]], unmasked: float, masked: Sequen
 
 def _probe(group: Group, number: int, index: int, vocabulary: Vocabulary) -> _Probe | None:
     response = group.responses[index]
-    spans = written_spans(response, lent(vocabulary.token_texts, "texts of tokens"))
+    spans = written_spans(response, require_tool(vocabulary.token_texts, "texts of tokens"))
     if len(spans) < 2:
         return None
     *steps, (answer, end) = spans
-    placeholder = lent(vocabulary.placeholder_id, "a placeholder token")
+    placeholder = require_tool(vocabulary.placeholder_id, "a placeholder token")
     reasoning = response.token_ids[:answer]
     masked = []
     for first, last in steps:

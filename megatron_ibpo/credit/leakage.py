@@ -41,14 +41,14 @@ def _leaks(
     def derivation(sample: Sample) -> TokenIds | None:
         return _derivation(group.prompt, compared(sample, marks).ids, answer_start)
 
-    own = derivation(correction.response)
-    if own is None:
+    corrected = derivation(correction.response)
+    if corrected is None:
         return False
     wrong = derivation(group.responses[correction.target])
-    if wrong is not None and _only_adds(own, wrong):
+    if wrong is not None and _only_adds(corrected, wrong):
         return True
-    shown = [len(ids) for reference in references if (ids := derivation(reference)) is not None]
-    return bool(shown) and len(own) < OWN_SHARE * min(shown)
+    reference_lengths = [len(ids) for reference in references if (ids := derivation(reference)) is not None]
+    return bool(reference_lengths) and len(corrected) < OWN_SHARE * min(reference_lengths)
 
 
 def _derivation(prompt: Prompt, ids: TokenIds, answer_start: AnswerStart) -> TokenIds | None:
@@ -56,9 +56,9 @@ def _derivation(prompt: Prompt, ids: TokenIds, answer_start: AnswerStart) -> Tok
     return None if start is None else ids[:start]
 
 
-def _only_adds(own: TokenIds, wrong: TokenIds) -> bool:
+def _only_adds(corrected: TokenIds, wrong: TokenIds) -> bool:
     """Return whether a derivation keeps every token of the wrong one and adds next to none."""
-    if not 0 <= len(own) - len(wrong) <= OWN_SHARE * len(wrong):
+    if not 0 <= len(corrected) - len(wrong) <= OWN_SHARE * len(wrong):
         return False
-    kept, _ = unmodified_mask([wrong], None, [own], None)
-    return bool(kept.all())
+    kept_flags, _ = unmodified_mask([wrong], None, [corrected], None)
+    return bool(kept_flags.all())

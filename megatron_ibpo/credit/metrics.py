@@ -21,7 +21,7 @@ def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
     responses = [response for group in groups for response in group.responses]
     lengths = [response.num_trained_tokens for response in responses]
     scored = [response for response in responses if response.reward is not None]
-    return _known(
+    return _without_none(
         reward=_mean(response.reward for response in scored if response.reward is not None),
         accuracy=_mean(response.correct for response in scored),
         response_length=_mean(lengths),
@@ -40,7 +40,7 @@ def sampled_metrics(groups: Iterable[Group]) -> dict[str, float]:
     or dynamic sampling took their groups. Filters move the mean of the groups taken towards .5."""
     responses = [response for group in groups for response in group.responses]
     mean = _mean(response.reward for response in responses if response.reward is not None)
-    return _known(responses_sampled=len(responses), reward_sampled=mean)
+    return _without_none(responses_sampled=len(responses), reward_sampled=mean)
 
 
 def correction_metrics(groups: Sequence[Group], *, knows_answers: bool) -> dict[str, float]:
@@ -58,7 +58,7 @@ def correction_metrics(groups: Sequence[Group], *, knows_answers: bool) -> dict[
     responses = [correction.response for correction in corrections]
     lengths = [response.num_trained_tokens for response in responses]
     drafted, accepted = (sum(response.drafts[part] for response in responses) for part in (0, 1))
-    return _known(
+    return _without_none(
         correction_steps_per_token=1 - accepted / sum(lengths) if drafted else None,
         corrections=len(corrections),
         correction_success=_mean(r.correct for r in responses if r.reward is not None),
@@ -85,19 +85,19 @@ def shaping_metrics(
     Covariance and variances are the population's within each group, averaged over the groups. lambda_max = -2
     Cov(Y, φ) / V_φ is the largest λ that does not raise the variance of A (Theorem A.2).
     """
-    covariances, phi_variances, plain, after = [], [], [], []
+    covariances, phi_variances, reward_variances, shaped_variances = [], [], [], []
     for group, phi_of, shaped_of in zip(groups, phi, shaped, strict=True):
-        known = [
+        scored = [
             (response.reward, bonus, value)
             for response, bonus, value in zip(group.responses, phi_of, shaped_of, strict=True)
             if response.reward is not None and value is not None
         ]
-        if known:
-            rewards, bonuses, values = (list(column) for column in zip(*known, strict=True))
+        if scored:
+            rewards, bonuses, values = (list(column) for column in zip(*scored, strict=True))
             covariances.append(_covariance(rewards, bonuses))
             phi_variances.append(_covariance(bonuses, bonuses))
-            plain.append(_covariance(rewards, rewards))
-            after.append(_covariance(values, values))
+            reward_variances.append(_covariance(rewards, rewards))
+            shaped_variances.append(_covariance(values, values))
     cov, v_phi = _mean(covariances), _mean(phi_variances)
     wrong_bonuses = [
         bonus
@@ -105,14 +105,14 @@ def shaping_metrics(
         for response, bonus in zip(group.responses, phi_of, strict=True)
         if is_wrong(response)
     ]
-    return _known(
+    return _without_none(
         shaped_reward=_mean(value for values in shaped for value in values if value is not None),
         bonus_rate=_mean(bonus > 0 for bonus in wrong_bonuses),
         cov_reward_phi=cov,
         var_phi=v_phi,
         lambda_max=-2 * cov / v_phi if cov is not None and v_phi else None,
-        var_advantage=_mean(after),
-        var_advantage_unshaped=_mean(plain),
+        var_advantage=_mean(shaped_variances),
+        var_advantage_unshaped=_mean(reward_variances),
         degenerate_groups=sum(is_degenerate(values) for values in shaped),
     )
 
@@ -132,13 +132,13 @@ def _covariance(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return math.fsum(known) / len(known) if known else None
+    numbers = list(values)
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def _errors(responses: Iterable[Sample]) -> int:
     return sum(response.reward is None for response in responses)
 
 
-def _known(**metrics: float | None) -> dict[str, float]:
+def _without_none(**metrics: float | None) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if value is not None}

@@ -204,8 +204,8 @@ class Operator(ABC):
     def attach(self, group: Group, follow_ups: Sequence[FollowUp], samples: Sequence[Sample]) -> None:
         """Attach to the group the scored samples of the follow-ups, in their order."""
         group.corrections = [
-            Correction(asked.target, asked.references, sample)
-            for asked, sample in zip(follow_ups, samples, strict=True)
+            Correction(follow_up.target, follow_up.references, sample)
+            for follow_up, sample in zip(follow_ups, samples, strict=True)
         ]
         for index, sample in enumerate(samples):
             sample.index = index
@@ -227,7 +227,7 @@ class NoOperator(Operator):
         return Judgement(no_phi(groups))
 
 
-def bonus_problems(weight: float, most: float, factor: str, reward_threshold: float) -> list[str]:
+def bonus_problems(weight: float, largest_phi: float, factor: str, reward_threshold: float) -> list[str]:
     """Return an error if a wrong response, with reward 0 and the whole bonus, is worth as much as the
     smallest correct reward (ibpo steps 2 and 8).
 
@@ -236,7 +236,7 @@ def bonus_problems(weight: float, most: float, factor: str, reward_threshold: fl
         most: the largest φ.
         factor: name of the largest φ, for messages.
     """
-    bonus = weight * most
+    bonus = weight * largest_phi
     product = f"--ibpo-lambda {weight} times {factor} is {bonus:g}"
     if bonus >= 1:
         return [
@@ -261,12 +261,12 @@ def signed_masks(masks: list[list[TokenWeights]]) -> list[list[TokenWeights]]:
     return [[None if mask is None else 1 - mask for mask in of_group] for of_group in masks]
 
 
-def lent(tool: T | None, what: str) -> T:
+def require_tool(tool: T | None, name: str) -> T:
     """Return the tool, which this algorithm needs.
 
     Raises:
         ValueError: the loop did not provide it.
     """
     if tool is None:
-        raise ValueError(f"this algorithm needs {what}, which this run does not lend to credit")
+        raise ValueError(f"this algorithm needs {name}, which this run does not lend to credit")
     return tool

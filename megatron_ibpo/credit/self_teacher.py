@@ -11,7 +11,7 @@ import numpy as np
 from megatron_ibpo.basics.records import Floats, Group, Sample, Weights
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import UNIT, Config
-from megatron_ibpo.credit.operator import CreditContext, LogProbQuery, TokenWeights, lent
+from megatron_ibpo.credit.operator import CreditContext, LogProbQuery, TokenWeights, require_tool
 from megatron_ibpo.credit.pairing import draw_references, is_wrong
 from megatron_ibpo.credit.token_credit import Advantages, TokenFactors
 
@@ -58,21 +58,21 @@ class SelfTeacher:
         self, groups: Sequence[Group], advantages: Advantages, context: CreditContext
     ) -> TokenFactors:
         weights: list[list[TokenWeights]] = [[None] * len(group.responses) for group in groups]
-        wanted = [
+        places = [
             (number, index)
             for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True))
             if any(response.correct for response in group.responses)
             for index, response in enumerate(group.responses)
             if of_group[index] and is_wrong(response)
         ]
-        questions = [_Question(number, i, _query(groups[number], i, context)) for number, i in wanted]
+        questions = [_Question(number, i, _query(groups[number], i, context)) for number, i in places]
         fitting = [q for q in questions if _tokens(q.query) <= context.max_context]
-        asked = [question.query for question in fitting]
-        answers = lent(context.logprobs, "the policy's log-probs")(asked) if asked else []
+        queries = [question.query for question in fitting]
+        logprobs = require_tool(context.logprobs, "the policy's log-probs")(queries) if queries else []
         gaps = []
-        for question, answer in zip(fitting, answers, strict=True):
+        for question, response_logprobs in zip(fitting, logprobs, strict=True):
             response = groups[question.group].responses[question.index]
-            gap = _gap(response, answer)
+            gap = _gap(response, response_logprobs)
             weights[question.group][question.index] = 1.0 + self.token_credit_eta * np.clip(-gap, -1.0, 1.0)
             gaps += gap[response.loss_mask].tolist()
         metrics = {
@@ -88,8 +88,10 @@ class SelfTeacher:
 def _query(group: Group, index: int, context: CreditContext) -> LogProbQuery:
     response = group.responses[index]
     rng = random.Random(derive_seed("teacher", context.seed, context.step, group.prompt.index, index))
-    (shown,) = draw_references(index, group.responses, 1, rng)
-    prompt_ids = context.vocabulary.correction_prompt(group.prompt, group.responses[shown].content_ids, [])
+    (reference,) = draw_references(index, group.responses, 1, rng)
+    prompt_ids = context.vocabulary.correction_prompt(
+        group.prompt, group.responses[reference].content_ids, []
+    )
     return LogProbQuery(prompt_ids, response.token_ids, response.temperature)
 
 

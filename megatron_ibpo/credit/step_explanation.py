@@ -69,8 +69,8 @@ def check_words(groups: Sequence[Group], judgement: Judgement) -> None:
             "gives a list of lines for every response"
         )
     lines = [line for of_group in words for of_response in of_group for line in of_response]
-    if other := next((line for line in lines if not isinstance(line, Line)), None):
-        raise ValueError(f"the operator's explanations hold {shown(other)}, which is no Line")
+    if misfit := next((line for line in lines if not isinstance(line, Line)), None):
+        raise ValueError(f"the operator's explanations hold {shown(misfit)}, which is no Line")
 
 
 def explain_step(step: StepCredit) -> list[GroupExplanation]:
@@ -114,7 +114,7 @@ def _compared_corrections(step: StepCredit, place: int, among: ComparedRewards) 
         (members, _scored([rewards[i] for i in members]))
         for members in compared_corrections(group, step.operator)
     ]
-    return {index: own for members, own in compared for index in members}
+    return {index: compared_rewards for members, compared_rewards in compared for index in members}
 
 
 def _response(
@@ -185,9 +185,9 @@ def _shaped(
     Args:
         addends: (symbol, numbers, value) of what the method adds; the rest is an overlong penalty.
     """
-    rest = reward - verified - sum(value for _, _, value in addends)
-    if abs(rest) > _ROUNDING * max(1.0, abs(reward)):
-        addends = [*addends, ("overlong penalty", f"({number(rest)})", rest)]
+    penalty = reward - verified - sum(value for _, _, value in addends)
+    if abs(penalty) > _ROUNDING * max(1.0, abs(reward)):
+        addends = [*addends, ("overlong penalty", f"({number(penalty)})", penalty)]
     if not addends and not note:
         return []
     symbols = " + ".join(["r", *(symbol for symbol, _, _ in addends)])

@@ -48,8 +48,8 @@ def on_wrong_responses(
     ones for the other responses."""
 
     def of_response(group: Group, index: int, advantage: float | None) -> TokenWeights:
-        judged = is_wrong(group.responses[index]) and any(other.correct for other in group.responses)
-        return weigh(group, index, advantage) if judged and advantage is not None else None
+        is_weighed = is_wrong(group.responses[index]) and any(sibling.correct for sibling in group.responses)
+        return weigh(group, index, advantage) if is_weighed and advantage is not None else None
 
     return [
         [of_response(group, index, advantage) for index, advantage in enumerate(of_group)]
@@ -73,27 +73,27 @@ def weigh_tokens(
     Raises:
         ValueError: weights that do not fit their response.
     """
-    found = token_credit(groups, advantages, context)
+    credit = token_credit(groups, advantages, context)
     weights: list[list[TokenWeights]] = []
     means: list[tuple[int, float]] = []
     for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True)):
-        own = [
-            _product(judgement.weights_of(number, index, advantage), found.weights[number][index])
+        group_weights = [
+            _product(judgement.weights_of(number, index, advantage), credit.weights[number][index])
             for index, advantage in enumerate(of_group)
         ]
-        weights.append(own)
-        for response, advantage, factors in zip(group.responses, of_group, own, strict=True):
+        weights.append(group_weights)
+        for response, advantage, factors in zip(group.responses, of_group, group_weights, strict=True):
             _check(response, factors)
             if advantage and response.num_trained_tokens:
                 mean = 1.0 if factors is None else float(np.mean(factors[response.loss_mask]))
                 means.append((response.num_trained_tokens, mean))
-    if all(factors is None for own in weights for factors in own):
-        return TokenFactors(weights, found.metrics, found.note)
+    if all(factors is None for group_weights in weights for factors in group_weights):
+        return TokenFactors(weights, credit.metrics, credit.note)
     tokens = sum(count for count, _ in means)
     metrics = {"weightless_responses": float(sum(mean == 0 for _, mean in means))}
     if tokens:
         metrics["token_weight_mean"] = sum(count * mean for count, mean in means) / tokens
-    return TokenFactors(weights, found.metrics | metrics, found.note)
+    return TokenFactors(weights, credit.metrics | metrics, credit.note)
 
 
 def _product(first: TokenWeights, second: TokenWeights) -> TokenWeights:

@@ -68,7 +68,7 @@ def joining_rewards(group: Group, which: Literal["none", "successful", "one"]) -
     """
     if which == "none":
         return []
-    chosen = [c for c in group.corrections if counts(c)] if which == "successful" else _one(group)
+    chosen = [c for c in group.corrections if counts(c)] if which == "successful" else _first_scored(group)
     return [c.response.reward if c in chosen else None for c in group.corrections]
 
 
@@ -100,6 +100,6 @@ def plain_prompt_sequences(
     ]
 
 
-def _one(group: Group) -> list[Correction]:
+def _first_scored(group: Group) -> list[Correction]:
     scored = [c for c in group.corrections if c.response.reward is not None]
     return ([c for c in scored if c.response.correct] or scored)[:1]

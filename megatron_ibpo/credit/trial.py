@@ -59,9 +59,9 @@ def try_credit(prompt: Prompt, context: CreditContext, details: Mapping[str, flo
         find_group_filter(context.algorithm)(group)
         method = find_method(context.algorithm)  # not the run's, which may remember what it has judged
         operator = method.operator
-        asked = operator.follow_ups(group, context)
-        samples = [_sample(each.request, i, context, details) for i, each in enumerate(asked)]
-        operator.attach(group, asked, samples)
+        follow_ups = operator.follow_ups(group, context)
+        samples = [_sample(follow_up.request, i, context, details) for i, follow_up in enumerate(follow_ups)]
+        operator.attach(group, follow_ups, samples)
         list(map(str, assign_credit([group], context, method).explanations))
     except Exception as error:
         place = f"{prompt.task}, prompt {prompt.index}, with a made-up group"

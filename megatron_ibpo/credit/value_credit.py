@@ -8,7 +8,7 @@ import numpy as np
 from megatron_ibpo.basics.records import Flags, TrainSequence, Weights
 from megatron_ibpo.credit.estimators import ValueEstimator
 from megatron_ibpo.credit.explanation import Line, SampleKey
-from megatron_ibpo.credit.operator import CreditContext, lent
+from megatron_ibpo.credit.operator import CreditContext, require_tool
 
 
 def value_credit(
@@ -24,7 +24,7 @@ def value_credit(
     """
     if not sequences:
         return [], {}, {}
-    predicted = lent(context.values, "a critic")(list(sequences))
+    predicted = require_tool(context.values, "a critic")(list(sequences))
     # convert to float64 before any sum
     values = [v[s.loss_mask].astype(np.float64) for v, s in zip(predicted, sequences, strict=True)]
     lengths = [len(v) for v in values]

@@ -58,10 +58,10 @@ def unmodified_mask(
     y, yhat = pair_up(
         "y", read_ragged("y", y_values, y_offsets), "yhat", read_ragged("yhat", yhat_values, yhat_offsets)
     )
-    mask, other, edits = _edit_distance.batch_align(
+    mask, yhat_mask, edits = _edit_distance.batch_align(
         y.values, y.offsets, yhat.values, yhat.offsets, check_threads(num_threads)
     )
-    return (mask, other, edits) if return_other else (mask, edits)
+    return (mask, yhat_mask, edits) if return_other else (mask, edits)
 
 
 def opcodes(a: Any, b: Any) -> list[Opcode]:
@@ -76,12 +76,12 @@ def opcodes(a: Any, b: Any) -> list[Opcode]:
     """
     ids_a, ids_b = read_ids("a", a), read_ids("b", b)
     keep_a, keep_b, _ = unmodified_mask([ids_a], None, [ids_b], None, num_threads=1, return_other=True)
-    kept = np.stack([np.flatnonzero(keep_a), np.flatnonzero(keep_b)], axis=1)
+    kept_places = np.stack([np.flatnonzero(keep_a), np.flatnonzero(keep_b)], axis=1)
     ends = np.array([[ids_a.size, ids_b.size]])
-    breaks = np.flatnonzero((np.diff(kept, axis=0) != 1).any(axis=1)) + 1
+    breaks = np.flatnonzero((np.diff(kept_places, axis=0) != 1).any(axis=1)) + 1
     script: list[Opcode] = []
     at_a = at_b = 0
-    for run in [*np.split(kept, breaks), ends] if len(kept) else [ends]:
+    for run in [*np.split(kept_places, breaks), ends] if len(kept_places) else [ends]:
         first_a, first_b = map(int, run[0])
         script += _gap(at_a, first_a, at_b, first_b)
         at_a, at_b = first_a, first_b

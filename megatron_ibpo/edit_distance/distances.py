@@ -27,8 +27,8 @@ def distance(a: Any, b: Any, *, normalized: bool = True, cutoff: float | None = 
             the cutoff is negative or not a number.
     """
     pair = pair_up("a", _single("a", a), "b", _single("b", b))
-    (found,) = _in_unit(*pair, normalized, cutoff, num_threads=1).tolist()
-    return math.inf if found == SATURATED else float(found)
+    (result,) = _in_unit(*pair, normalized, cutoff, num_threads=1).tolist()
+    return math.inf if result == SATURATED else float(result)
 
 
 def batch_distance(
@@ -108,9 +108,9 @@ def _limits(cutoff: float, longer: npt.NDArray[np.int64], normalized: bool) -> n
         raise ValueError(f"cutoff: must be 0 or more, not {cutoff}")
     if not normalized:
         return np.minimum(np.floor(min(cutoff, 2.0**62)), longer).astype(np.int64)
-    of_one = np.maximum(longer, 1)
+    divisors = np.maximum(longer, 1)
     fraction = float(min(cutoff, 1.0))
     edits = np.floor(fraction * longer).astype(np.int64)
-    edits += (edits + 1) / of_one <= fraction
-    edits -= edits / of_one > fraction
+    edits += (edits + 1) / divisors <= fraction
+    edits -= edits / divisors > fraction
     return np.minimum(edits, longer)

@@ -109,7 +109,7 @@ def read_ragged(name: str, values: Any, offsets: Any = None) -> Ragged:
             LONGEST ids.
     """
     if offsets is None:
-        return _joined(name, values)
+        return _concatenate(name, values)
     ids = _read_array(f"{name}_values", values)
     bounds = _read_offsets(f"{name}_offsets", offsets, ids.size)
     _check_lengths(name, np.diff(bounds))
@@ -123,7 +123,7 @@ def _check_lengths(name: str, lengths: npt.NDArray[np.int64]) -> None:
         raise ValueError(f"{name}: sequence {at} has {lengths[at]} ids; the most are {LONGEST}")
 
 
-def _joined(name: str, sequences: Any) -> Ragged:
+def _concatenate(name: str, sequences: Any) -> Ragged:
     if not isinstance(sequences, Sequence) or isinstance(sequences, str | bytes):
         raise TypeError(
             f"{name}: values without offsets must be a list of sequences, not {type(sequences).__name__}"

@@ -75,18 +75,18 @@ def _against_references(
     num_threads: int,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """Return (d(ŷ, nearest reference), whether d(y, ŷ) exceeds it); the flag is true without references."""
-    seen, refs = pair_up("y_hat", corrected.take(owners), "refs", references)
-    longer = np.maximum(np.maximum(seen.lengths, refs.lengths), 1)
+    candidates, refs = pair_up("y_hat", corrected.take(owners), "refs", references)
+    longer = np.maximum(np.maximum(candidates.lengths, refs.lengths), 1)
     longer_y = np.maximum(np.maximum(originals.lengths, corrected.lengths), 1)[owners]
     # a reference that is farther than y decides nothing, and far ones take most of the time
     limits = np.minimum(edits[owners] * longer // longer_y, longer)
-    to_reference = count_edits(seen, refs, limits, num_threads=num_threads)
+    to_reference = count_edits(candidates, refs, limits, num_threads=num_threads)
     nearest = np.full(len(corrected), np.inf)
-    np.minimum.at(nearest, owners, normalize(to_reference, seen, refs))
+    np.minimum.at(nearest, owners, normalize(to_reference, candidates, refs))
     farther = np.ones(len(corrected), bool)
     # d(y, ŷ) > d(ŷ, ref) in integers: edits / longer_y > to_reference / longer
-    known = np.where(to_reference == SATURATED, longer, to_reference)
-    above = (to_reference != SATURATED) & (edits[owners] * longer > known * longer_y)
+    distances = np.where(to_reference == SATURATED, longer, to_reference)
+    above = (to_reference != SATURATED) & (edits[owners] * longer > distances * longer_y)
     has_references = np.zeros(len(corrected), bool)
     has_references[owners] = True
     farther[has_references] = False
@@ -115,8 +115,8 @@ def _floor_of_sum(x: Fraction, y: Fraction) -> float:
     """
 
     def fits(candidate: float) -> bool:
-        rest = Fraction(candidate) - x
-        return rest <= 0 or rest * rest <= y
+        excess = Fraction(candidate) - x
+        return excess <= 0 or excess * excess <= y
 
     with localcontext(prec=40):
         floor = float(_decimal(x) + _decimal(y).sqrt())
@@ -150,9 +150,9 @@ def _read(name: str, sequences: Any) -> Ragged:
 
 def _read_references(refs: Any, count: int) -> tuple[Ragged, npt.NDArray[np.int64]]:
     """Return (all references, the pair that each belongs to)."""
-    if not isinstance(refs, list) or not all(isinstance(own, list | tuple) for own in refs):
+    if not isinstance(refs, list) or not all(isinstance(pair_refs, list | tuple) for pair_refs in refs):
         raise TypeError("refs: must be a list with, for each pair, a list of sequences, none to several")
     if len(refs) != count:
         raise ValueError(f"refs: of {len(refs)} pairs, but y has {count}")
-    references = read_ragged("refs", [reference for own in refs for reference in own])
-    return references, np.repeat(np.arange(count), np.array([len(own) for own in refs], np.int64))
+    references = read_ragged("refs", [reference for pair_refs in refs for reference in pair_refs])
+    return references, np.repeat(np.arange(count), np.array([len(pair_refs) for pair_refs in refs], np.int64))

@@ -58,17 +58,17 @@ class LeanEngine:
         Raises:
             EngineError: the policy is too large for this back end.
         """
-        own = {
+        tensors = {
             name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in weights if tensor is not None
         }
-        count = sum(tensor.numel() for tensor in own.values())
+        count = sum(tensor.numel() for tensor in tensors.values())
         if count > MOST_PARAMETERS:
             raise EngineError(
                 f"--rollout-backend lean: takes policies of at most {MOST_PARAMETERS / 1e6:g} M "
                 f"parameters, and this one has {count / 1e6:.1f} M; take vllm, or transformers"
             )
-        self._model, self._version = LeanModel(self._shape, own), version
-        return sum(tensor.nbytes for tensor in own.values())
+        self._model, self._version = LeanModel(self._shape, tensors), version
+        return sum(tensor.nbytes for tensor in tensors.values())
 
     def generate(
         self, requests: Sequence[SampleRequest], *, version: int = 0, timeout: float = 0
@@ -101,9 +101,9 @@ class LeanEngine:
     async def take(self, timeout: float) -> list[tuple[int, Sample]]:
         """Take samples as `AsyncEngine` says. Samples all waiting requests, however long that takes: nothing
         else can be done here meanwhile."""
-        asked = -1  # waits at least once, so that others can submit
-        while len(self._waiting) > asked:
-            asked = len(self._waiting)
+        num_waiting = -1  # waits at least once, so that others can submit
+        while len(self._waiting) > num_waiting:
+            num_waiting = len(self._waiting)
             await asyncio.sleep(LINGER_S)
         numbers, requests = list(self._waiting), list(self._waiting.values())
         self._waiting.clear()
@@ -114,7 +114,7 @@ class LeanEngine:
         for number in numbers:
             self._waiting.pop(number, None)
 
-    async def kill(self, why: str) -> None:
+    async def kill(self, reason: str) -> None:
         """End the engine as `AsyncEngine` says. It is the caller's own process, and ends with it."""
 
     def _check(self, version: int) -> None:
@@ -136,7 +136,7 @@ class _Cache:
     values: list[Tensor]
     pads: Tensor
     """[rows] long: columns before the prompt, which attention does not see."""
-    filled: int
+    num_columns: int
     """Number of columns already written."""
 
     def keep(self, rows: Tensor) -> None:
@@ -160,7 +160,8 @@ class LeanModel:
         self._head = self._embedding if shape.tie_word_embeddings else tensors["lm_head.weight"]
         self._norm = tensors["model.norm.weight"]
         self._layers = [
-            _Layer.of(shape, tensors, f"model.layers.{number}.") for number in range(shape.num_layers)
+            _Layer.from_tensors(shape, tensors, f"model.layers.{number}.")
+            for number in range(shape.num_layers)
         ]
         self._cos, self._sin = _rotations(shape)
 
@@ -191,19 +192,19 @@ class LeanModel:
     def _forward(self, ids: Tensor, cache: _Cache) -> Tensor:
         """Return the logits after the last of the tokens [rows, columns], which come after those in the
         cache."""
-        first, last = cache.filled, cache.filled + ids.shape[1]
+        first, last = cache.num_columns, cache.num_columns + ids.shape[1]
         columns = torch.arange(last)
-        own = columns[first:, None]  # [columns of ids, 1]
+        query_columns = columns[first:, None]  # [columns of ids, 1]
         pads = cache.pads[:, None, None]
         # padding sees itself, since a softmax over nothing is NaN
-        hidden_from = ((columns > own) | (columns < pads)) & (columns != own)
+        hidden_from = ((columns > query_columns) | (columns < pads)) & (columns != query_columns)
         bias = torch.zeros(hidden_from.shape).masked_fill_(hidden_from, -torch.inf)
         positions = (columns[first:] - cache.pads[:, None]).clamp(min=0)
         rotation = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         hidden = F.embedding(ids, self._embedding)
         for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
             hidden = layer(hidden, rotation, keys, values, bias, first, last)
-        cache.filled = last
+        cache.num_columns = last
         return F.linear(_normed(hidden[:, -1], self._norm, self._shape.rms_norm_eps), self._head)
 
 
@@ -221,7 +222,7 @@ class _Layer:
     down: Tensor
 
     @classmethod
-    def of(cls, shape: ModelShape, tensors: Mapping[str, Tensor], name: str) -> "_Layer":
+    def from_tensors(cls, shape: ModelShape, tensors: Mapping[str, Tensor], name: str) -> "_Layer":
         def part(suffix: str) -> Tensor:
             return tensors[f"{name}{suffix}.weight"]
 
@@ -257,8 +258,8 @@ class _Layer:
         rotated = _rotated(_normed(mixed[:, :, : heads + shared], self.head_norms, eps), *rotation)
         keys[:, :, first:last] = rotated[:, :, heads:].transpose(1, 2)
         values[:, :, first:last] = mixed[:, :, heads + shared :].transpose(1, 2)
-        seen = _attended(rotated[:, :, :heads], keys[:, :, :last], values[:, :, :last], bias)
-        hidden = hidden + F.linear(seen, self.output)
+        attended = _attended(rotated[:, :, :heads], keys[:, :, :last], values[:, :, :last], bias)
+        hidden = hidden + F.linear(attended, self.output)
         gate, up = F.linear(_normed(hidden, self.before_mlp, eps), self.gate_and_up).chunk(2, -1)
         return hidden + F.linear(F.silu(gate) * up, self.down)
 
@@ -276,13 +277,13 @@ def _attended(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Te
         bias: [rows, columns, all columns]: 0 where a query attends, -inf elsewhere.
     """
     rows, columns, heads, head = queries.shape
-    shared, seen = keys.shape[1:3]
-    own = (queries * head**-0.5).view(rows, columns, shared, heads // shared, head)
-    own = own.permute(0, 2, 3, 1, 4).reshape(rows, shared, -1, head)
-    scores = (own @ keys.transpose(2, 3)).view(rows, shared, heads // shared, columns, seen)
-    weights = scores.add_(bias[:, None, None]).softmax(-1).view(rows, shared, -1, seen)
-    found = (weights @ values).view(rows, shared, heads // shared, columns, head)
-    return found.permute(0, 3, 1, 2, 4).reshape(rows, columns, heads * head)
+    shared, num_keys = keys.shape[1:3]
+    scaled_queries = (queries * head**-0.5).view(rows, columns, shared, heads // shared, head)
+    scaled_queries = scaled_queries.permute(0, 2, 3, 1, 4).reshape(rows, shared, -1, head)
+    scores = (scaled_queries @ keys.transpose(2, 3)).view(rows, shared, heads // shared, columns, num_keys)
+    weights = scores.add_(bias[:, None, None]).softmax(-1).view(rows, shared, -1, num_keys)
+    attended = (weights @ values).view(rows, shared, heads // shared, columns, head)
+    return attended.permute(0, 3, 1, 2, 4).reshape(rows, columns, heads * head)
 
 
 def _normed(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -292,8 +293,8 @@ def _normed(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = heads.chunk(2, -1)
-    return heads * cos + torch.cat([-right, left], -1) * sin
+    first, second = heads.chunk(2, -1)
+    return heads * cos + torch.cat([-second, first], -1) * sin
 
 
 def _rotations(shape: ModelShape) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ class AsyncEngine(Protocol):
         """Drop these requests: they take no more computation and their samples never come."""
         ...
 
-    async def kill(self, why: str) -> None:
+    async def kill(self, reason: str) -> None:
         """End an engine that has stopped working, by force if it does not answer; `take` then raises
         EngineDiedError with the reason."""
         ...
@@ -108,7 +108,7 @@ class Engine(Protocol):
         """Call `begin`, then `result`."""
         ...
 
-    def kill(self, why: str | None = None) -> None:
+    def kill(self, reason: str | None = None) -> None:
         """End the engine at once, with everything it started."""
         ...
 
@@ -132,5 +132,5 @@ class ThreadedEngine:
     async def abort(self, numbers: Collection[int]) -> None:
         await asyncio.to_thread(self.engine.abort, numbers)
 
-    async def kill(self, why: str) -> None:
-        await asyncio.to_thread(self.engine.kill, why)
+    async def kill(self, reason: str) -> None:
+        await asyncio.to_thread(self.engine.kill, reason)

@@ -194,12 +194,12 @@ def check_model(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> N
     """
     name = PARAMETERS.name_of(rollout.rollout_backend)
     if problems := _model_problems(name, rollout, shape, on_gpu=on_gpu):
-        others = [
-            f"{FLAG} {other} can compute this model"
-            for other in DEFAULTS
-            if not _model_problems(other, replace(rollout, parameters={}), shape, on_gpu=on_gpu)
+        alternatives = [
+            f"{FLAG} {backend} can compute this model"
+            for backend in DEFAULTS
+            if not _model_problems(backend, replace(rollout, parameters={}), shape, on_gpu=on_gpu)
         ]
-        raise ValueError("\n".join([*problems, *others]))
+        raise ValueError("\n".join([*problems, *alternatives]))
 
 
 def samples_in_trainer(name: str | None) -> bool:
@@ -307,9 +307,9 @@ def sampling_precision(rollout: RolloutConfig) -> Precision:
     return precision
 
 
-def start_engine(name: str | None, settings: Any, log: Path, again: bool = False) -> Any:
+def start_engine(name: str | None, settings: Any, log: Path, is_restart: bool = False) -> Any:
     """Start the engine named `name`, in the process that is to own it."""
-    return _engine_class(name)(settings, log, again)
+    return _engine_class(name)(settings, log, is_restart)
 
 
 def start_instrument(

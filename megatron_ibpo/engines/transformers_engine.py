@@ -30,7 +30,7 @@ from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineS
 from megatron_ibpo.engines.settings import EngineSettings, Precision
 from megatron_ibpo.engines.waves import WaveSampler
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.weights.layout.regions import Need, TensorMeta, whole
+from megatron_ibpo.weights.layout.regions import Need, TensorMeta, full_box
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
 from megatron_ibpo.weights.transfer.wire import Answer
 
@@ -100,10 +100,10 @@ class TransformersEngine:
     def sampling_mask_obstacle(config: Config, on_gpu: bool) -> None:
         """Return None: every sample has the ids that top-k and top-p left."""
 
-    def __init__(self, settings: EngineSettings, log: Path, again: bool = False) -> None:
+    def __init__(self, settings: EngineSettings, log: Path, is_restart: bool = False) -> None:
         """Start to load the model and return at once; see `engines.vllm.engine.Engine`."""
         self.settings, self.log = settings, log
-        log.parent.mkdir(parents=not again, exist_ok=True)
+        log.parent.mkdir(parents=not is_restart, exist_ok=True)
         log.open("a").close()
         self._news = threading.Condition()
         self._waiting: dict[int, SampleRequest] = {}
@@ -188,10 +188,10 @@ class TransformersEngine:
             self._check_alive()
         raise EngineDiedError("it has ended")
 
-    def kill(self, why: str | None = None) -> None:
+    def kill(self, reason: str | None = None) -> None:
         """End the engine. Its thread ends after the present token."""
         with self._news:
-            self._death = self._death or why or "it has ended"
+            self._death = self._death or reason or "it has ended"
             self._waiting.clear()
             self._running.clear()
             self._news.notify_all()
@@ -309,7 +309,8 @@ class Policy:
         """Return what the model takes of these tensors: whole ones, by name."""
         metas: list[TensorMeta] = pickle.loads(tensors)
         self._needs = [
-            Need(meta.dtype, (whole(meta.shape),)) if meta.name in self._tensors else None for meta in metas
+            Need(meta.dtype, (full_box(meta.shape),)) if meta.name in self._tensors else None
+            for meta in metas
         ]
         wrong = [
             f"{meta.name} is {list(meta.shape)}, the engine's {list(self._tensors[meta.name].shape)}"
@@ -429,8 +430,8 @@ def checkpoint_tensors(model: Any) -> tuple[dict[str, Tensor], bool]:
 
 
 def _too_old(present: int, version: int) -> str:
-    held = "none" if present == NO_VERSION else present
-    return f"asked to sample with policy version {version}, the engine has {held}"
+    held_version = "none" if present == NO_VERSION else present
+    return f"asked to sample with policy version {version}, the engine has {held_version}"
 
 
 def _digest(tensor: Tensor) -> str:

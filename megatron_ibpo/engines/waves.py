@@ -86,7 +86,7 @@ class WaveSampler:
             rows=torch.arange(len(requests)),
             limits=torch.tensor(limits),
             chances=_chances(requests, limits),
-            settings=_Settings.of(requests),
+            settings=_Settings.from_requests(requests),
         )
         logits, cache = model.read([r.prompt_token_ids for r in requests], max(limits))
         tokens = torch.zeros(len(requests), max(limits), dtype=torch.long)
@@ -106,9 +106,9 @@ class WaveSampler:
             if bool(over.all()):
                 break
             if bool(over.any()):
-                left = (~over).nonzero()[:, 0]
-                wave, chosen = wave.only(left), chosen[left]
-                cache.keep(left)
+                unfinished = (~over).nonzero()[:, 0]
+                wave, chosen = wave.only(unfinished), chosen[unfinished]
+                cache.keep(unfinished)
             logits = model.write(chosen, cache)
         return [
             Sample(
@@ -147,7 +147,7 @@ class _Settings:
     """[rows, 1] float; None: off for all rows."""
 
     @classmethod
-    def of(cls, requests: Sequence[SampleRequest]) -> "_Settings":
+    def from_requests(cls, requests: Sequence[SampleRequest]) -> "_Settings":
         greedy = [r.temperature == 0 for r in requests]
         top_k = [r.top_k if r.is_cut else -1 for r in requests]
         top_p = [r.top_p if r.is_cut else 1.0 for r in requests]
@@ -219,10 +219,10 @@ class _KeptIds:
         was cut has no ids."""
         if not self._is_cut.any():  # a third of the time of drawing
             return
-        kept = (logits > -torch.inf) & self._is_cut[rows][:, None]
-        kept &= ~kept.all(-1, keepdim=True)
-        self._counts[rows, place] = kept.sum(-1)
-        places, ids = kept.nonzero(as_tuple=True)
+        remaining = (logits > -torch.inf) & self._is_cut[rows][:, None]
+        remaining &= ~remaining.all(-1, keepdim=True)
+        self._counts[rows, place] = remaining.sum(-1)
+        places, ids = remaining.nonzero(as_tuple=True)
         self._rows.append(rows[places])
         self._ids.append(ids)
 
@@ -233,8 +233,8 @@ class _KeptIds:
         order = torch.cat(self._rows).argsort(stable=True)
         ids = torch.cat(self._ids)[order].int().split(self._counts.sum(1).tolist())
         return [
-            SamplingMask(own.numpy().copy(), np.append(0, counts[:length].cumsum())) if is_cut else None
-            for own, counts, length, is_cut in zip(
+            SamplingMask(row_ids.numpy().copy(), np.append(0, counts[:length].cumsum())) if is_cut else None
+            for row_ids, counts, length, is_cut in zip(
                 ids, self._counts.numpy(), lengths, self._is_cut.tolist(), strict=True
             )
         ]

@@ -330,7 +330,7 @@ class _Zygote:
         self._process.kill()
 
     def exit_reason(self) -> str:
-        return self._process.how_it_ended()
+        return self._process.exit_reason()
 
     def end(self) -> None:
         """Kill it with all episodes, and wait until they have ended."""

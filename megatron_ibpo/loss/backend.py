@@ -23,7 +23,7 @@ class ChosenBackend:
         return f"{self.name} ({self.reason})"
 
 
-def choose_backend(asked: LossBackend, device: torch.device, dtype: torch.dtype) -> ChosenBackend:
+def choose_backend(requested: LossBackend, device: torch.device, dtype: torch.dtype) -> ChosenBackend:
     """Return the implementation for logits of this device and dtype.
 
     "auto" takes the kernels on CUDA devices if they can be used, otherwise torch. "triton" on a CPU needs
@@ -32,16 +32,16 @@ def choose_backend(asked: LossBackend, device: torch.device, dtype: torch.dtype)
     Raises:
         ValueError: an unknown name, or "triton" where the kernels cannot be used.
     """
-    if asked not in ("auto", "triton", "torch"):
-        raise ValueError(f"unknown loss backend {asked!r}; there are 'auto', 'triton' and 'torch'")
-    if asked == "torch":
+    if requested not in ("auto", "triton", "torch"):
+        raise ValueError(f"unknown loss backend {requested!r}; there are 'auto', 'triton' and 'torch'")
+    if requested == "torch":
         return ChosenBackend("torch", "as asked")
-    if asked == "auto" and device.type != "cuda":
+    if requested == "auto" and device.type != "cuda":
         return ChosenBackend("torch", "no CUDA device")
     obstacle = _obstacle(device, dtype)
     if obstacle is None:
-        return ChosenBackend("triton", "as asked" if asked == "triton" else "CUDA device")
-    if asked == "triton":
+        return ChosenBackend("triton", "as asked" if requested == "triton" else "CUDA device")
+    if requested == "triton":
         raise ValueError(f"--loss-backend triton: {obstacle}; use auto or torch")
     return ChosenBackend("torch", obstacle)
 

@@ -33,7 +33,7 @@ from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
 from megatron_ibpo.loss.off_policy import shaped_surrogate
 from megatron_ibpo.loss.packed_rows import LossRows, sum_over_ranks
 from megatron_ibpo.loss.segments import divisors
-from megatron_ibpo.loss.term_inputs import SequenceInputs, TokenInputs, apply_term, more_inputs
+from megatron_ibpo.loss.term_inputs import SequenceInputs, TokenInputs, apply_term, further_inputs
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class RowCoefficients:
         """The sequence's weight over its divisor."""
         self.old_R, self.ref_R = of_rows(rows.old_logprobs_N), of_rows(rows.ref_logprobs_N)
         self.token_weights_R = of_rows(rows.token_weights_N)
-        known = tuple(name for name in objective.variant.token_inputs if name != "entropy")
-        more_N = more_inputs(rows, known, None, dtype)  # entropies come with the log-probs
-        self.more = {name: values_N[rows_R] for name, values_N in more_N.items()}
+        names = tuple(name for name in objective.variant.token_inputs if name != "entropy")
+        further_N = further_inputs(rows, names, None, dtype)  # entropies come with the log-probs
+        self.further = {name: values_N[rows_R] for name, values_N in further_N.items()}
         self.off_policy_S = rows.off_policy_S
         self.off_policy_R = None if rows.off_policy_S is None else rows.off_policy_S[sequence_R]
         self.slope_S = torch.ones_like(factor_S)
@@ -138,8 +138,8 @@ class RowCoefficients:
 
     def of_chunk(self, step: Step) -> ChunkCoefficients:
         """Return the coefficients of the rows of the step seen last in the weight's gradient."""
-        ended = self.ends[self.closed - 1] if self.closed else 0
-        open_from = min(max(ended, step.start), step.stop)
+        closed_end = self.ends[self.closed - 1] if self.closed else 0
+        open_from = min(max(closed_end, step.start), step.stop)
         waits = open_from if self.ref_R is None else step.stop
         final_C = self.penalty_R[step.start : waits].clone()
         slope_C = self.slope_S[self.sequence_R[step.start : open_from]]
@@ -162,8 +162,8 @@ class RowCoefficients:
         if term is not None:
             live_C = advantages_C != 0
             seen_C = torch.where(live_C, log_ratio_C, 0.0)
-            more = {name: values_R[part] for name, values_R in self.more.items()}
-            inputs = TokenInputs(seen_C, logprobs_C, advantages_C, **more, entropy=entropy_C)
+            further_C = {name: values_R[part] for name, values_R in self.further.items()}
+            inputs = TokenInputs(seen_C, logprobs_C, advantages_C, **further_C, entropy=entropy_C)
             value_C, _ = apply_term(term, inputs, self.objective.params)
             value_C = torch.where(live_C, value_C, 0.0)
         if self.off_policy_R is None:

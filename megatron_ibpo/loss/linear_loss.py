@@ -87,10 +87,10 @@ def linear_policy_loss(
     backend = choose_backend(objective.backend, hidden_NH.device, hidden_NH.dtype).name
     of_rows = (rows.targets_N, spread, rows.sampling_sets)
     head = _head(hidden_NH, weight_VH, *of_rows, tp_group, vocab_range, backend)
-    loss, *seen = _LinearLoss.apply(
+    loss, *statistics = _LinearLoss.apply(
         hidden_NH, weight_VH, head, rows, objective, chunk, into_main_grad, torch.is_grad_enabled()
     )
-    return loss, LossStats(*seen)
+    return loss, LossStats(*statistics)
 
 
 @torch.no_grad()
@@ -177,13 +177,13 @@ def _head(
     def head(rows_C: Tensor) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
         logits_CV, targets_C = hidden_NH[rows_C] @ weight_VH.t(), targets_N[rows_C]
         sets = None if sampling_sets is None else sampling_sets.of_rows(rows_C)
-        logprobs_C, entropy_C, kept = row_logprobs(
+        logprobs_C, entropy_C, saved = row_logprobs(
             logits_CV, targets_C, None, temperature_N[rows_C], sets, tp_group, vocab_range, True
         )
 
         def overwrite() -> Tensor:
             ones_C = torch.ones_like(logprobs_C)
-            write_gradient(logits_CV, logits_CV, targets_C, kept, ones_C, vocab_range)
+            write_gradient(logits_CV, logits_CV, targets_C, saved, ones_C, vocab_range)
             return logits_CV
 
         return logprobs_C, entropy_C, overwrite
@@ -196,26 +196,26 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, head, rows, objective, chunk, into_main_grad, grad_enabled):
-        wanted = (ctx.needs_input_grad[0] and grad_enabled, ctx.needs_input_grad[1] and grad_enabled)
+        needs_gradients = (ctx.needs_input_grad[0] and grad_enabled, ctx.needs_input_grad[1] and grad_enabled)
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
         rows_R = rows.response_rows()
         logprobs_N = torch.zeros(len(hidden_NH), dtype=dtype, device=hidden_NH.device)
         entropy_N = torch.zeros_like(logprobs_N)
-        gradients = _Gradients(hidden_NH, weight_VH, wanted, dtype)
-        known = RowCoefficients(rows, objective, rows_R, dtype)
+        gradients = _Gradients(hidden_NH, weight_VH, needs_gradients, dtype)
+        coefficients = RowCoefficients(rows, objective, rows_R, dtype)
         places = rows.gradient_places(kl_coef=objective.kl_coef)
-        for step in schedule(rows, rows_R, known.ends, chunk):
+        for step in schedule(rows, rows_R, coefficients.ends, chunk):
             rows_C = rows_R[step.start : step.stop]
             logprobs_N[rows_C], entropy_N[rows_C], overwrite = head(rows_C)
-            known.see(step, logprobs_N[rows_C], entropy_N[rows_C])
+            coefficients.see(step, logprobs_N[rows_C], entropy_N[rows_C])
             # a sequence may end without a row of this rank's, if other ranks share it
-            if any(wanted) and (len(rows_C) or known.open is not None):
-                places_C, found = _with_gradient(step, places, known.of_chunk(step))
-                gradients.add(rows_C[places_C], move_to_front(overwrite(), places_C), found)
-        gradients.finish(rows_R, known.of_all_rows())
-        loss, *seen = segment_loss(logprobs_N, rows, objective, entropy_N)
+            if any(needs_gradients) and (len(rows_C) or coefficients.open is not None):
+                places_C, chunk_coefficients = _with_gradient(step, places, coefficients.of_chunk(step))
+                gradients.add(rows_C[places_C], move_to_front(overwrite(), places_C), chunk_coefficients)
+        gradients.finish(rows_R, coefficients.of_all_rows())
+        loss, *statistics = segment_loss(logprobs_N, rows, objective, entropy_N)
         ctx.gradients, ctx.main_grad = gradients, weight_VH.main_grad if into_main_grad else None
-        outputs = (logprobs_N, entropy_N, *seen)
+        outputs = (logprobs_N, entropy_N, *statistics)
         ctx.mark_non_differentiable(*(output for output in outputs if output is not None))
         return (loss, *outputs)
 
@@ -237,15 +237,15 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _with_gradient(
-    step: Step, places: GradientPlaces, found: ChunkCoefficients
+    step: Step, places: GradientPlaces, chunk: ChunkCoefficients
 ) -> tuple[Tensor, ChunkCoefficients]:
     """Return the places of a step's rows with a gradient among all of its rows, and their coefficients."""
-    bounds = (step.start, step.start + len(found.final_C), step.stop - len(found.open_C), step.stop)
+    bounds = (step.start, step.start + len(chunk.final_C), step.stop - len(chunk.open_C), step.stop)
     first, final, opened, last = np.searchsorted(places.on_host, bounds).tolist()
     coefficients = replace(
-        found,
-        final_C=found.final_C[places.on_device[first:final] - bounds[0]],
-        open_C=found.open_C[places.on_device[opened:last] - bounds[2]],
+        chunk,
+        final_C=chunk.final_C[places.on_device[first:final] - bounds[0]],
+        open_C=chunk.open_C[places.on_device[opened:last] - bounds[2]],
     )
     return places.on_device[first:last] - step.start, coefficients
 
@@ -266,26 +266,28 @@ def move_to_front(matrix_RV: Tensor, places_L: Tensor) -> Tensor:
 class _Gradients:
     """The two gradients under construction."""
 
-    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, wanted: tuple[bool, bool], dtype: torch.dtype):
+    def __init__(
+        self, hidden_NH: Tensor, weight_VH: Tensor, needs_gradients: tuple[bool, bool], dtype: torch.dtype
+    ):
         self.hidden_NH, self.weight_VH = hidden_NH, weight_VH
-        self.of_hidden_NH = torch.zeros_like(hidden_NH) if wanted[0] else None
-        self.of_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if wanted[1] else None
+        self.of_hidden_NH = torch.zeros_like(hidden_NH) if needs_gradients[0] else None
+        self.of_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if needs_gradients[1] else None
         self.open_VH: Tensor | None = None
         """The weight gradient of the open sequence, without its slope; created when first needed."""
         self.open_is_empty = True
 
-    def add(self, rows_C: Tensor, p_CV: Tensor, found: ChunkCoefficients) -> None:
+    def add(self, rows_C: Tensor, p_CV: Tensor, coefficients: ChunkCoefficients) -> None:
         """Add the rows' part. p_CV: (onehot - softmax)/temperature of the rows."""
         if self.of_hidden_NH is not None:
             self.of_hidden_NH[rows_C] = p_CV @ self.weight_VH
         if self.of_weight_VH is None:
             return
-        if found.closing is not None and self.open_VH is not None and not self.open_is_empty:
-            self.of_weight_VH.add_(self.open_VH.mul_(found.closing))
+        if coefficients.closing is not None and self.open_VH is not None and not self.open_is_empty:
+            self.of_weight_VH.add_(self.open_VH.mul_(coefficients.closing))
             self.open_is_empty = True
         hidden_CH = self.hidden_NH[rows_C]
-        final, opened = len(found.final_C), len(rows_C) - len(found.open_C)
-        _accumulate(self.of_weight_VH, p_CV[:final], hidden_CH[:final], found.final_C)
+        final, opened = len(coefficients.final_C), len(rows_C) - len(coefficients.open_C)
+        _accumulate(self.of_weight_VH, p_CV[:final], hidden_CH[:final], coefficients.final_C)
         if opened == len(rows_C):
             return
         if self.open_VH is None:
@@ -293,7 +295,7 @@ class _Gradients:
         elif self.open_is_empty:
             self.open_VH.zero_()
         self.open_is_empty = False
-        _accumulate(self.open_VH, p_CV[opened:], hidden_CH[opened:], found.open_C)
+        _accumulate(self.open_VH, p_CV[opened:], hidden_CH[opened:], coefficients.open_C)
 
     def finish(self, rows_R: Tensor, coefficients_R: Tensor) -> None:
         self.open_VH = None

@@ -90,9 +90,9 @@ def row_functions(backend: str) -> tuple[Callable[..., Any], Callable[..., None]
     """Return a backend's functions for log-probs of rows and for their gradient:
 
     row_logprobs(logits_NV, targets_N, mask_N, temperature_N, sampling_sets, tp_group, vocab_range, entropy)
-        -> (logprobs_N, entropy_N, kept): both are 0 where the mask is 0, and entropy_N is None unless it is
-        asked for; `kept` are tensors that the gradient needs.
-    write_gradient(out_NV, logits_NV, targets_N, kept, coefficients_N, vocab_range): writes coefficient /
+        -> (logprobs_N, entropy_N, saved): both are 0 where the mask is 0, and entropy_N is None unless it is
+        asked for; `saved` are tensors that the gradient needs.
+    write_gradient(out_NV, logits_NV, targets_N, saved, coefficients_N, vocab_range): writes coefficient /
         temperature · (onehot(target) - softmax) of every row, and 0 where the mask or the coefficient is 0,
         or the id is not in the row's set; out_NV may be logits_NV.
     """
@@ -112,10 +112,10 @@ class _RowLogprobs(torch.autograd.Function):
         inplace, name,
     ):  # fmt: skip
         row_logprobs, ctx.write_gradient = row_functions(name)
-        logprobs_N, entropy_N, kept = row_logprobs(
+        logprobs_N, entropy_N, saved = row_logprobs(
             logits_NV, targets_N, mask_N, temperature_N, sampling_sets, tp_group, vocab_range, entropy
         )
-        ctx.save_for_backward(logits_NV, targets_N, *kept)
+        ctx.save_for_backward(logits_NV, targets_N, *saved)
         ctx.vocab_range, ctx.inplace, ctx.written = vocab_range, inplace, False
         if entropy_N is not None:
             ctx.mark_non_differentiable(entropy_N)
@@ -127,10 +127,10 @@ class _RowLogprobs(torch.autograd.Function):
             raise RuntimeError(
                 "backward ran twice, and with inplace=True the logits are gone; use inplace=False"
             )
-        logits_NV, targets_N, *kept = ctx.saved_tensors
+        logits_NV, targets_N, *saved = ctx.saved_tensors
         ctx.written = ctx.inplace
         out_NV = logits_NV.detach() if ctx.inplace else torch.empty_like(logits_NV)
-        ctx.write_gradient(out_NV, logits_NV, targets_N, kept, grads[0].contiguous(), ctx.vocab_range)
+        ctx.write_gradient(out_NV, logits_NV, targets_N, saved, grads[0].contiguous(), ctx.vocab_range)
         return out_NV, *(None,) * 9
 
 
@@ -144,7 +144,7 @@ def _row_logprobs(
     vocab_range: tuple[int, int],
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """Compute log-probs as `row_functions` says; kept are the computed rows, all temperatures, the rows'
+    """Compute log-probs as `row_functions` says; saved are the computed rows, all temperatures, the rows'
     log-sum-exp and the sampling sets."""
     device, num_rows = logits_NV.device, len(logits_NV)
     rows_R = torch.arange(num_rows, device=device) if mask_N is None else mask_N.nonzero().squeeze(1)
@@ -167,19 +167,19 @@ def _row_logprobs(
 
 def _unknown_target(bad_R: Tensor, sampling_sets: SamplingSets | None) -> str:
     """Return the message about targets without a logit."""
-    beside = "" if sampling_sets is None else ", or not in the sampling set of its row"
-    return f"target id {bad_R[0].item()} is outside the vocabulary of the logits{beside}"
+    restriction = "" if sampling_sets is None else ", or not in the sampling set of its row"
+    return f"target id {bad_R[0].item()} is outside the vocabulary of the logits{restriction}"
 
 
 def _write_gradient(
     out_NV: Tensor,
     logits_NV: Tensor,
     targets_N: Tensor,
-    kept: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
     coefficients_N: Tensor,
     vocab_range: tuple[int, int],
 ) -> None:
-    rows_R, temperature_N, log_sum_exp_R, *sets = kept
+    rows_R, temperature_N, log_sum_exp_R, *sets = saved
     start, stop = vocab_range
     width = stop - start
     scale_R = (coefficients_N[rows_R] / temperature_N[rows_R]).to(log_sum_exp_R.dtype)
@@ -188,18 +188,20 @@ def _write_gradient(
         x_CV = _scaled(logits_NV, rows_C, temperature_N, vocab_range, log_sum_exp_R.dtype, ids_CM)
         grad_CV = (x_CV - log_sum_exp_R[part, None]).exp_().neg_()
         if ids_CM is None:
-            own, column = _own_ids(targets_C, start, stop)
-            grad_CV[own, column[own]] += 1.0
+            is_own, column = _own_ids(targets_C, start, stop)
+            grad_CV[is_own, column[is_own]] += 1.0
             grad_CV *= scale_R[part, None]
             out_NV[rows_C, :width] = grad_CV.to(out_NV.dtype)
         else:
             grad_CV = (grad_CV + (ids_CM == targets_C[:, None])) * scale_R[part, None]
-            own, column = _own_ids(ids_CM, start, stop)
+            is_own, column = _own_ids(ids_CM, start, stop)
             out_NV[rows_C] = 0
-            out_NV[rows_C[:, None].expand_as(own)[own], column[own]] = grad_CV[own].to(out_NV.dtype)
-    others = torch.ones(len(out_NV), dtype=torch.bool, device=out_NV.device)
-    others[rows_R] = False
-    out_NV[others] = 0
+            out_NV[rows_C[:, None].expand_as(is_own)[is_own], column[is_own]] = grad_CV[is_own].to(
+                out_NV.dtype
+            )
+    other_rows = torch.ones(len(out_NV), dtype=torch.bool, device=out_NV.device)
+    other_rows[rows_R] = False
+    out_NV[other_rows] = 0
     out_NV[:, width:] = 0
 
 
@@ -244,15 +246,15 @@ def _scaled(
     if ids_CM is None:
         x_CV = logits_NV[rows_C, : vocab_range[1] - vocab_range[0]]
     else:
-        own, column = _own_ids(ids_CM, *vocab_range)
-        x_CV = logits_NV[rows_C[:, None], column].masked_fill(~own, -torch.inf)
+        is_own, column = _own_ids(ids_CM, *vocab_range)
+        x_CV = logits_NV[rows_C[:, None], column].masked_fill(~is_own, -torch.inf)
     return x_CV.to(dtype) / temperature_N[rows_C, None].to(dtype)
 
 
 def _own_ids(ids: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Return (which ids are in this rank's columns, their column there; 0 for the others)."""
-    own = (ids >= start) & (ids < stop)
-    return own, torch.where(own, ids - start, 0)
+    is_own = (ids >= start) & (ids < stop)
+    return is_own, torch.where(is_own, ids - start, 0)
 
 
 def _target_logits(
@@ -261,8 +263,8 @@ def _target_logits(
     """Return the targets' logits, -inf for those of other shards."""
     if ids_CM is not None:
         return x_CV.masked_fill(ids_CM != targets_C[:, None], -torch.inf).amax(1)
-    own, column = _own_ids(targets_C, *vocab_range)
-    return x_CV.gather(1, column[:, None]).squeeze(1).masked_fill(~own, -torch.inf)
+    is_own, column = _own_ids(targets_C, *vocab_range)
+    return x_CV.gather(1, column[:, None]).squeeze(1).masked_fill(~is_own, -torch.inf)
 
 
 def _shard_statistics(x_CV: Tensor, target_C: Tensor, entropy: bool) -> Tensor:

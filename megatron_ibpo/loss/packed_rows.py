@@ -162,7 +162,7 @@ class LossRows:
     def _own_boundaries(self, num_rows: int) -> Tensor:
         size = 1 if self.cp_group is None else dist.get_world_size(self.cp_group)
         bounds = self.cu_seqlens.tolist() if self.index is None else self.index.bounds
-        lengths = [after - before for before, after in pairwise(bounds)]
+        lengths = [end - start for start, end in pairwise(bounds)]
         if not lengths or bounds[0] != 0 or bounds[-1] != num_rows * size or min(lengths) < 0:
             shared = f", {size} times over for the ranks of cp_group" if size > 1 else ""
             raise ValueError(
@@ -194,8 +194,8 @@ class LossRows:
             _check_shape("temperature", self.temperature, self.num_sequences)
         sizes = [self.num_sequences, num_rows] if per_token else [self.num_sequences]
         if self.advantages.ndim != 1 or len(self.advantages) not in sizes:
-            wanted = " or ".join(f"({size},)" for size in sizes)
-            raise ValueError(f"advantages have shape {tuple(self.advantages.shape)}, wanted {wanted}")
+            shapes = " or ".join(f"({size},)" for size in sizes)
+            raise ValueError(f"advantages have shape {tuple(self.advantages.shape)}, wanted {shapes}")
 
 
 def response_positions(response_mask_N: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
 from megatron_ibpo.loss.off_policy import shaped_surrogate
 from megatron_ibpo.loss.packed_rows import LossRows, sum_over_ranks
-from megatron_ibpo.loss.term_inputs import SequenceInputs, TokenInputs, apply_term, more_inputs
+from megatron_ibpo.loss.term_inputs import SequenceInputs, TokenInputs, apply_term, further_inputs
 
 
 def segment_loss(
@@ -56,14 +56,14 @@ def _segment_loss(
     log_ratio_N = torch.where(mask_N, weighted_N - old_N, 0.0)
     kl_N = _kl_estimate(logprobs_N, rows, objective)
 
-    more = more_inputs(rows, variant.token_inputs, entropy_N, dtype)
+    further_N = further_inputs(rows, variant.token_inputs, entropy_N, dtype)
 
     def token_values(ratio_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the token term's values times their weights, which apply to a sequence's loss if there is
         one, and where it clips."""
         assert variant.token_term is not None
         seen_N = torch.where(live_N, ratio_N, 0.0)
-        inputs = TokenInputs(seen_N, weighted_N, advantages_N, **more)
+        inputs = TokenInputs(seen_N, weighted_N, advantages_N, **further_N)
         values_N, clipped_N = apply_term(variant.token_term, inputs, objective.params)
         return weighed(values_N), clipped_N
 
@@ -87,10 +87,10 @@ def _segment_loss(
     off_policy_S = rows.off_policy_S
     if off_policy_S is not None:
         columns.append(torch.where(live_N, shaped_surrogate(weighted_N, advantages_N), 0.0))
-    count_S, log_ratio_sum_S, *further = sums(*columns)
-    kl_sum_S = None if kl_N is None else further.pop(0)
-    shaped_sum_S = None if off_policy_S is None else further.pop()
-    value_sum_S = further.pop() if further else None
+    count_S, log_ratio_sum_S, *optional_sums = sums(*columns)
+    kl_sum_S = None if kl_N is None else optional_sums.pop(0)
+    shaped_sum_S = None if off_policy_S is None else optional_sums.pop()
+    value_sum_S = optional_sums.pop() if optional_sums else None
     n_S = count_S.clamp(min=1.0)
     mean_log_ratio_S = log_ratio_sum_S / n_S
     if variant.sequence_ratio:

@@ -11,7 +11,7 @@ from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.packed_rows import LossRows
 from megatron_ibpo.loss.segments import checked_rows, segment_loss
-from megatron_ibpo.loss.term_inputs import more_inputs
+from megatron_ibpo.loss.term_inputs import further_inputs
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def loss_of_logprobs(
     if backend == "triton" and rows.off_policy_S is None:  # the kernel has no shaped surrogate
         from megatron_ibpo.kernels.segment_loss import triton_segment_loss
 
-        others = more_inputs(rows, objective.variant.token_inputs, entropy_N, torch.float32)
-        loss, mean_log_ratio_S, clipped, kl_N = triton_segment_loss(logprobs_N, rows, objective, others)
+        further_N = further_inputs(rows, objective.variant.token_inputs, entropy_N, torch.float32)
+        loss, mean_log_ratio_S, clipped, kl_N = triton_segment_loss(logprobs_N, rows, objective, further_N)
     else:
         loss, mean_log_ratio_S, clipped, kl_N = segment_loss(logprobs_N, rows, objective, entropy_N)
     return loss, LossStats(logprobs_N.detach(), entropy_N, mean_log_ratio_S, clipped, kl_N)

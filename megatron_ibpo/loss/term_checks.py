@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from megatron_ibpo.kernels.term_agreement import Agreement, Disagreement, compare_with_torch
 from megatron_ibpo.kernels.term_calls import TermError
 from megatron_ibpo.kernels.term_trials import check_call
-from megatron_ibpo.kernels.traced_terms import GIVEN, SEQUENCE_GIVEN
+from megatron_ibpo.kernels.traced_terms import PASSED, SEQUENCE_PASSED
 from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
-from megatron_ibpo.loss.term_inputs import MORE
+from megatron_ibpo.loss.term_inputs import FURTHER_INPUTS
 from megatron_ibpo.loss.variants import Variant
 
 __all__ = ["TermError", "VariantTerm", "check_calls", "check_terms", "kernel_agreement", "variant_terms"]
@@ -26,16 +26,16 @@ class VariantTerm(NamedTuple):
     kind: str
     """token or sequence."""
     function: Any
-    given: tuple[str, ...]
-    others: tuple[str, ...]
+    passed: tuple[str, ...]
+    loaded: tuple[str, ...]
 
 
 def variant_terms(variant: Variant) -> Iterator[VariantTerm]:
     """Return the terms that a variant has."""
     if variant.token_term is not None:
-        yield VariantTerm("token", variant.token_term, GIVEN, variant.further_inputs)
+        yield VariantTerm("token", variant.token_term, PASSED, variant.further_inputs)
     if variant.sequence_term is not None:
-        yield VariantTerm("sequence", variant.sequence_term, SEQUENCE_GIVEN, ())
+        yield VariantTerm("sequence", variant.sequence_term, SEQUENCE_PASSED, ())
 
 
 def check_calls(variant: Variant, params: Mapping[str, float]) -> None:
@@ -45,7 +45,9 @@ def check_calls(variant: Variant, params: Mapping[str, float]) -> None:
         TermError: see `check_call`.
     """
     for term in variant_terms(variant):
-        check_call(term.function, (*GIVEN, *MORE) if term.kind == "token" else SEQUENCE_GIVEN, params)
+        check_call(
+            term.function, (*PASSED, *FURTHER_INPUTS) if term.kind == "token" else SEQUENCE_PASSED, params
+        )
 
 
 def kernel_agreement(term: VariantTerm, variant: Variant, params: Mapping[str, float]) -> Agreement:
@@ -54,18 +56,20 @@ def kernel_agreement(term: VariantTerm, variant: Variant, params: Mapping[str, f
     Raises:
         TermError: no code can be made of it, or it computes something else.
     """
-    found = compare_with_torch(term.function, term.given, term.others, params)
+    agreement = compare_with_torch(term.function, term.passed, term.loaded, params)
     for step in STEPS if params else ():
         moved = {name: value * step for name, value in params.items()}
         moved = {name: v if variant.params[name].allows(v) else params[name] for name, v in moved.items()}
         try:
-            more = compare_with_torch(term.function, term.given, term.others, moved)
+            moved_agreement = compare_with_torch(term.function, term.passed, term.loaded, moved)
         except Disagreement:
             raise
         except TermError:  # a term may refuse values, or need another kernel for them
             continue
-        found = Agreement(found.rows + more.rows, max(found.error, more.error))
-    return found
+        agreement = Agreement(
+            agreement.rows + moved_agreement.rows, max(agreement.error, moved_agreement.error)
+        )
+    return agreement
 
 
 def check_terms(objective: Objective) -> None:

@@ -51,7 +51,7 @@ class SequenceInputs:
     advantages: Tensor
 
 
-MORE = ("lengths", "positions", "entropy", "ref_logprobs", "rollout_logprobs")
+FURTHER_INPUTS = ("lengths", "positions", "entropy", "ref_logprobs", "rollout_logprobs")
 """Inputs that are made only for token terms that name them, in the order in which the kernels get them."""
 
 
@@ -62,12 +62,12 @@ def input_names(term: Term, kind: type[TokenInputs | SequenceInputs]) -> tuple[s
         TermError: a name that is not an input of this kind of term, or no function with named arguments.
     """
     names = term_calls.input_names(term)
-    known = [field.name for field in fields(kind)]
-    if unknown := [name for name in names if name not in known]:
-        where = f"{term_calls.place(term)}: {term_calls.term_name(term)}"
+    allowed = [field.name for field in fields(kind)]
+    if unknown := [name for name in names if name not in allowed]:
+        location = f"{term_calls.place(term)}: {term_calls.term_name(term)}"
         raise term_calls.TermError(
-            f"{where} has an argument {unknown[0]!r}; a term reads its inputs by these names: "
-            f"{', '.join(known)}, and its parameters come after a *"
+            f"{location} has an argument {unknown[0]!r}; a term reads its inputs by these names: "
+            f"{', '.join(allowed)}, and its parameters come after a *"
         )
     return names
 
@@ -79,10 +79,10 @@ def apply_term(
     return term(*(getattr(inputs, name) for name in input_names(term, type(inputs))), **params)
 
 
-def more_inputs(
+def further_inputs(
     rows: LossRows, names: tuple[str, ...], entropy_N: Tensor | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return those of the named inputs that are in `MORE`, [N], in its order.
+    """Return those of the named inputs that are in `FURTHER_INPUTS`, [N], in its order.
 
     Args:
         rows: as `LossRows.checked` returns them.
@@ -91,21 +91,21 @@ def more_inputs(
     Raises:
         ValueError: an input that these rows lack.
     """
-    made: dict[str, Callable[[], Tensor | None]] = {
+    sources: dict[str, Callable[[], Tensor | None]] = {
         "lengths": lambda: _lengths(rows, dtype),
         "positions": rows.position_of_row,
         "entropy": lambda: entropy_N,
         "ref_logprobs": lambda: rows.ref_logprobs_N,
         "rollout_logprobs": lambda: rows.rollout_logprobs_N,
     }
-    found = {}
-    for name in (name for name in MORE if name in names):
-        values_N = made[name]()
+    inputs = {}
+    for name in (name for name in FURTHER_INPUTS if name in names):
+        values_N = sources[name]()
         if values_N is None:
             raise ValueError(f"the loss variant reads {name}, and these rows have no {name}_N")
         outside = 1.0 if name == "lengths" else 0.0  # terms divide by lengths
-        found[name] = torch.where(rows.response_mask_N, values_N.detach().to(dtype), outside)
-    return found
+        inputs[name] = torch.where(rows.response_mask_N, values_N.detach().to(dtype), outside)
+    return inputs
 
 
 def _lengths(rows: LossRows, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_ibpo.config import known_or_path, load_hook
-from megatron_ibpo.loss.term_inputs import MORE, SequenceInputs, Term, TokenInputs, input_names
+from megatron_ibpo.loss.term_inputs import FURTHER_INPUTS, SequenceInputs, Term, TokenInputs, input_names
 
 # exp(80) is the last power of ten below float32's largest: ratios beyond it are clipped anyway, and an
 # infinite one would turn a zero coefficient into NaN.
@@ -88,7 +88,7 @@ class Variant:
     @property
     def further_inputs(self) -> tuple[str, ...]:
         """Those of `token_inputs` that are made only for terms that read them, in the kernels' order."""
-        return tuple(name for name in MORE if name in self.token_inputs)
+        return tuple(name for name in FURTHER_INPUTS if name in self.token_inputs)
 
     @property
     def takes_token_advantages(self) -> bool:
@@ -117,17 +117,19 @@ def resolve_variant(
     """
     variant = _named_variant(name) if isinstance(name, str) else name
     name = name_of_variant(name)
-    given = dict(params or {})
-    unknown = sorted(given.keys() - variant.params.keys())
+    overrides = dict(params or {})
+    unknown = sorted(overrides.keys() - variant.params.keys())
     if unknown:
-        has = f"it has {', '.join(variant.params)}" if variant.params else "it has none"
-        raise ValueError(f"loss variant {name!r} has no parameter {', '.join(unknown)}; {has}")
-    for parameter, value in given.items():
+        available = f"it has {', '.join(variant.params)}" if variant.params else "it has none"
+        raise ValueError(f"loss variant {name!r} has no parameter {', '.join(unknown)}; {available}")
+    for parameter, value in overrides.items():
         try:
             variant.params[parameter].check(value)
         except ValueError as error:
             raise ValueError(f"{parameter} of loss variant {name!r} {error}") from error
-    return variant, {key: float(given.get(key, known.default)) for key, known in variant.params.items()}
+    return variant, {
+        key: float(overrides.get(key, declared.default)) for key, declared in variant.params.items()
+    }
 
 
 def _named_variant(name: str) -> Variant:

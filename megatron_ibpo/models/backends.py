@@ -62,7 +62,7 @@ def find_backends(
         if shape.is_recurrent
         else None,
     }
-    missing = [f"{library} ({why})" for library, why in failures.items() if why]
+    missing = [f"{library} ({reason})" for library, reason in failures.items() if reason]
     if missing and not allow_local:
         raise BackendError(
             f"{sys.executable} on {socket.gethostname()} cannot use {' and '.join(missing)}: on a GPU "
@@ -70,10 +70,10 @@ def find_backends(
             "tens of times slower. Install what is missing with `bash tools/bootstrap.sh` (docs/gpus.md says "
             f"what its build needs), or accept that with {ALLOW}"
         )
-    if bf16 and not allow_local and (why := _no_fused_attention(shape)):
+    if bf16 and not allow_local and (reason := _no_fused_attention(shape)):
         raise BackendError(
             f"Transformer Engine on {socket.gethostname()} has no fused attention over packed sequences: "
-            f"{why}. It would compute it unfused, with memory quadratic in the longest sequence. Install "
+            f"{reason}. It would compute it unfused, with memory quadratic in the longest sequence. Install "
             f"flash-attn, or accept that with {ALLOW}"
         )
     return Backends(
@@ -122,7 +122,7 @@ def _delta_net_kernels() -> str:
     """Name the kernels that flash-linear-attention 0.6 would run in this process: its own in Triton, unless
     another back end is installed and enabled (FLA_TILELANG, FLA_FLASH_QLA)."""
     registries = getattr(sys.modules.get("fla.backends"), "_operation_registries", {})
-    others = {
+    backend_names = {
         backend.backend_type
         for operation in ("common", "gated_delta_rule")
         if operation in registries
@@ -130,7 +130,9 @@ def _delta_net_kernels() -> str:
         if backend.is_available() and backend.is_enabled()
     }
     return (
-        f"{' and '.join(sorted(others))} where they can, else Triton kernels" if others else "Triton kernels"
+        f"{' and '.join(sorted(backend_names))} where they can, else Triton kernels"
+        if backend_names
+        else "Triton kernels"
     )
 
 

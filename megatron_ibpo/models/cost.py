@@ -31,9 +31,9 @@ class MixerCost:
     """Operations per pair of a token and one that it attends to, including itself."""
     window: int | None = None
     """Number of tokens that each token attends to; None: itself and all before it."""
-    kept: int
+    saved: int
     """Elements per token that the backward pass needs."""
-    kept_with_states: int = 0
+    saved_with_states: int = 0
     """Elements per token in addition, if states are passed between ranks that share a sequence."""
     exchanged: int = 0
     """Elements per token that ranks which share a sequence exchange, if they divide the heads instead."""
@@ -64,7 +64,7 @@ def attention_cost(shape: ModelShape, layer: int) -> MixerCost:
         weights=shape.hidden_size * ((2 if gated else 1) * query + 2 * key + query),
         flops_per_pair=4 * query,
         window=shape.window(layer),
-        kept=projected + normed_and_rotated + query + (2 * query if gated else 0),
+        saved=projected + normed_and_rotated + query + (2 * query if gated else 0),
     )
 
 
@@ -148,8 +148,8 @@ def kept_elements(
     mixer = mixer_cost(shape, layer)
     passes_states = parallel.context_parallel_size > 1 and parallel.delta_net_cp == "state"
     # around both norms: their input, output, residual
-    elements = 6 * hidden / sequence + mixer.kept / tensor
-    elements += passes_states * mixer.kept_with_states / tensor
+    elements = 6 * hidden / sequence + mixer.saved / tensor
+    elements += passes_states * mixer.saved_with_states / tensor
     if not shape.has_experts(layer):
         return elements + (0 if "mlp" in recomputed else 4 * shape.ffn_hidden_size / tensor)
     if "moe" in recomputed:
@@ -167,7 +167,7 @@ def inference_elements(shape: ModelShape, tensor: int) -> float:
     """Return the elements per token that an engine's widest layer holds at one time, on one of `tensor` GPUs:
     residual, input and output, and the tensors of its mixer or of its MLP."""
     hidden = shape.hidden_size
-    mixer = max(mixer_cost(shape, layer).kept for layer in range(shape.num_layers)) / tensor
+    mixer = max(mixer_cost(shape, layer).saved for layer in range(shape.num_layers)) / tensor
     mlp = 3 * shape.ffn_hidden_size / tensor
     if shape.is_moe:
         # of each chosen expert: one buffer for both halves of its first product or its output, and the

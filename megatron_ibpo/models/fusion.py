@@ -76,10 +76,10 @@ def compile_gradients_at_once() -> None:
     torch._functorch.config.force_non_lazy_backward_lowering = True
 
 
-def leave_out(part: str, why: object) -> None:
+def leave_out(part: str, cause: object) -> None:
     """Use the plain function for this part from now on, and warn."""
-    why = getattr(why, "inner_exception", why)  # what torch's compiler wraps
-    FAILURES[part] = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else str(why)
+    cause = getattr(cause, "inner_exception", cause)  # what torch's compiler wraps
+    FAILURES[part] = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else str(cause)
     reason = FAILURES[part].partition("\n")[0][:300]
     warnings.warn(
         f"{part} is computed in plain torch, not fused, which is right but slower: {reason}", stacklevel=2

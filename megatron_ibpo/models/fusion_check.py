@@ -44,9 +44,11 @@ def working_parts(
     fusion.compile_gradients_at_once()
     by_part = examples(shape, dtype, device, shards)
     firsts = [(part, part_examples[0]) for part, part_examples in by_part.items()]
-    others = [(part, example) for part, part_examples in by_part.items() for example in part_examples[1:]]
+    further_examples = [
+        (part, example) for part, part_examples in by_part.items() for example in part_examples[1:]
+    ]
     deadline = time.monotonic() + SECONDS
-    for number, (part, example) in enumerate(firsts + others):
+    for number, (part, example) in enumerate(firsts + further_examples):
         if number >= len(firsts) and time.monotonic() > deadline:
             break
         if part in parts - fusion.FAILURES.keys():
@@ -140,9 +142,9 @@ def difference(
     fused: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: list[Tensor]
 ) -> str | None:
     """Return how a fused function's result or gradients are too far from float64; None if they are not."""
-    for what, (error, plain_error, largest) in errors(fused, plain, inputs).items():
+    for name, (error, plain_error, largest) in errors(fused, plain, inputs).items():
         if not error <= ERROR_FACTOR * plain_error + ERROR_FLOOR * largest:
-            return f"{what} is {error:.2g} from float64, plain torch's {plain_error:.2g}"
+            return f"{name} is {error:.2g} from float64, plain torch's {plain_error:.2g}"
     return None
 
 
@@ -156,11 +158,11 @@ def errors(
     computed = zip(names, exact, _results(fused, inputs), _results(plain, inputs), strict=True)
     return {
         name: (
-            float((fused_result - wanted).abs().max()),
-            float((plain_result - wanted).abs().max()),
-            float(wanted.abs().max()),
+            float((fused_result - exact_result).abs().max()),
+            float((plain_result - exact_result).abs().max()),
+            float(exact_result.abs().max()),
         )
-        for name, wanted, fused_result, plain_result in computed
+        for name, exact_result, fused_result, plain_result in computed
     }
 
 

@@ -34,7 +34,7 @@ ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn
 
 
 def read(fields: Fields) -> Glm4MoeShape:
-    renamed = {own: fields.raw[name] for name, own in ALIASES.items() if name in fields.raw}
+    renamed = {canonical: fields.raw[name] for name, canonical in ALIASES.items() if name in fields.raw}
     fields = fields.or_default({**DEFAULTS, **renamed})
     common = common_fields(fields, may_have_biases=True)
     layers = common["num_layers"]

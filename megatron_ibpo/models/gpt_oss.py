@@ -95,20 +95,36 @@ def layer_entries(shape: ModelShape, layer: int) -> list[Entry]:
 @lru_cache(maxsize=2)  # the same in every layer
 def _experts(shape: ModelShape) -> tuple[Entry, ...]:
     hidden, size = shape.hidden_size, shape.expert_hidden_size
-    both = 2 * size
+    gate_up_size = 2 * size
     return (
-        *_of_all(
-            shape, "linear_fc1.weight", "gate_up_proj", (hidden, both), (both, hidden), _gate_up, _in_turn
+        *_expert_entries(
+            shape,
+            "linear_fc1.weight",
+            "gate_up_proj",
+            (hidden, gate_up_size),
+            (gate_up_size, hidden),
+            _gate_up,
+            _in_turn,
         ),
-        *_of_all(shape, "linear_fc1.bias", "gate_up_proj_bias", (both,), (both,), _apart, _together),
-        *_of_all(
+        *_expert_entries(
+            shape,
+            "linear_fc1.bias",
+            "gate_up_proj_bias",
+            (gate_up_size,),
+            (gate_up_size,),
+            _deinterleave,
+            _interleave,
+        ),
+        *_expert_entries(
             shape, "linear_fc2.weight", "down_proj", (size, hidden), (hidden, size), _transposed, _transposed
         ),
-        *_of_all(shape, "linear_fc2.bias", "down_proj_bias", (hidden,), (hidden,), _same, _same),
+        *_expert_entries(
+            shape, "linear_fc2.bias", "down_proj_bias", (hidden,), (hidden,), _identity, _identity
+        ),
     )
 
 
-def _of_all(
+def _expert_entries(
     shape: ModelShape,
     megatron: str,
     hf: str,
@@ -140,28 +156,28 @@ def _of_all(
     ]
 
 
-def _apart(x: Tensor) -> Tensor:
+def _deinterleave(x: Tensor) -> Tensor:
     """Return all rows of gate, then all rows of up, from alternating rows."""
     return x.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
 
 
-def _together(x: Tensor) -> Tensor:
+def _interleave(x: Tensor) -> Tensor:
     return x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def _gate_up(x: Tensor) -> Tensor:
-    return _apart(x.t())
+    return _deinterleave(x.t())
 
 
 def _in_turn(x: Tensor) -> Tensor:
-    return _together(x).t()
+    return _interleave(x).t()
 
 
 def _transposed(x: Tensor) -> Tensor:
     return x.t()
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 

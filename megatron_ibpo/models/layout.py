@@ -29,18 +29,20 @@ def pipeline_layers(
         counts[0] = first
     if last is not None:
         counts[-1] = last
-    given = [count for count in counts if count is not None]
-    others, left = stages - len(given), num_layers - sum(given)
-    if left < 0 or (left % others if others else left):
-        if not given:
+    fixed_counts = [count for count in counts if count is not None]
+    num_other_stages, num_other_layers = stages - len(fixed_counts), num_layers - sum(fixed_counts)
+    if num_other_layers < 0 or (
+        num_other_layers % num_other_stages if num_other_stages else num_other_layers
+    ):
+        if not fixed_counts:
             raise ValueError(
                 f"--pipeline-model-parallel-size={stages} does not divide the layers ({num_layers})"
             )
         raise ValueError(
-            f"--pipeline-model-parallel-size={stages}: {left} of {num_layers} layers remain for the "
-            f"{others} stages besides those of --decoder-first/last-pipeline-num-layers"
+            f"--pipeline-model-parallel-size={stages}: {num_other_layers} of {num_layers} layers remain for "
+            f"the {num_other_stages} stages besides those of --decoder-first/last-pipeline-num-layers"
         )
-    sizes = [left // others if count is None else count for count in counts]
+    sizes = [num_other_layers // num_other_stages if count is None else count for count in counts]
     for stage, size in enumerate(sizes):
         if size == 0 or size % virtual_stages:
             raise ValueError(
@@ -134,7 +136,7 @@ def _layout_problems(shape: ModelShape, parallel: ParallelConfig, virtual_stages
         # only under sequence parallelism
         yield "delta nets with --tensor-model-parallel-size > 1 need --sequence-parallel"
     if exchanges_heads(shape, parallel):
-        counts = {what: count for what, count in shape.divided_by_tp().items() if "delta net" in what}
+        counts = {name: count for name, count in shape.divided_by_tp().items() if "delta net" in name}
         yield from _undivided("--delta-net-cp heads: TP x CP", tp * cp, counts)
     heads = shape.num_key_value_heads
     if heads % tp and tp % heads:  # more ranks than heads share them, as in Megatron
@@ -200,6 +202,6 @@ def _expert_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[st
 
 
 def _undivided(flag: str, size: int, counts: dict[str, int]) -> Iterator[str]:
-    for what, count in counts.items():
+    for name, count in counts.items():
         if count % size:
-            yield f"{flag}={size} does not divide {what} ({count})"
+            yield f"{flag}={size} does not divide {name} ({count})"

@@ -124,8 +124,8 @@ class _GroupedLinear(torch.nn.Module):
             set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
             self.register_parameter(f"weight{expert}", weight)
             if bias:
-                own = torch.nn.Parameter(torch.empty(output_size, dtype=config.params_dtype))
-                self.register_parameter(f"bias{expert}", own)
+                bias_parameter = torch.nn.Parameter(torch.empty(output_size, dtype=config.params_dtype))
+                self.register_parameter(f"bias{expert}", bias_parameter)
 
     def forward(self, x_TI: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, list[Tensor] | None]:
         """Return the output, and the biases of all experts if the caller must add them."""
@@ -292,41 +292,41 @@ def attend_in_rectangles(
     """
     rectangles = packed.by_length(cu_seqlens)
     heads = [query_NHD.shape[1], key_NGD.shape[1], value_NGD.shape[1]]
-    together = packed.take(torch.cat((query_NHD, key_NGD, value_NGD), dim=1), rectangles)
+    query_key_value = packed.take(torch.cat((query_NHD, key_NGD, value_NGD), dim=1), rectangles)
     outputs = []
-    for part_BLHD in rectangles.split(together):
+    for part_BLHD in rectangles.split(query_key_value):
         query, key, value = part_BLHD.transpose(1, 2).split(heads, dim=1)
         if sinks_H is None and window is None:
             attended_BHLD = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         else:
-            seen = _seen(torch.arange(key.shape[2], device=key.device)[:, None], key, window)
-            attended_BHLD = _attend_where(seen, query, key, value, sinks_H)
+            mask = _attention_mask(torch.arange(key.shape[2], device=key.device)[:, None], key, window)
+            attended_BHLD = _attend_where(mask, query, key, value, sinks_H)
         outputs.append(attended_BHLD.transpose(1, 2).flatten(0, 1))
     return packed.drop(torch.cat(outputs), rectangles)
 
 
-def _seen(position_L: Tensor, key_BGKD: Tensor, window: int | None) -> Tensor:
+def _attention_mask(position_L: Tensor, key_BGKD: Tensor, window: int | None) -> Tensor:
     """Return which of a sequence's keys a query attends to, bool [..., L, K].
 
     Args:
         position_L: positions of the queries, [..., L, 1].
     """
     keys_K = torch.arange(key_BGKD.shape[2], device=key_BGKD.device)
-    seen = keys_K <= position_L  # padding of a sequence comes after all positions
-    return seen if window is None else seen & (keys_K > position_L - window)
+    mask = keys_K <= position_L  # padding of a sequence comes after all positions
+    return mask if window is None else mask & (keys_K > position_L - window)
 
 
 def _attend_where(
-    seen: Tensor, query_BHLD: Tensor, key_BGKD: Tensor, value_BGKD: Tensor, sinks_H: Tensor | None
+    mask: Tensor, query_BHLD: Tensor, key_BGKD: Tensor, value_BGKD: Tensor, sinks_H: Tensor | None
 ) -> Tensor:
-    """Compute attention to the keys that are `seen`. [B, H, L, D].
+    """Compute attention to the keys of the mask. [B, H, L, D].
 
     A sink is one more key, of value zero, in front of the others. Queries, keys and values get one more
     element: the sink in queries, 1 in that key and 0 elsewhere, so that the product is the sink.
     """
     if sinks_H is None:
         return F.scaled_dot_product_attention(
-            query_BHLD, key_BGKD, value_BGKD, attn_mask=seen, enable_gqa=True
+            query_BHLD, key_BGKD, value_BGKD, attn_mask=mask, enable_gqa=True
         )
     size = query_BHLD.shape[-1]
     sinks = sinks_H.to(query_BHLD.dtype).view(1, -1, 1, 1).expand(*query_BHLD.shape[:3], 1)
@@ -335,8 +335,8 @@ def _attend_where(
     of_sink[..., -1] = 1
     key = torch.cat((of_sink, F.pad(key_BGKD, (0, 1))), dim=2)
     value = F.pad(value_BGKD, (0, 1, 1, 0))
-    seen = F.pad(seen, (1, 0), value=True)
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=1.0, enable_gqa=True)
+    mask = F.pad(mask, (1, 0), value=True)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=1.0, enable_gqa=True)
     return attended[..., :size]
 
 
@@ -359,18 +359,18 @@ def _attend_to_all_ranks(
         sinks_H, window: as in `attend_in_rectangles`.
     """
     ranks = group.size()
-    together = torch.cat((key_NGD, value_NGD), dim=1)
-    by_rank = gather_from_sequence_parallel_region(together, tensor_parallel_output_grad=True, group=group)
-    whole = by_rank.index_select(0, zigzag.places(cu_seqlens, ranks))
-    wanting, wanted = packed.by_length(cu_seqlens, ranks), packed.by_length(cu_seqlens)
-    queries = wanting.split(packed.take(query_NHD, wanting))
-    positions = wanting.split(packed.take(positions_N, wanting))
+    key_value = torch.cat((key_NGD, value_NGD), dim=1)
+    by_rank = gather_from_sequence_parallel_region(key_value, tensor_parallel_output_grad=True, group=group)
+    ordered = by_rank.index_select(0, zigzag.places(cu_seqlens, ranks))
+    query_rectangles, key_rectangles = packed.by_length(cu_seqlens, ranks), packed.by_length(cu_seqlens)
+    queries = query_rectangles.split(packed.take(query_NHD, query_rectangles))
+    positions = query_rectangles.split(packed.take(positions_N, query_rectangles))
     outputs = []
     for query_BLHD, position_BL, part_BKGD in zip(
-        queries, positions, wanted.split(packed.take(whole, wanted)), strict=True
+        queries, positions, key_rectangles.split(packed.take(ordered, key_rectangles)), strict=True
     ):
         key, value = part_BKGD.transpose(1, 2).chunk(2, dim=1)
-        seen = _seen(position_BL[:, None, :, None], key, window)
-        attended_BHLD = _attend_where(seen, query_BLHD.transpose(1, 2), key, value, sinks_H)
+        mask = _attention_mask(position_BL[:, None, :, None], key, window)
+        attended_BHLD = _attend_where(mask, query_BLHD.transpose(1, 2), key, value, sinks_H)
         outputs.append(attended_BHLD.transpose(1, 2).flatten(0, 1))
-    return packed.drop(torch.cat(outputs), wanting)
+    return packed.drop(torch.cat(outputs), query_rectangles)

@@ -19,7 +19,7 @@ from megatron_ibpo.models.layout import pipeline_layers
 from megatron_ibpo.models.shape import ModelShape
 from megatron_ibpo.models.weight_map import COLUMNS, Cut, Entry, Piece, weight_map
 
-ALL = "all"
+ALL_TARGETS = "all"
 EXPERTS = "experts"
 
 
@@ -46,13 +46,13 @@ def chosen_lora(model: ModelConfig, shape: ModelShape) -> Lora | None:
     """
     if model.lora_rank is None:
         return None
-    known = sorted({target_of(piece) for entry in weight_map(shape).values() for piece in adapted(entry)})
-    if unknown := [name for name in model.lora_targets if name not in (ALL, *known)]:
+    available = sorted({target_of(piece) for entry in weight_map(shape).values() for piece in adapted(entry)})
+    if unknown := [name for name in model.lora_targets if name not in (ALL_TARGETS, *available)]:
         raise ConfigError(
-            f"--lora-targets: {shape.family} has no {unknown[0]!r}{nearest(unknown[0], known)}; it has "
-            f"{', '.join(known)}, and {ALL} means all of them"
+            f"--lora-targets: {shape.family} has no {unknown[0]!r}{nearest(unknown[0], available)}; it has "
+            f"{', '.join(available)}, and {ALL_TARGETS} means all of them"
         )
-    chosen = known if ALL in model.lora_targets else sorted(set(model.lora_targets))
+    chosen = available if ALL_TARGETS in model.lora_targets else sorted(set(model.lora_targets))
     alpha = 2.0 * model.lora_rank if model.lora_alpha is None else model.lora_alpha
     return Lora(model.lora_rank, alpha, tuple(chosen))
 
@@ -127,7 +127,7 @@ def pairs(entry: Entry, lora: Lora) -> list[Pair]:
     """Return the adapters beside a Megatron parameter. Their entries are named after it, `….lora.A0` and
     `….lora.B0` for its first HF matrix, followed by the expert's number; pieces are named after that matrix,
     `….lora_A.weight` and `….lora_B.weight`."""
-    found = []
+    adapter_pairs = []
     for number, piece in enumerate(adapted(entry)):
         if target_of(piece) not in lora.targets:
             continue
@@ -136,8 +136,8 @@ def pairs(entry: Entry, lora: Lora) -> list[Pair]:
         cut_a, cut_b = (COLUMNS, None) if by_columns else (None, piece.cut)
         a = _factor(entry, piece, f"A{number}", (lora.rank, in_features), cut_a)
         b = _factor(entry, piece, f"B{number}", (out_features, lora.rank), cut_b)
-        found.append(Pair(number, a, b))
-    return found
+        adapter_pairs.append(Pair(number, a, b))
+    return adapter_pairs
 
 
 def lora_entries(shape: ModelShape, lora: Lora) -> Iterator[Entry]:
@@ -187,9 +187,9 @@ def module_of(entry: Entry) -> str:
     return entry.name.rpartition(".")[0]
 
 
-def _factor(entry: Entry, beside: Piece, name: str, shape: tuple[int, int], cut: Cut | None) -> Entry:
+def _factor(entry: Entry, matrix: Piece, name: str, shape: tuple[int, int], cut: Cut | None) -> Entry:
     number = "" if entry.expert is None else f".{entry.expert}"
-    piece = Piece(f"{beside.name.removesuffix('.weight')}.lora_{name[0]}.weight", shape, cut)
+    piece = Piece(f"{matrix.name.removesuffix('.weight')}.lora_{name[0]}.weight", shape, cut)
     return Entry(
         f"{module_of(entry)}.lora.{name}{number}",
         (piece,),

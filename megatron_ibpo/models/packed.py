@@ -27,15 +27,15 @@ def once_per_batch(
     """
 
     @wraps(function)
-    def kept(cu_seqlens: Tensor, *arguments: P.args, **named: P.kwargs) -> T:
+    def memoized(cu_seqlens: Tensor, *arguments: P.args, **named: P.kwargs) -> T:
         results = cu_seqlens.__dict__.setdefault("results", {})
         key = (function, *arguments, *named.items())
         if key not in results:
             results[key] = function(cu_seqlens, *arguments, **named)
-        found: T = results[key]
-        return found
+        result: T = results[key]
+        return result
 
-    return kept
+    return memoized
 
 
 @dataclass(frozen=True)

@@ -113,12 +113,12 @@ def _in_proj(shape: DeltaNetShape) -> Entry:
             Piece("linear_attn.in_proj_a.weight", (heads, hidden), ROWS),
         ),
         concatenate,
-        _Apart((qkv, values, heads, heads)).part,
+        _ConcatenatedProjections((qkv, values, heads, heads)).part,
     )
 
 
 @dataclass(frozen=True)
-class _Apart:
+class _ConcatenatedProjections:
     """A join of HF's [q | k | v], [z], [b] and [a], each for all heads, into Megatron's tensor of the same
     rows."""
 

@@ -155,7 +155,7 @@ def read_hf_config(hf_dir: Path) -> ModelShape:
 
 UNPACKED = "mxfp4"
 """The one quantization that is read, as bfloat16."""
-MOST = 2**31 - 1
+LARGEST_COUNT = 2**31 - 1
 """Largest count that config.json may contain; C counts no further."""
 MOST_REPEATED = 10_000
 """Most layers of a model, and most experts of a layer; they are listed one by one."""
@@ -175,7 +175,9 @@ class Fields:
         has none: engines read the file by that class."""
         return replace(self, raw={**defaults, **self.raw})
 
-    def count(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
+    def count(
+        self, name: str, default: int | None = None, *, least: int = 1, most: int = LARGEST_COUNT
+    ) -> int:
         value = self.raw.get(name)
         if value is None:  # null means the same as a missing field
             value = default

@@ -201,11 +201,11 @@ class Entry:
         """Return the row moves of `assemble`, by rows of the shard."""
         if self._is_even(ranks):
             return _spans(self.join, tuple(piece.shard_shape(rank, ranks)[0] for piece in self.pieces))
-        held: dict[int, int] = {}
+        next_rows: dict[int, int] = {}
         moved = []
         for span in sorted(self._rows_of_whole(rank, ranks)):
-            moved.append(span._replace(piece_row=held.get(span.piece, 0)))
-            held[span.piece] = moved[-1].piece_row + span.rows
+            moved.append(span._replace(piece_row=next_rows.get(span.piece, 0)))
+            next_rows[span.piece] = moved[-1].piece_row + span.rows
         return tuple(sorted(moved, key=lambda span: span.shard_row))
 
     def _is_even(self, ranks: int) -> bool:
@@ -214,13 +214,13 @@ class Entry:
     def _rows_of_whole(self, rank: int, ranks: int) -> list[Span]:
         """Return the shard's rows, consecutive in the whole parameter, as rows of the whole pieces."""
         first, length = _ranges(self.shape, ROWS, rank, ranks)[0]
-        found = []
+        spans = []
         for span in self.spans():
             start, stop = max(first, span.shard_row), min(first + length, span.shard_row + span.rows)
             if start < stop:
                 piece_row = span.piece_row + start - span.shard_row
-                found.append(Span(span.piece, piece_row, start - first, stop - start))
-        return found
+                spans.append(Span(span.piece, piece_row, start - first, stop - start))
+        return spans
 
     def within(self, megatron: str, hf: str, layer: int | None = None) -> Entry:
         """Return the entry with its names prefixed, in a layer of the model."""
@@ -246,8 +246,8 @@ class Entry:
         offsets[dim], sizes[dim] = span
         if self.expert is None:
             return Block(key, shape, tuple(offsets), tuple(sizes))
-        together = key.removesuffix(str(self.expert)).replace(".experts.", ".experts.experts.")
-        return Block(together, (self.num_experts, *shape), (self.expert, *offsets), (1, *sizes))
+        grouped_key = key.removesuffix(str(self.expert)).replace(".experts.", ".experts.experts.")
+        return Block(grouped_key, (self.num_experts, *shape), (self.expert, *offsets), (1, *sizes))
 
 
 @lru_cache(maxsize=256)
@@ -256,18 +256,18 @@ def _spans(join: Callable[[list[Tensor]], Tensor], counts: tuple[int, ...]) -> t
     import torch
 
     numbers = torch.arange(sum(counts)).view(-1, 1).split(list(counts))
-    joined = join(list(numbers)).flatten()
-    breaks = (joined.diff() != 1).nonzero().flatten() + 1
-    starts = [0, *breaks.tolist(), len(joined)]
+    row_numbers = join(list(numbers)).flatten()
+    breaks = (row_numbers.diff() != 1).nonzero().flatten() + 1
+    starts = [0, *breaks.tolist(), len(row_numbers)]
     firsts = [0, *itertools.accumulate(counts)]
     spans = []
     for row, end in itertools.pairwise(starts):
-        source, left = int(joined[row]), end - row
-        while left:  # consecutive numbers may continue from one piece to the next
+        source, remaining = int(row_numbers[row]), end - row
+        while remaining:  # consecutive numbers may continue from one piece to the next
             piece = next(i for i in range(len(counts)) if source < firsts[i + 1])
-            rows = min(left, firsts[piece + 1] - source)
-            spans.append(Span(piece, source - firsts[piece], end - left, rows))
-            source, left = source + rows, left - rows
+            rows = min(remaining, firsts[piece + 1] - source)
+            spans.append(Span(piece, source - firsts[piece], end - remaining, rows))
+            source, remaining = source + rows, remaining - rows
     return tuple(spans)
 
 

@@ -113,7 +113,9 @@ class Adapter(Module):
         weight = next(linear.parameters())
         for of_experts in zip(*self.pairs, strict=True):
             pair = of_experts[0]
-            initial = [_initial(own.a, seed, *self.shard, weight.device) for own in of_experts]
+            initial = [
+                _initial(expert_pair.a, seed, *self.shard, weight.device) for expert_pair in of_experts
+            ]
             self._register(f"A{pair.number}", initial, pair.a, weight.dtype)
             ranks = 1 if self.by_columns else self.shard[1]
             for section, rows in enumerate(pair.sections()):
@@ -172,24 +174,24 @@ class Adapter(Module):
         """Return (A, B) of the whole layer on this rank: the factors of all its HF matrices as one, with
         experts, if any, as the first dimension."""
         a = torch.cat([self._a(pair) for pair in self.pairs[0]], dim=-2)
-        own = {pair.number: self._b(pair) for pair in self.pairs[0]}
+        b_by_number = {pair.number: self._b(pair) for pair in self.pairs[0]}
         entry = self.entries[0]
         if self._is_moe:
-            return a, own[0]
-        rank, before, rows = a.shape[0] // len(own), 0, []
+            return a, b_by_number[0]
+        rank, padding_before, rows = a.shape[0] // len(b_by_number), 0, []
         for number in range(len(adapted(entry))):
-            if number in own:
-                after = a.shape[0] - before - rank
-                rows.append(F.pad(own[number], (before, after)))
-                before += rank
+            if number in b_by_number:
+                padding_after = a.shape[0] - padding_before - rank
+                rows.append(F.pad(b_by_number[number], (padding_before, padding_after)))
+                padding_before += rank
             else:
-                held = sum(length for _, length in entry.ranges(number, *self.shard))
-                rows.append(a.new_zeros(held, a.shape[0]))
+                num_rows = sum(length for _, length in entry.ranges(number, *self.shard))
+                rows.append(a.new_zeros(num_rows, a.shape[0]))
         return a, entry.assemble(rows, *self.shard)
 
     def _a(self, pair: Pair) -> Tensor:
-        own: Tensor = getattr(self, f"A{pair.number}")
-        return own
+        factor: Tensor = getattr(self, f"A{pair.number}")
+        return factor
 
     def _b(self, pair: Pair) -> Tensor:
         sections = [getattr(self, f"B{pair.number}_{section}") for section in range(len(pair.sections()))]
@@ -200,7 +202,7 @@ class Adapter(Module):
         """Return the increase of this rank's part of matrix number `place`: alpha/rank · B·A in float32, or
         in the adapters' dtype if that is wider."""
         factors = self._factors()
-        a, b = (own[place] if self._is_moe else own for own in factors)
+        a, b = (factor[place] if self._is_moe else factor for factor in factors)
         dtype = torch.promote_types(a.dtype, torch.float32)
         return self.scale * (b.to(dtype) @ a.to(dtype))
 
@@ -209,10 +211,10 @@ class Adapter(Module):
         for place, of_entry in enumerate(self.pairs):
             for pair in of_entry:
                 for entry, read in ((pair.a, self._a), (pair.b, self._b)):
-                    yield entry.name, partial(self._one, read, pair, place)
+                    yield entry.name, partial(self._read_factor, read, pair, place)
 
     @torch.no_grad()
-    def _one(self, read: Callable[[Pair], Tensor], pair: Pair, place: int) -> Tensor:
+    def _read_factor(self, read: Callable[[Pair], Tensor], pair: Pair, place: int) -> Tensor:
         return read(pair)[place] if self._is_moe else read(pair)
 
     def sharded(self) -> Iterator[tuple[str, ShardedTensor]]:
@@ -242,10 +244,10 @@ def _initial(entry: Entry, seed: int, rank: int, ranks: int, device: torch.devic
         return torch.empty(entry.shard_shape(rank, ranks), device=device)
     digest = hashlib.sha256(f"{seed} {entry.pieces[0].name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    whole = torch.empty(entry.shape).uniform_(-1, 1, generator=generator) / math.sqrt(entry.shape[1])
+    matrix = torch.empty(entry.shape).uniform_(-1, 1, generator=generator) / math.sqrt(entry.shape[1])
     if entry.cut is None:
-        return whole.to(device)
-    parts = [whole.narrow(entry.cut.dim, *span) for span in entry.ranges(0, rank, ranks)]
+        return matrix.to(device)
+    parts = [matrix.narrow(entry.cut.dim, *span) for span in entry.ranges(0, rank, ranks)]
     return torch.cat(parts, dim=entry.cut.dim).to(device)
 
 
@@ -277,12 +279,12 @@ def shift_factors(chunks: Sequence[Module], factor: str, amount: float) -> None:
 def merged_values(chunks: Sequence[Module]) -> Mapping[str, Callable[[], Tensor]]:
     """Return functions that give this rank's part of each matrix as the model computes with it, by global
     name: summed with the adapters' part in at least float32, and rounded once to the matrix's dtype."""
-    found = {}
+    values = {}
     for adapter, linear in _adapters(chunks):
         for place, entry in enumerate(adapter.entries):
             weight = getattr(linear, "weight" if entry.expert is None else f"weight{place}")
-            found[entry.name] = partial(_merged, weight, adapter, place)
-    return found
+            values[entry.name] = partial(_merged, weight, adapter, place)
+    return values
 
 
 def _merged(weight: Tensor, adapter: Adapter, place: int) -> Tensor:

@@ -60,7 +60,7 @@ def _parts(trained: Trainer | Critic) -> Iterator[tuple[str, Trained]]:
 
 
 def _prefixed(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
-    return {prefix + name: own for name, own in state.items()}
+    return {prefix + name: value for name, value in state.items()}
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = None) -> tuple[str, ...]:
@@ -123,10 +123,10 @@ def _differing_sizes(saved: Mapping[str, Any], present: ParallelConfig) -> list[
     ]
 
 
-def _without_scales(trained: Trainer, why: str) -> tuple[str, ...]:
+def _without_scales(trained: Trainer, reason: str) -> tuple[str, ...]:
     if not _is_fp8(trained):
         return ()
-    return (f"FP8 scales are not restored, since {why}; they settle again within a few steps",)
+    return (f"FP8 scales are not restored, since {reason}; they settle again within a few steps",)
 
 
 def _is_fp8(trained: Trained) -> bool:
@@ -137,13 +137,13 @@ def _is_fp8(trained: Trained) -> bool:
 def _restore(trained: Trainer | Critic, directory: Path, vocab_size: int, *, with_scales: bool) -> None:
     # a critic's head has one row, for its value, and none for the vocabulary
     keys = ROWS_MAY_BE_PADDED[:1] if isinstance(trained, Critic) else ROWS_MAY_BE_PADDED
-    wanted: dict[str, Any] = {}
+    sharded_state: dict[str, Any] = {}
     for prefix, part in _parts(trained):
         _allocate_torch_state(part)
         scales = _stored_scales(directory) if with_scales and _is_fp8(part) else frozenset()
         models = _models(part.chunks, is_loading=True, scales=scales)
-        wanted |= _prefixed(prefix, {**models, **_progress(part, models, is_loading=True)})
-    state = _load(wanted, directory, vocab_size, keys)
+        sharded_state |= _prefixed(prefix, {**models, **_progress(part, models, is_loading=True)})
+    state = _load(sharded_state, directory, vocab_size, keys)
     for prefix, part in _parts(trained):
         _fill(part.chunks, state, directory, prefix)
         with _step_left_alone():
@@ -167,12 +167,12 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, vocab_size: int) -> No
 
 
 def _load(
-    wanted: dict[str, Any], checkpoint: Path, vocab_size: int, keys: Sequence[str] = ROWS_MAY_BE_PADDED
+    sharded_state: dict[str, Any], checkpoint: Path, vocab_size: int, keys: Sequence[str] = ROWS_MAY_BE_PADDED
 ) -> dict[str, Any]:
     # reads all pickles safely first: Megatron unpickles them unchecked
     StoredCheckpoint(checkpoint).check_vocabulary(vocab_size, keys)
     try:
-        return dist_checkpointing.load(wanted, str(checkpoint))
+        return dist_checkpointing.load(sharded_state, str(checkpoint))
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         raise CheckpointError(
             f"--load {checkpoint}: cannot be loaded into this model: {_reason(error)}"
@@ -188,23 +188,23 @@ def _reason(error: BaseException) -> str:
 
 def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path, prefix: str = "") -> None:
     for index, chunk in enumerate(chunks):
-        own = state[f"{prefix}model{index}"]
-        for name, value in own.items():
+        chunk_state = state[f"{prefix}model{index}"]
+        for name, value in chunk_state.items():
             if _is_extra_state(name):
                 _check_scales(value, checkpoint, name)
             elif isinstance(value, torch.Tensor):
                 check_finite(value, checkpoint, name)
         # not strict: Transformer Engine's modules miss extra state that `_models` does not ask for
         model = _unwrapped(chunk)
-        filled = model.load_state_dict(own, strict=False)
+        incompatible = model.load_state_dict(chunk_state, strict=False)
         frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
         if frozen:  # a checkpoint of adapters alone
             frozen |= {name for name, _ in model.named_buffers()}
-        lacks = [n for n in filled.missing_keys if not (_is_extra_state(n) or n in frozen)]
-        if lacks or filled.unexpected_keys:
+        lacks = [n for n in incompatible.missing_keys if not (_is_extra_state(n) or n in frozen)]
+        if lacks or incompatible.unexpected_keys:
             raise CheckpointError(
                 f"--load {checkpoint}: is of another model: missing {listed(lacks) or 'nothing'}, "
-                f"unexpected {listed(filled.unexpected_keys) or 'nothing'}"
+                f"unexpected {listed(incompatible.unexpected_keys) or 'nothing'}"
             )
 
 
@@ -296,8 +296,8 @@ def _without_classes(state: Any) -> Any:
     """Return the state without the classes that would be pickled as code. An optimizer in host memory names
     the classes it is made of among its settings, and a checkpoint with such an entry cannot be read."""
     if isinstance(state, dict):
-        return {key: _without_classes(own) for key, own in state.items() if not isinstance(own, type)}
-    return [_without_classes(own) for own in state] if isinstance(state, list) else state
+        return {key: _without_classes(value) for key, value in state.items() if not isinstance(value, type)}
+    return [_without_classes(value) for value in state] if isinstance(state, list) else state
 
 
 def _optimizers(trained: Trained) -> Sequence[Any]:
@@ -313,26 +313,30 @@ def _state_to_save(trained: Trained) -> Iterator[list[Any]]:
     Yields:
         these optimizers.
     """
-    fresh = [own for own in _optimizers(trained) if own.init_state_fn is not None and not own.optimizer.state]
-    for own in fresh:
-        own.init_state_fn(own.optimizer, own.config)
-        if isinstance(own.optimizer, torch.optim.Adam):
-            for state in own.optimizer.state.values():
+    fresh = [
+        optimizer
+        for optimizer in _optimizers(trained)
+        if optimizer.init_state_fn is not None and not optimizer.optimizer.state
+    ]
+    for optimizer in fresh:
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        if isinstance(optimizer.optimizer, torch.optim.Adam):
+            for state in optimizer.optimizer.state.values():
                 state["step"] = torch.zeros(())
     try:
         yield fresh
     finally:
-        for own in fresh:
-            own.optimizer.state.clear()  # torch's Adam takes no step with a state that it has not created
+        for optimizer in fresh:
+            optimizer.optimizer.state.clear()  # Adam steps only with a state that it has created
 
 
 def _add_step_0(trained: Trained, fresh: Sequence[Any], saved: dict[Any, Any]) -> None:
     """Add the step of torch's Adam if it is 0, which Megatron takes for absent and leaves out."""
     optimizers = _optimizers(trained)
-    for index, own in enumerate(optimizers):
+    for index, optimizer in enumerate(optimizers):
         # a sharded optimizer saves it with its tensors
-        sharded = isinstance(own, DistributedOptimizer)
-        if own in fresh and isinstance(own.optimizer, torch.optim.Adam) and not sharded:
+        sharded = isinstance(optimizer, DistributedOptimizer)
+        if optimizer in fresh and isinstance(optimizer.optimizer, torch.optim.Adam) and not sharded:
             state = saved[index] if len(optimizers) > 1 else saved
             state.get("optimizer", state)["state"]["common_step"] = torch.zeros(())
 

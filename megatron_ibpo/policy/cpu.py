@@ -141,8 +141,8 @@ _tensor_type = torch.Tensor.type
 
 def _type_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     answer = _tensor_type(self, *args, **kwargs)
-    asked_by = sys._getframe(1).f_globals.get("__name__")
-    if not args and not kwargs and asked_by in CUDA_TYPE_NAMES:
+    caller = sys._getframe(1).f_globals.get("__name__")
+    if not args and not kwargs and caller in CUDA_TYPE_NAMES:
         return answer.replace("torch.", "torch.cuda.", 1)
     return answer
 

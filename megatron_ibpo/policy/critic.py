@@ -70,8 +70,8 @@ class Critic:
     def values(self, share: RankForward) -> list[tuple[int, Floats]]:
         """Return the critic's values before each response token: (index in the planned list, values) of each
         sequence of this rank; empty on ranks that do not report. Collective."""
-        found = infer(self.chunks, packed(share), _values_output, self.world.device)
-        return found if is_reporting_rank() else []
+        values = infer(self.chunks, packed(share), _values_output, self.world.device)
+        return values if is_reporting_rank() else []
 
     def update(self, share: RankUpdate) -> dict[str, float]:
         """Take one rollout's optimizer steps towards the sequences' `returns`; every trained token of a
@@ -84,11 +84,11 @@ class Critic:
         epochs = range(self.config.loss.num_epochs_per_rollout)
         steps = [self._optimizer_step(part) for _ in epochs for part in share]
         finish_gathers(self.chunks)
-        taken = [step for step in steps if step["critic_updates_skipped"] == 0]
-        metrics = {"critic_updates_skipped": float(len(steps) - len(taken))}
+        taken_steps = [step for step in steps if step["critic_updates_skipped"] == 0]
+        metrics = {"critic_updates_skipped": float(len(steps) - len(taken_steps))}
         for name in ("critic_loss", "critic_error", "critic_clip_fraction", "critic_grad_norm"):
-            if taken:
-                metrics[name] = sum(step[name] for step in taken) / len(taken)
+            if taken_steps:
+                metrics[name] = sum(step[name] for step in taken_steps) / len(taken_steps)
         return metrics
 
     def _optimizer_step(self, minibatch: MiniBatch) -> dict[str, float]:

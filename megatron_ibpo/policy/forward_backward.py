@@ -25,7 +25,7 @@ from megatron_ibpo.basics.records import ExpertIds, Floats
 from megatron_ibpo.config import Config, OptimizerConfig
 from megatron_ibpo.policy.overrides import OPTIMIZER, as_megatron, blaming, optimizer_overrides
 from megatron_ibpo.policy.packing import (
-    ALONE,
+    SINGLE_RANK,
     Context,
     PackedArrays,
     PackedBatch,
@@ -153,7 +153,7 @@ def infer(
         chunk.eval()
     try:
         with torch.no_grad():
-            found = _run(
+            outputs = _run(
                 chunks, batches, output, processor, routing, forward_only=True, records=records is not None
             )
     finally:
@@ -161,11 +161,13 @@ def infer(
             chunk.train()
     if routing is not None and records is not None:
         chosen = zip(packs, routing.recorded(batches), strict=True)
-        records += [own for arrays, ids in chosen for own in split_choices(arrays, ids)]
+        records += [choice for arrays, ids in chosen for choice in split_choices(arrays, ids)]
     if not parallel_state.is_pipeline_last_stage():
         return []
-    pairs = zip(packs, response_values(batches, found), strict=True)
-    return [own for arrays, values_R in pairs for own in split_sequences(arrays, values_R)]
+    pairs = zip(packs, response_values(batches, outputs), strict=True)
+    return [
+        sequence_values for arrays, values_R in pairs for sequence_values in split_sequences(arrays, values_R)
+    ]
 
 
 def accumulate_gradients(
@@ -204,11 +206,16 @@ def accumulate_gradients(
 
 def _on_host(observed: Sequence[Observed]) -> list[dict[str, float]]:
     """Return the observed values as plain numbers, copied from the device at once."""
-    tensors = [value.double() for own in observed for value in own.values() if isinstance(value, Tensor)]
+    tensors = [
+        value.double() for metrics in observed for value in metrics.values() if isinstance(value, Tensor)
+    ]
     numbers = iter(torch.stack(tensors).tolist() if tensors else ())
     return [
-        {name: next(numbers) if isinstance(value, Tensor) else float(value) for name, value in own.items()}
-        for own in observed
+        {
+            name: next(numbers) if isinstance(value, Tensor) else float(value)
+            for name, value in metrics.items()
+        }
+        for metrics in observed
     ]
 
 
@@ -227,7 +234,7 @@ def _lay_out_all(packs: Sequence[PackedArrays], device: torch.device, model: Any
 def _context() -> Context:
     size = parallel_state.get_context_parallel_world_size()
     if size == 1:
-        return ALONE
+        return SINGLE_RANK
     rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
     return Context(rank, size, group)
 

@@ -32,7 +32,9 @@ def _gather(optimizer: Any, **_: Any) -> dict[Any, Any] | None:
         ((dtype, ranges),) = ranges_by_dtype.items()
         buffer = optimizer.buffers[index]
         scratch = _Scratch(max(bucket.grad_data.numel() for bucket in buffer.buckets), group)
-        state[index] = {dtype: {kind: _whole(optimizer, buffer, ranges, kind, scratch) for kind in kinds}}
+        state[index] = {
+            dtype: {kind: _gathered_state(optimizer, buffer, ranges, kind, scratch) for kind in kinds}
+        }
         state[index][dtype]["numel_unpadded"] = buffer.numel_unpadded
     return state if group.rank() == 0 else None
 
@@ -62,7 +64,9 @@ class _Scratch:
         return arrived
 
 
-def _whole(optimizer: Any, buffer: Any, ranges: Sequence[Any], kind: str, scratch: _Scratch) -> Tensor | None:
+def _gathered_state(
+    optimizer: Any, buffer: Any, ranges: Sequence[Any], kind: str, scratch: _Scratch
+) -> Tensor | None:
     """Return one kind of state of all parameters in a buffer, float32 [elements without padding]; None except
     on the first rank.
 
@@ -70,17 +74,17 @@ def _whole(optimizer: Any, buffer: Any, ranges: Sequence[Any], kind: str, scratc
         ranges: by bucket: the part of each parameter that is this rank's.
     """
     group = optimizer.data_parallel_group_gloo
-    whole = _on_host(buffer.numel_unpadded) if group.rank() == 0 else None
+    gathered = _on_host(buffer.numel_unpadded) if group.rank() == 0 else None
     start = 0
-    for bucket, own in zip(buffer.buckets, ranges, strict=True):
+    for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
         size, end = bucket.numel_unpadded, start + bucket.numel_unpadded
         shard = scratch.shard(bucket.grad_data.numel() // group.size())
-        _fill(shard, optimizer, own["param_map"], kind)
+        _fill(shard, optimizer, bucket_ranges["param_map"], kind)
         arrived = scratch.brought_together(shard)
-        if whole is not None and arrived is not None:
-            whole[start:end].copy_(arrived[:size])
+        if gathered is not None and arrived is not None:
+            gathered[start:end].copy_(arrived[:size])
         start = end
-    return whole
+    return gathered
 
 
 def _fill(shard: Tensor, optimizer: Any, places: Mapping[Any, Any], kind: str) -> None:

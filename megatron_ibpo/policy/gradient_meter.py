@@ -51,14 +51,16 @@ def compare_with_gspo(trainer: Trainer, share: RankMeasure) -> dict[str, float]:
     """Return metrics of the run's objective on the step's training data and, with the prefix gspo_, of GSPO
     on the same responses with plain advantages. Collective."""
     config = trainer.config
-    own = trainer.objective(aggregation(config, share.mean_length))
+    objective = trainer.objective(aggregation(config, share.mean_length))
     gspo = gspo_objective(config, trainer.world.device)
-    trained = ((block.prompts, trainer.as_trained(block.cut)) for block in share.own)
-    noise = measure_gradient(trainer, trained, own)
+    trained = ((block.prompts, trainer.as_trained(block.cut)) for block in share.trained)
+    noise = measure_gradient(trainer, trained, objective)
     # with the same sequences and loss the result is the same, and on-policy ratios of 1 reach no clip
     ratios_are_1 = config.loss.old_logprobs == "recompute"
-    same_loss = replace(own, params=gspo.params) == gspo and not config.loss.corrections and ratios_are_1
-    plain = share.own if share.plain is None else share.plain
+    same_loss = (
+        replace(objective, params=gspo.params) == gspo and not config.loss.corrections and ratios_are_1
+    )
+    plain = share.trained if share.plain is None else share.plain
     reference = (
         noise if same_loss and share.plain is None else measure_gradient(trainer, as_sampled(plain), gspo)
     )

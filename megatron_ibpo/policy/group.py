@@ -29,11 +29,11 @@ from megatron_ibpo.weights.formats.retention import Keep
 class RankCalls(Protocol):
     """A way to call the ranks (`cluster.Trainers`)."""
 
-    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call `method` on every rank with its own arguments; return the results by rank."""
         ...
 
-    def all(self, method: str, *arguments: Any) -> list[Any]:
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every rank with the same arguments; return the results by rank."""
         ...
 
@@ -101,7 +101,7 @@ class Policy:
             OSError, CheckpointError: nothing was begun, or the one before failed.
         """
         self.saved(wait=True)
-        self._ranks.all("save", directory, step, run_state, keep)
+        self._ranks.call_all("save", directory, step, run_state, keep)
         self._saves = ["seal_save", "end_save"]
 
     def saved(self, *, wait: bool) -> bool:
@@ -111,29 +111,29 @@ class Policy:
             OSError, CheckpointError: the save failed, is over, and has left nothing.
         """
         while self._saves:
-            if not all(self._ranks.all("save_rests", wait)):
+            if not all(self._ranks.call_all("save_rests", wait)):
                 return False
             (stage, *later), self._saves = self._saves, []
-            self._ranks.all(stage)
+            self._ranks.call_all(stage)
             self._saves = later
         return True
 
     def save_hf(self, directory: Path) -> None:
         """Write the policy in Hugging Face format."""
-        self._ranks.all("save_hf", directory)
+        self._ranks.call_all("save_hf", directory)
 
     def load_weights(self, hf_dir: Path) -> None:
         """Take the weights of a checkpoint of the same model, which all ranks reach."""
-        self._ranks.all("load_weights", hf_dir)
+        self._ranks.call_all("load_weights", hf_dir)
 
     def shift_adapters(self, factor: str, amount: float) -> None:
         """Add a number to every element of the adapters' factors, "A" or "B"."""
-        self._ranks.all("shift_adapters", factor, amount)
+        self._ranks.call_all("shift_adapters", factor, amount)
 
     def take_passes(self) -> list[Passes]:
         """Return the passes computed since the last call."""
-        taken, self._passes = self._passes, []
-        return taken
+        passes, self._passes = self._passes, []
+        return passes
 
     @property
     def _num_shares(self) -> int:
@@ -150,7 +150,7 @@ class Policy:
         many ranks get it."""
         shared = [self._ranks.share(plan.shares[share]) for share in range(self._num_shares)]
         self._passes.append(plan.passes)
-        return self._ranks.each(method, [(shared[share],) for share in self._shares])
+        return self._ranks.call_each(method, [(shared[share],) for share in self._shares])
 
 
 def data_parallel_rank(rank: int, parallel: ParallelConfig, world_size: int) -> int:

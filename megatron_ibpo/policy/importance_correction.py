@@ -77,14 +77,14 @@ def correct(arrays: PackedArrays, loss: LossConfig) -> tuple[PackedArrays, list[
     if arrays.off_policy_R is not None:
         gaps_R[arrays.off_policy_R] = 0.0  # what was sampled from another prompt has none of this one
     bounds = loss.sequence_rejection
-    kept_S = [bounds is None or not is_rejected(own, *bounds) for own in _in_loss(arrays, gaps_R)]
+    kept_S = [bounds is None or not is_rejected(gaps, *bounds) for gaps in _in_loss(arrays, gaps_R)]
     weights_R, cut_R = _token_weights(gaps_R, loss)
     parts = zip(
         arrays.members_S.tolist(), _in_loss(arrays, weights_R), _in_loss(arrays, cut_R), kept_S, strict=True
     )
-    found = [
-        Corrected(member, len(own), int(np.count_nonzero(cut)), _sum(own) if kept else 0.0)
-        for member, own, cut, kept in parts
+    outcomes = [
+        Corrected(member, len(weights), int(np.count_nonzero(cut)), _sum(weights) if is_kept else 0.0)
+        for member, weights, cut, is_kept in parts
     ]
     factors_R = weights_R if arrays.token_weights_R is None else weights_R * arrays.token_weights_R
     corrected = replace(
@@ -93,7 +93,7 @@ def correct(arrays: PackedArrays, loss: LossConfig) -> tuple[PackedArrays, list[
         importance_weights_R=weights_R if loss.use_tis or loss.icepop is not None else None,
         weights_S=arrays.weights_S * kept_S,
     )
-    return corrected, found
+    return corrected, outcomes
 
 
 def _token_weights(gaps_R: Ratios, loss: LossConfig) -> tuple[Ratios, npt.NDArray[np.bool_]]:
@@ -109,19 +109,19 @@ def _token_weights(gaps_R: Ratios, loss: LossConfig) -> tuple[Ratios, npt.NDArra
     return weights_R, weights_R != ratios_R
 
 
-def correction_metrics(found: Sequence[Corrected]) -> dict[str, float]:
+def correction_metrics(outcomes: Sequence[Corrected]) -> dict[str, float]:
     """Return shares and the mean weight over all corrected sequences; empty if there are none.
 
     Args:
-        found: in an order that does not depend on the layout, so that the sums do not either.
+        outcomes: in an order that does not depend on the layout, so that the sums do not either.
     """
-    if not found:
+    if not outcomes:
         return {}
-    tokens = sum(own.tokens for own in found)
+    tokens = sum(outcome.tokens for outcome in outcomes)
     return {
-        "importance_weight_mean": sum(own.weight for own in found) / tokens,
-        "importance_token_cut_fraction": sum(own.tokens_cut for own in found) / tokens,
-        "importance_sequence_cut_fraction": sum(own.weight == 0 for own in found) / len(found),
+        "importance_weight_mean": sum(outcome.weight for outcome in outcomes) / tokens,
+        "importance_token_cut_fraction": sum(outcome.tokens_cut for outcome in outcomes) / tokens,
+        "importance_sequence_cut_fraction": sum(outcome.weight == 0 for outcome in outcomes) / len(outcomes),
     }
 
 
@@ -129,7 +129,7 @@ def _in_loss(arrays: PackedArrays, values_R: npt.NDArray[Any]) -> list[npt.NDArr
     """Return each sequence's values at the tokens in the loss."""
     bounds = arrays.response_lengths_S.cumsum()[:-1]
     pairs = zip(np.split(values_R, bounds), np.split(arrays.loss_mask_R, bounds), strict=True)
-    return [own[mask] for own, mask in pairs]
+    return [values[mask] for values, mask in pairs]
 
 
 def _sum(values: Ratios) -> float:

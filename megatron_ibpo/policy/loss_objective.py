@@ -53,8 +53,8 @@ def loss_params(loss: LossConfig) -> dict[str, float]:
     low, high = loss.eps_clip, loss.eps_clip_high
     if high is None and "eps_high" not in named:
         high = low
-    given = {"eps_low": low, "eps_high": high}
-    clips = {name: value for name, value in given.items() if value is not None}
+    flag_values = {"eps_low": low, "eps_high": high}
+    clips = {name: value for name, value in flag_values.items() if value is not None}
     for name in named.keys() & clips.keys():
         raise ValueError(
             f"--loss-param {name}: is set by --eps-clip or --eps-clip-high too; keep one of them"
@@ -62,14 +62,14 @@ def loss_params(loss: LossConfig) -> dict[str, float]:
     try:
         return resolve_variant(loss.loss_variant, clips | named)[1]
     except ValueError as error:
-        where = f"--loss-variant {loss.loss_variant}: "
+        prefix = f"--loss-variant {loss.loss_variant}: "
         clipped = " (--eps-clip and --eps-clip-high are eps_low and eps_high)" if clips else ""
-        raise ValueError(f"{where}{str(error).removeprefix(where)}{clipped}") from error
+        raise ValueError(f"{prefix}{str(error).removeprefix(prefix)}{clipped}") from error
 
 
-def _named_params(given: Iterable[str]) -> dict[str, float]:
+def _named_params(pairs: Iterable[str]) -> dict[str, float]:
     params: dict[str, float] = {}
-    for name, value in named_values(given).items():
+    for name, value in named_values(pairs).items():
         try:
             params[name] = float(value)
         except ValueError as error:

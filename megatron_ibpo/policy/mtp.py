@@ -73,7 +73,7 @@ class Mtp:
         self.chunks[0].set_is_first_microbatch()
         hook = self._policy.decoder.register_forward_hook(self._hear)
         try:
-            yield self._beside
+            yield self._add_mtp_loss
         finally:
             hook.remove()
             self._hidden = None
@@ -102,12 +102,12 @@ class Mtp:
     def _hear(self, _module: Any, _inputs: Any, hidden_states: Tensor) -> None:
         self._hidden = hidden_states.detach()
 
-    def _beside(self, loss: Loss) -> Loss:
-        def both(scale: float, batch: PackedBatch, output: Tensor) -> tuple[Tensor, Observed]:
+    def _add_mtp_loss(self, loss: Loss) -> Loss:
+        def with_mtp(scale: float, batch: PackedBatch, output: Tensor) -> tuple[Tensor, Observed]:
             value, observed = loss(scale, batch, output)
             return value, {**observed, **self._learn(batch)}
 
-        return both
+        return with_mtp
 
     def _learn(self, batch: PackedBatch) -> Observed:
         """Add the gradient of the sum of losses over a micro-batch."""

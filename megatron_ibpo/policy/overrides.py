@@ -145,16 +145,16 @@ def as_megatron(overrides: Mapping[str, Any], config_class: type) -> dict[str, A
     from megatron.core.transformer.enums import AttnBackend
 
     hints = get_type_hints(config_class)
-    found: dict[str, Any] = dict(overrides)
+    values: dict[str, Any] = dict(overrides)
     for name, value in overrides.items():
         kinds = (hints[name], *get_args(hints[name]))
         if torch.dtype in kinds and value is not None:
-            found[name] = getattr(torch, _DTYPES[value].name)
+            values[name] = getattr(torch, _DTYPES[value].name)
         elif AttnBackend in kinds:
             if value not in AttnBackend.__members__:
                 raise ValueError(f"{MODEL} {name}={value}: there are {', '.join(AttnBackend.__members__)}")
-            found[name] = AttnBackend[value]
-    return found
+            values[name] = AttnBackend[value]
+    return values
 
 
 @contextmanager
@@ -165,8 +165,10 @@ def blaming(flag: str, settings: Sequence[str]) -> Iterator[None]:
     except (ValueError, AssertionError, ImportError) as error:
         if not settings:
             raise
-        given = ", ".join(settings)
-        raise ValueError(f"{flag} {given}: Megatron refuses it: {error or 'without a reason'}") from error
+        blamed_settings = ", ".join(settings)
+        raise ValueError(
+            f"{flag} {blamed_settings}: Megatron refuses it: {error or 'without a reason'}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -283,20 +285,20 @@ _SOURCES = {
 
 
 @cache
-def _declared(of: str) -> tuple[Fields, Mapping[str, str]]:
+def _declared(class_name: str) -> tuple[Fields, Mapping[str, str]]:
     """Return the fields of one of `_SOURCES`, and what to do instead of setting fields that hold a Python
     object. Cached, since reading takes a tenth of a second, and an update asks several times."""
     fields: dict[str, ast.expr] = {}
-    for file, name in _SOURCES[of]:
+    for file, name in _SOURCES[class_name]:
         fields |= declared_fields("megatron.core", file, name)
     return fields, {name: _OF_OBJECTS for name, declared in fields.items() if _is_object(declared)}
 
 
-def _values(flag: str, pairs: tuple[str, ...], ours: Mapping[str, str], of: str) -> dict[str, Any]:
-    fields, objects = _declared(of)
+def _values(flag: str, pairs: tuple[str, ...], ours: Mapping[str, str], class_name: str) -> dict[str, Any]:
+    fields, objects = _declared(class_name)
     own_flags = {name: f"use {flag_of(name)}" for name in ENTRIES if name in fields}
     instead = {**objects, **own_flags, **ours}
-    values = declared_values(flag, pairs, fields, instead, library="Megatron", of=of)
+    values = declared_values(flag, pairs, fields, instead, library="Megatron", of=class_name)
     for name, value in values.items():
         if ast.unparse(fields[name]).count("torch.dtype") and value not in (None, *_DTYPES):
             raise ValueError(f"{flag} {name}={value}: there are {', '.join(_DTYPES)}")
@@ -319,6 +321,8 @@ def _optimizer_bytes(config: Config) -> OptimizerBytes:
 
     master = size("main_params_dtype") if config.model.bf16 else 0
     state = master + size("exp_avg_dtype") + size("exp_avg_sq_dtype")
-    whole = 12 if config.model.bf16 else 8  # in main memory all of it is fp32
-    away = overrides.get("optimizer_offload_fraction", 1.0) if chosen.optimizer_cpu_offload else 0.0
-    return OptimizerBytes(device=state * (1 - away), host=(whole + 4) * away)
+    host_state = 12 if config.model.bf16 else 8  # in main memory all of it is fp32
+    offloaded_fraction = (
+        overrides.get("optimizer_offload_fraction", 1.0) if chosen.optimizer_cpu_offload else 0.0
+    )
+    return OptimizerBytes(device=state * (1 - offloaded_fraction), host=(host_state + 4) * offloaded_fraction)

@@ -82,7 +82,7 @@ class Context:
     group: Any = None
 
 
-ALONE = Context()
+SINGLE_RANK = Context()
 """Every sequence is whole on one rank."""
 
 
@@ -115,7 +115,7 @@ class PackedBatch:
     """Row of each response token; under context parallelism among the rows of all ranks, laid end to end."""
     places_T: Lengths
     """Row of each input token (all but the last of each sequence), in the same way."""
-    context: Context = ALONE
+    context: Context = SINGLE_RANK
     routed_experts_NLK: ExpertIds | None = None
     """Experts that the routers must choose, [N, layers, experts per token] on the host; `no_expert` in the
     padding."""
@@ -140,29 +140,29 @@ def pack(micro_batch: MicroBatch) -> PackedArrays:
     weighted = any(s.token_weights is not None for s in chosen)
     differing = any(s.token_advantages is not None for s in chosen)
     return PackedArrays(
-        tokens_T=_joined(
+        tokens_T=_concatenate(
             [ids for s in chosen for ids in (s.prompt_token_ids, s.response_token_ids)], np.int32
         ),
         prompt_lengths_S=np.array([len(s.prompt_token_ids) for s in chosen], np.int64),
         response_lengths_S=np.array([len(s.response_token_ids) for s in chosen], np.int64),
-        loss_mask_R=_joined([s.loss_mask for s in chosen], np.bool_),
+        loss_mask_R=_concatenate([s.loss_mask for s in chosen], np.bool_),
         weights_S=np.array([s.weight for s in chosen], np.float64),
         advantages_S=np.array([s.advantage for s in chosen], np.float32),
         temperature_S=np.array([s.temperature for s in chosen], np.float32),
-        rollout_logprobs_R=_of_all([s.rollout_logprobs for s in chosen]),
+        rollout_logprobs_R=_concatenate_if_complete([s.rollout_logprobs for s in chosen]),
         token_weights_R=(
-            _joined([_or_all(s.token_weights, 1.0, s) for s in chosen], np.float64) if weighted else None
+            _concatenate([_or_all(s.token_weights, 1.0, s) for s in chosen], np.float64) if weighted else None
         ),
         token_advantages_R=(
-            _joined([_or_all(s.token_advantages, s.advantage, s) for s in chosen], np.float32)
+            _concatenate([_or_all(s.token_advantages, s.advantage, s) for s in chosen], np.float32)
             if differing
             else None
         ),
-        returns_R=_of_all([s.returns for s in chosen]),
-        values_R=_of_all([s.values for s in chosen]),
+        returns_R=_concatenate_if_complete([s.returns for s in chosen]),
+        values_R=_concatenate_if_complete([s.values for s in chosen]),
         members_S=np.array(micro_batch.members, np.int64),
         off_policy_S=np.array([s.off_policy for s in chosen]) if any(s.off_policy for s in chosen) else None,
-        routed_experts=_joined_choices(chosen),
+        routed_experts=_concatenate_choices(chosen),
         sampling_mask_R=joined_mask(chosen),
     )
 
@@ -172,27 +172,27 @@ def packed(micro_batches: Sequence[MicroBatch]) -> list[PackedArrays]:
     return [pack(micro_batch) for micro_batch in micro_batches]
 
 
-def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+def _concatenate(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
     """Join the parts; float64 becomes float32 here, rounded once."""
     return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
 
 
-def _of_all(parts: Sequence[npt.NDArray[Any] | None]) -> Floats | None:
-    found = [part for part in parts if part is not None]
-    return _joined(found, np.float32) if parts and len(found) == len(parts) else None
+def _concatenate_if_complete(parts: Sequence[npt.NDArray[Any] | None]) -> Floats | None:
+    present = [part for part in parts if part is not None]
+    return _concatenate(present, np.float32) if parts and len(present) == len(parts) else None
 
 
-def _joined_choices(sequences: Sequence[TrainSequence]) -> ExpertIds | None:
-    known = next((s.routed_experts for s in sequences if s.routed_experts is not None), None)
-    if known is None:
+def _concatenate_choices(sequences: Sequence[TrainSequence]) -> ExpertIds | None:
+    example = next((s.routed_experts for s in sequences if s.routed_experts is not None), None)
+    if example is None:
         return None
 
-    def of(sequence: TrainSequence) -> ExpertIds:
+    def choices_of(sequence: TrainSequence) -> ExpertIds:
         if sequence.routed_experts is not None:
             return sequence.routed_experts
-        return np.full((sequence.num_tokens - 1, *known.shape[1:]), no_expert(known), known.dtype)
+        return np.full((sequence.num_tokens - 1, *example.shape[1:]), no_expert(example), example.dtype)
 
-    return np.concatenate([of(sequence) for sequence in sequences])
+    return np.concatenate([choices_of(sequence) for sequence in sequences])
 
 
 def _or_all(values: Weights | None, value: float, sequence: TrainSequence) -> Weights:
@@ -200,15 +200,15 @@ def _or_all(values: Weights | None, value: float, sequence: TrainSequence) -> We
 
 
 def lay_out(
-    arrays: PackedArrays, *, multiple: int, device: torch.device, context: Context = ALONE
+    arrays: PackedArrays, *, multiple: int, device: torch.device, context: Context = SINGLE_RANK
 ) -> PackedBatch:
     """Return the tensors of a micro-batch on this rank; its number of rows becomes a multiple of
     `multiple`."""
     chunks = context_chunks(context.size)
     lengths = arrays.prompt_lengths_S + arrays.response_lengths_S - 1
     padded = -(-lengths // chunks) * chunks
-    whole = math.lcm(chunks, multiple * context.size)
-    padding = -int(padded.sum()) % whole or (0 if len(lengths) else whole)
+    row_multiple = math.lcm(chunks, multiple * context.size)
+    padding = -int(padded.sum()) % row_multiple or (0 if len(lengths) else row_multiple)
     all_lengths = np.append(padded, padding) if padding else padded
     bounds = np.append(0, all_lengths.cumsum())
     positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], all_lengths)
@@ -217,10 +217,10 @@ def lay_out(
     rows_R = np.flatnonzero(real & (positions >= np.repeat(prompts - 1, all_lengths)))
     ends = (arrays.prompt_lengths_S + arrays.response_lengths_S).cumsum()
     places = zigzag.places(torch.from_numpy(bounds), context.size).numpy()
-    own = np.argsort(places).reshape(context.size, -1)[context.rank]
+    rank_rows = np.argsort(places).reshape(context.size, -1)[context.rank]
     places_R = places[rows_R]
-    is_own_R = places_R // len(own) == context.rank
-    own_rows_R = places_R % len(own)
+    is_own_R = places_R // len(rank_rows) == context.rank
+    own_rows_R = places_R % len(rank_rows)
 
     def tensor(values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
         on_host = torch.from_numpy(values).to(dtype)
@@ -231,12 +231,12 @@ def lay_out(
     def token_rows(tokens: npt.NDArray[Any]) -> Tensor:
         all_rows = np.zeros(bounds[-1], tokens.dtype)
         all_rows[real] = tokens
-        return tensor(all_rows[own], torch.int64)
+        return tensor(all_rows[rank_rows], torch.int64)
 
     def per_row(values_R: npt.NDArray[Any] | None) -> Tensor | None:
         if values_R is None:
             return None
-        values_N = np.zeros(len(own), np.float32)
+        values_N = np.zeros(len(rank_rows), np.float32)
         values_N[own_rows_R[is_own_R]] = values_R[is_own_R]
         return tensor(values_N, torch.float32)
 
@@ -245,12 +245,12 @@ def lay_out(
             return None
         all_rows = np.full((bounds[-1], *ids.shape[1:]), no_expert(ids), ids.dtype)
         all_rows[real] = ids
-        return all_rows[own]
+        return all_rows[rank_rows]
 
     def sampling_sets(mask: SamplingMask | None) -> SamplingSets | None:
         if mask is None:
             return None
-        ids, starts, stops = sets_of_rows(mask, is_trained_R, own_rows_R, len(own))
+        ids, starts, stops = sets_of_rows(mask, is_trained_R, own_rows_R, len(rank_rows))
         if not len(ids):  # other ranks have the restricted rows
             return None
         return SamplingSets(tensor(ids, torch.int32), tensor(starts, torch.int64), tensor(stops, torch.int64))
@@ -263,7 +263,7 @@ def lay_out(
     assert mask_N is not None
     token_advantages_N = per_row(arrays.token_advantages_R)
     rollout_logprobs_N = per_row(arrays.rollout_logprobs_R)
-    both = arrays.returns_R is not None and arrays.values_R is not None
+    has_critic = arrays.returns_R is not None and arrays.values_R is not None
     loss_rows = own_rows_R[is_trained_R]
     policy_places = np.flatnonzero(_has_policy_gradient(arrays)[is_trained_R])
     loss_rows_R = compared_rows_R = tensor(loss_rows, torch.int64)
@@ -284,7 +284,7 @@ def lay_out(
     )
     return PackedBatch(
         input_ids_1N=token_rows(np.delete(arrays.tokens_T, ends - 1))[None],
-        position_ids_1N=tensor(positions[own], torch.int64)[None],
+        position_ids_1N=tensor(positions[rank_rows], torch.int64)[None],
         max_seqlen=int(all_lengths.max()),
         rows=LossRows(
             targets_N=token_rows(np.delete(arrays.tokens_T, np.append(0, ends[:-1])[: len(ends)])),
@@ -307,8 +307,8 @@ def lay_out(
         ),
         rollout_logprobs_N=rollout_logprobs_N,
         importance_weights_N=per_row(arrays.importance_weights_R),
-        returns_N=per_row(arrays.returns_R) if both else None,
-        values_N=per_row(arrays.values_R) if both else None,
+        returns_N=per_row(arrays.returns_R) if has_critic else None,
+        values_N=per_row(arrays.values_R) if has_critic else None,
         num_sequences=len(lengths),
         compared_rows_R=compared_rows_R,
         places_R=places_R,
@@ -336,18 +336,18 @@ def response_values(batches: Sequence[PackedBatch], values: Sequence[Tensor]) ->
     Args:
         values: [N] of each micro-batch.
     """
-    kept = [
+    masked = [
         torch.where(batch.rows.response_mask_N.bool(), values_N, 0.0).float()
         for batch, values_N in zip(batches, values, strict=True)
     ]
-    bounds = np.cumsum([len(kept_N) for kept_N in kept])[:-1]
-    context, own = batches[0].context, torch.cat(kept)
-    by_rank = own[None]
+    bounds = np.cumsum([len(values_N) for values_N in masked])[:-1]
+    context, flat = batches[0].context, torch.cat(masked)
+    by_rank = flat[None]
     if context.size > 1:
-        by_rank = own.new_empty(context.size, len(own))
-        dist.all_gather(list(by_rank), own, group=context.group)
-    whole = np.split(by_rank.cpu().numpy(), bounds, axis=1)
-    return [values.reshape(-1)[batch.places_R] for batch, values in zip(batches, whole, strict=True)]
+        by_rank = flat.new_empty(context.size, len(flat))
+        dist.all_gather(list(by_rank), flat, group=context.group)
+    values_by_pack = np.split(by_rank.cpu().numpy(), bounds, axis=1)
+    return [values.reshape(-1)[batch.places_R] for batch, values in zip(batches, values_by_pack, strict=True)]
 
 
 def split_sequences(arrays: PackedArrays, values_R: Floats) -> list[tuple[int, Floats]]:
@@ -364,10 +364,12 @@ def split_choices(arrays: PackedArrays, ids: ExpertIds) -> list[tuple[int, Exper
     return list(zip(arrays.members_S.tolist(), np.split(ids, ends[:-1]), strict=True)) if len(ends) else []
 
 
-def with_choices(packs: Sequence[PackedArrays], found: Sequence[tuple[int, ExpertIds]]) -> list[PackedArrays]:
+def with_choices(
+    packs: Sequence[PackedArrays], choices: Sequence[tuple[int, ExpertIds]]
+) -> list[PackedArrays]:
     """Return each micro-batch with the experts that routers must choose, from choices by sequence
     (`split_choices`)."""
-    by_member = dict(found)
+    by_member = dict(choices)
     return [
         replace(arrays, routed_experts=np.concatenate([by_member[m] for m in arrays.members_S.tolist()]))
         if len(arrays.members_S)
@@ -376,14 +378,14 @@ def with_choices(packs: Sequence[PackedArrays], found: Sequence[tuple[int, Exper
     ]
 
 
-def packed_values(packs: Sequence[PackedArrays], found: Sequence[tuple[int, Floats]]) -> list[Floats | None]:
+def packed_values(packs: Sequence[PackedArrays], values: Sequence[tuple[int, Floats]]) -> list[Floats | None]:
     """Return [R] for each micro-batch, from values by sequence (`split_sequences`); None if one of its
     sequences has none, as on pipeline stages that compute none."""
-    by_member = dict(found)
-    wanted = [arrays.members_S.tolist() for arrays in packs]
+    by_member = dict(values)
+    members_by_pack = [arrays.members_S.tolist() for arrays in packs]
     return [
-        _joined([by_member[member] for member in members], np.float32)
+        _concatenate([by_member[member] for member in members], np.float32)
         if by_member.keys() >= set(members)
         else None
-        for members in wanted
+        for members in members_by_pack
     ]

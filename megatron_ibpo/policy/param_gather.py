@@ -96,9 +96,9 @@ class _Reads(TorchFunctionMode):
     """A mode that records when each parameter is first read by one of torch's functions. Functions of
     Transformer Engine's own are not seen: they read in the forward pass of their module."""
 
-    def __init__(self, found: _Pass, parameters: set[Parameter]):
+    def __init__(self, record: _Pass, parameters: set[Parameter]):
         super().__init__()
-        self._found, self._parameters = found, parameters
+        self._record, self._parameters = record, parameters
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -106,38 +106,38 @@ class _Reads(TorchFunctionMode):
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Parameter) and leaf in self._parameters:
-                    self._found.reads.setdefault(leaf, len(self._found.calls))
+                    self._record.reads.setdefault(leaf, len(self._record.calls))
         return result
 
 
 def _watched(model: Module, run: Callable[[], object]) -> _Pass:
-    found = _Pass({}, {})
+    record = _Pass({}, {})
 
     def called(module: Module, *_: Any) -> None:
-        found.calls.setdefault(module, len(found.calls))
+        record.calls.setdefault(module, len(record.calls))
 
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(module.register_forward_pre_hook(called).remove)
-        stack.enter_context(_Reads(found, set(model.parameters())))
+        stack.enter_context(_Reads(record, set(model.parameters())))
         run()
-    return found
+    return record
 
 
 def _uncalled(model: Module, passes: Sequence[_Pass]) -> Waits:
     """Return the waiting places for modules that some pass did not call; the modules around them were called
     in all passes."""
-    modules, found, unguarded = dict(model.named_modules()), [], []
+    modules, waits, unguarded = dict(model.named_modules()), [], []
     for name, module in modules.items():
-        own = dict(module.named_parameters(recurse=False))
-        if not own:
+        parameters = dict(module.named_parameters(recurse=False))
+        if not parameters:
             continue
         around = next(outer for outer in _outwards(name) if all(modules[outer] in p.calls for p in passes))
         if around != name:
-            found.append((module, modules[around]))
+            waits.append((module, modules[around]))
         unguarded += [
             f"{name}.{parameter}".lstrip(".")
-            for parameter, tensor in own.items()
+            for parameter, tensor in parameters.items()
             if any(p.reads.get(tensor, len(p.calls)) <= p.calls[modules[around]] for p in passes)
         ]
     if unguarded:
@@ -145,7 +145,7 @@ def _uncalled(model: Module, passes: Sequence[_Pass]) -> Waits:
             f"--overlap-param-gather: nothing waits for the new values of {listed(unguarded)}, which "
             "other modules read before their own module runs; drop the flag"
         )
-    return found
+    return waits
 
 
 def _outwards(name: str) -> Iterator[str]:

@@ -83,12 +83,12 @@ class Block:
 class RankMeasure:
     """One rank's part of a measurement of the gradient's noise."""
 
-    own: list[Block]
+    trained: list[Block]
     """Blocks of the step's training data; empty for fewer than two prompts, which give no estimate."""
     mean_length: float
-    """`weighted_mean_length` of `own`."""
+    """`weighted_mean_length` of `trained`."""
     plain: list[Block] | None
-    """The same responses with plain advantages; None: the same as `own`."""
+    """The same responses with plain advantages; None: the same as `trained`."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Passes:
     """Length of the prefix that each sequence in `updates` shares with another one of the same pass."""
 
     @classmethod
-    def of(
+    def from_sequences(
         cls, forward: Sequence[Sequence[TrainSequence]], updates: Sequence[Sequence[TrainSequence]]
     ) -> "Passes":
         """Return the passes of these sequences; each list holds the sequences computed with the same
@@ -149,7 +149,7 @@ def plan_update(
     ]
     # old log-probs are all of the weights before the first step
     old = [s for part, needed in zip(live, needs_old, strict=True) if needed for s in part]
-    passes = Passes.of([old], live * loss.num_epochs_per_rollout)
+    passes = Passes.from_sequences([old], live * loss.num_epochs_per_rollout)
     minibatches = [
         _minibatch(of_loss, part, needed, config, num_ranks, cost)
         for part, of_loss, needed in zip(parts, live, needs_old, strict=True)
@@ -175,7 +175,7 @@ def plan_value_update(
     bare = [_without(s, *OF_POLICY, "sampling_mask") for s in sequences]
     parts = split_minibatches(bare, config.loss.num_steps_per_rollout)
     minibatches = [_minibatch(part, part, False, config, num_ranks, cost) for part in parts if part]
-    passes = Passes.of([], parts * config.loss.num_epochs_per_rollout)
+    passes = Passes.from_sequences([], parts * config.loss.num_epochs_per_rollout)
     return Plan(_rank_updates(minibatches, num_ranks), passes)
 
 
@@ -190,7 +190,7 @@ def plan_forward(
     _check(sequences)
     bare = [_without(s, *OF_POLICY, "returns", "values") for s in sequences]
     shares = [cut.forward_batches for cut in _cuts(bare, config, num_ranks, cost)]
-    return Plan(shares, Passes.of([sequences], []))
+    return Plan(shares, Passes.from_sequences([sequences], []))
 
 
 def _lengths(parts: Sequence[Sequence[TrainSequence]]) -> list[int]:
@@ -198,8 +198,8 @@ def _lengths(parts: Sequence[Sequence[TrainSequence]]) -> list[int]:
 
 
 def _repeated(parts: Sequence[Sequence[TrainSequence]]) -> list[int]:
-    whole = [[np.concatenate([s.prompt_token_ids, s.response_token_ids]) for s in part] for part in parts]
-    return [repeated for part in whole for repeated in repeated_prefixes(part)]
+    token_ids = [[np.concatenate([s.prompt_token_ids, s.response_token_ids]) for s in part] for part in parts]
+    return [repeated for part in token_ids for repeated in repeated_prefixes(part)]
 
 
 def plan_measure(
@@ -219,12 +219,12 @@ def plan_measure(
     trained = [s for s in sequences if has_gradient(s, config)]
     _check_rollout_logprobs(trained, config.loss)
     length = weighted_mean_length(sequences)
-    own = _blocks(sequences, trained, config, num_ranks, cost)
+    trained_blocks = _blocks(sequences, trained, config, num_ranks, cost)
     if _train_alike(sequences, plain):
-        return Plan([RankMeasure(blocks, length, None) for blocks in own], Passes())
+        return Plan([RankMeasure(blocks, length, None) for blocks in trained_blocks], Passes())
     in_gspo = [s for s in plain if _has_advantage(s)]
-    pairs = zip(own, _blocks(plain, in_gspo, config, num_ranks, cost), strict=True)
-    return Plan([RankMeasure(blocks, length, other) for blocks, other in pairs], Passes())
+    pairs = zip(trained_blocks, _blocks(plain, in_gspo, config, num_ranks, cost), strict=True)
+    return Plan([RankMeasure(blocks, length, plain_blocks) for blocks, plain_blocks in pairs], Passes())
 
 
 def update_metrics(sequences: Sequence[TrainSequence], config: Config) -> dict[str, float]:
@@ -247,12 +247,12 @@ def merge_parts(parts: Iterable[Sequence[tuple[int, Any]]], count: int) -> list[
     Raises:
         ValueError: some sequences have no result.
     """
-    found = {index: value for part in parts for index, value in part}
-    if missing := [index for index in range(count) if index not in found]:
+    results = {index: value for part in parts for index, value in part}
+    if missing := [index for index in range(count) if index not in results]:
         raise ValueError(
             f"no rank reported on {len(missing)} of {count} sequences; the first is {missing[0]}"
         )
-    return [found[index] for index in range(count)]
+    return [results[index] for index in range(count)]
 
 
 def split_minibatches(sequences: Sequence[TrainSequence], count: int) -> list[list[TrainSequence]]:
@@ -328,9 +328,9 @@ def cut_shares(
     plan = [_first_fit(share, lengths, max_tokens) for share in shares]
     for batches in plan:
         batches.sort(key=lambda batch: -sum(cost(lengths[i]) for i in batch))
-    most = max(1, *(len(batches) for batches in plan))
-    most = -(-most // multiple) * multiple
-    return [[*batches, *([] for _ in range(most - len(batches)))] for batches in plan]
+    num_batches = max(1, *(len(batches) for batches in plan))
+    num_batches = -(-num_batches // multiple) * multiple
+    return [[*batches, *([] for _ in range(num_batches - len(batches)))] for batches in plan]
 
 
 def _first_fit(share: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -396,14 +396,14 @@ def _cuts(sequences: Sequence[TrainSequence], config: Config, num_ranks: int, co
 
 def _minibatch(
     chosen: Sequence[TrainSequence],
-    whole: Sequence[TrainSequence],
+    sequences: Sequence[TrainSequence],
     needs_old_logprobs: bool,
     config: Config,
     num_ranks: int,
     cost: Cost,
 ) -> list[MiniBatch]:
-    """Return each rank's part of the mini-batch `whole`; only its sequences `chosen` are computed."""
-    length, tokens = weighted_mean_length(whole), sum(s.num_trained_tokens for s in chosen)
+    """Return each rank's part of the mini-batch of `sequences`; only those in `chosen` are computed."""
+    length, tokens = weighted_mean_length(sequences), sum(s.num_trained_tokens for s in chosen)
     cuts = _cuts(chosen, config, num_ranks, cost)
     return [MiniBatch(cut, needs_old_logprobs, length, tokens) for cut in cuts]
 
@@ -426,14 +426,14 @@ def _blocks(
         return blocks
     for groups in _cut_groups(sequences, count):
         live = [_without(s, *_unread(config)) for s in trained if s.group in groups]
-        for own, cut in zip(blocks, _cuts(live, config, num_ranks, cost), strict=True):
-            own.append(Block(len(groups), cut))
+        for rank_blocks, cut in zip(blocks, _cuts(live, config, num_ranks, cost), strict=True):
+            rank_blocks.append(Block(len(groups), cut))
     return blocks
 
 
-def _train_alike(sequences: Sequence[TrainSequence], others: Sequence[TrainSequence]) -> bool:
+def _train_alike(sequences: Sequence[TrainSequence], plain: Sequence[TrainSequence]) -> bool:
     """Return whether both give the same gradient."""
-    return len(sequences) == len(others) and all(
+    return len(sequences) == len(plain) and all(
         (a.group, a.weight, a.advantage, a.temperature) == (b.group, b.weight, b.advantage, b.temperature)
         and a.sampling_mask is b.sampling_mask
         and all(
@@ -446,7 +446,7 @@ def _train_alike(sequences: Sequence[TrainSequence], others: Sequence[TrainSeque
                 "token_advantages",
             )
         )
-        for a, b in zip(sequences, others, strict=True)
+        for a, b in zip(sequences, plain, strict=True)
     )
 
 

@@ -100,12 +100,12 @@ def _without_expandable_segments(environ: MutableMapping[str, str]) -> tuple[str
     """Drop expandable segments: such memory is lent as file descriptors, which containers often forbid."""
     notes = []
     for name in ALLOCATOR:
-        found = environ.get(name, "")
-        kept = re.sub(EXPANDABLE, "", found, flags=re.IGNORECASE).strip(", ")
-        if kept == found.strip(", "):
+        settings = environ.get(name, "")
+        allowed = re.sub(EXPANDABLE, "", settings, flags=re.IGNORECASE).strip(", ")
+        if allowed == settings.strip(", "):
             continue
-        if kept:
-            environ[name] = kept
+        if allowed:
+            environ[name] = allowed
         else:
             del environ[name]
         notes.append(

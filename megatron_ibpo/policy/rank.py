@@ -27,7 +27,7 @@ from megatron_ibpo.policy.mtp_model import build_mtp
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
 from megatron_ibpo.policy.reference import load_reference
 from megatron_ibpo.policy.reports import About, SendReport
-from megatron_ibpo.policy.residence import Held, Residence
+from megatron_ibpo.policy.residence import OnDevice, Residence
 from megatron_ibpo.policy.saving import SaveOrder, Saver
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.formats.load import load_hf, load_mtp
@@ -88,7 +88,7 @@ class TrainerRank:
         self.notes: tuple[str, ...] = ()
         if checkpoint is not None:
             self.notes = load_checkpoint(self.trainer, checkpoint, self.critic)
-        trained = [own for own in (self.trainer, self.trainer.mtp, self.critic) if own is not None]
+        trained = [model for model in (self.trainer, self.trainer.mtp, self.critic) if model is not None]
         offload = config.rollout.colocate and config.rollout.offload_train
         self.residence = Residence(trained, self.world, offload=offload)
         self.transport: Transport | None = None
@@ -113,24 +113,24 @@ class TrainerRank:
     def logprobs(self, work: RankForward) -> list[tuple[int, Floats]]:
         """Return (index of the sequence, log-probs of its response tokens); empty on ranks that do not
         report."""
-        self.residence.bring(Held.WEIGHTS)
+        self.residence.bring(OnDevice.WEIGHTS)
         return self.trainer.logprobs(work)
 
     def values(self, work: RankForward) -> list[tuple[int, Floats]]:
         """Return (index of the sequence, the critic's values before each response token)."""
         assert self.critic is not None
-        self.residence.bring(Held.WEIGHTS)
+        self.residence.bring(OnDevice.WEIGHTS)
         return self.critic.values(work)
 
     def measure_gradient(self, work: RankMeasure) -> dict[str, float]:
         """Return the noise of the gradient over prompts, and of GSPO's gradient on the same responses."""
-        self.residence.bring(Held.EVERYTHING)
+        self.residence.bring(OnDevice.EVERYTHING)
         return compare_with_gspo(self.trainer, work)
 
     def save(self, directory: Path, step: int, run_state: dict[str, Any], keep: Keep) -> None:
         """Begin a Megatron checkpoint under `directory`; `policy.group` drives the later stages. See
         `Saver`."""
-        self.residence.bring(Held.EVERYTHING)
+        self.residence.bring(OnDevice.EVERYTHING)
         self.saver.begin(self.trainer, SaveOrder(directory, step, run_state, keep), self.critic)
 
     def save_rests(self, wait: bool) -> bool:
@@ -158,19 +158,19 @@ class TrainerRank:
 
     def load_weights(self, hf_dir: Path) -> None:
         """Take the weights of a checkpoint of the same model; the optimizer's state stays."""
-        self.residence.bring(Held.EVERYTHING)
+        self.residence.bring(OnDevice.EVERYTHING)
         load_hf(self.trainer.chunks, self.shape, hf_dir)
         self.trainer.optimizer.reload_model_params()
 
     def shift_adapters(self, factor: str, amount: float) -> None:
         """Add a number to every element of the adapters' factors "A" or "B", the same on all ranks."""
-        self.residence.bring(Held.EVERYTHING)
+        self.residence.bring(OnDevice.EVERYTHING)
         shift_factors(self.trainer.chunks, factor, amount)
         self.trainer.optimizer.reload_model_params()
 
     def make_room(self) -> None:
         """Leave the device to engines that share it; later calls bring back what they need."""
-        self.residence.leave(Held.NOTHING)
+        self.residence.leave(OnDevice.NOTHING)
 
     def open_transport(self, path: str, drafts_with_mtp: bool = False) -> None:
         """Prepare to send weights by the transport class at this import path; call it before `connect`.
@@ -198,7 +198,7 @@ class TrainerRank:
         """Send one pass over the weights to `engines`, after `connect`."""
         assert self.transport is not None
         if order.sleeping:
-            self.residence.leave(Held.WEIGHTS)
+            self.residence.leave(OnDevice.WEIGHTS)
         with self.residence.visited():
             sent = update_engines(
                 self.transport, self.world, self.export, order, links, engines, self.make_room

@@ -31,7 +31,7 @@ class Reference:
             frozen: False leaves out weights that are never trained, if the two sets agree on them.
         """
         self._frozen = frozen
-        self._waiting = [_host_copy(own) for own in self._weights(chunks)]
+        self._waiting = [_host_copy(weight) for weight in self._weights(chunks)]
         self._is_in = False
 
     @contextmanager
@@ -57,9 +57,9 @@ class Reference:
 
     @torch.no_grad()
     def _exchange(self, chunks: Sequence[Any]) -> None:
-        for own, waiting in zip(self._weights(chunks), self._waiting, strict=True):
-            leaving = _host_copy(own)
-            own.copy_(waiting)
+        for weight, waiting in zip(self._weights(chunks), self._waiting, strict=True):
+            leaving = _host_copy(weight)
+            weight.copy_(waiting)
             waiting.copy_(leaving)
 
     def _weights(self, chunks: Sequence[Any]) -> Iterator[Tensor]:

@@ -26,7 +26,7 @@ ALIGNMENT = 256
 from."""
 
 
-class Held(IntEnum):
+class OnDevice(IntEnum):
     """Parts of the trainer's state that are on the device."""
 
     NOTHING = 0
@@ -63,9 +63,9 @@ class Residence:
         self._arrivals = torch.cuda.Stream()
         for inner in self._optimizers():
             inner.register_step_pre_hook(self._wait_for_arrivals)
-        self.held = Held.EVERYTHING
+        self.on_device = OnDevice.EVERYTHING
 
-    def bring(self, needed: Held) -> None:
+    def bring(self, needed: OnDevice) -> None:
         """Bring at least `needed` to the device; values are unchanged, gradients 0."""
         self._fetch(needed)
         self._wait_for_arrivals()
@@ -73,31 +73,31 @@ class Residence:
     def bring_for_steps(self) -> None:
         """Bring everything, for optimizer steps: these wait for the optimizer's state, which is copied during
         the passes before them. Nothing else may use that state."""
-        self._fetch(Held.EVERYTHING)
+        self._fetch(OnDevice.EVERYTHING)
 
-    def _fetch(self, needed: Held) -> None:
-        if needed >= Held.WEIGHTS > self.held:
+    def _fetch(self, needed: OnDevice) -> None:
+        if needed >= OnDevice.WEIGHTS > self.on_device:
             self._weights.allocate()
             self._weights.fill()
-        if needed == Held.EVERYTHING > self.held:
+        if needed == OnDevice.EVERYTHING > self.on_device:
             self._states.allocate()
             self._arrivals.wait_stream(torch.cuda.current_stream())  # earlier uses of that memory are done
             with torch.cuda.stream(self._arrivals):
                 self._states.fill()
             for chunk in _chunks(self._trained):
                 chunk.restore_grad_buffers(synchronize=False)
-        self.held = max(self.held, needed)
+        self.on_device = max(self.on_device, needed)
 
     def _wait_for_arrivals(self, *_: Any) -> None:
         """Make the present stream wait until the optimizer's state has arrived."""
         torch.cuda.current_stream().wait_stream(self._arrivals)
 
-    def leave(self, kept: Held) -> None:
-        """Keep at most `kept` on the device, and empty PyTorch's caches. Returns when all ranks have done so,
+    def leave(self, limit: OnDevice) -> None:
+        """Keep at most `limit` on the device, and empty PyTorch's caches. Return when all ranks have done so,
         since other processes may then take the devices' memory. Collective."""
         self._wait_for_arrivals()
         if self._offload:
-            self._move_out(kept)
+            self._move_out(limit)
         parallel_state.get_global_memory_buffer().buffer.clear()  # grows with micro-batches and never shrinks
         gc.collect()  # tensors in cycles hold memory, too
         if torch.cuda.is_initialized():
@@ -110,24 +110,26 @@ class Residence:
     def visited(self) -> Iterator[None]:
         """Bring the weights to the device within the context; afterwards restore the state before it.
         Collective."""
-        before = self.held
-        self.bring(Held.WEIGHTS)
+        previous = self.on_device
+        self.bring(OnDevice.WEIGHTS)
         yield
-        if before < self.held:
-            self.leave(before)
+        if previous < self.on_device:
+            self.leave(previous)
 
-    def _move_out(self, kept: Held) -> None:
-        if self.held == Held.EVERYTHING > kept:
+    def _move_out(self, limit: OnDevice) -> None:
+        if self.on_device == OnDevice.EVERYTHING > limit:
             weights = {storage.data_ptr() for storage in _storages(self._weight_tensors())}
             states = [
-                own for own in _storages(self._optimizer_tensors()) if own.data_ptr() not in weights
+                storage
+                for storage in _storages(self._optimizer_tensors())
+                if storage.data_ptr() not in weights
             ]  # some optimizers' parameters are views into the model
             self._states.take(states)
             for chunk in _chunks(self._trained):
                 chunk.offload_grad_buffers(empty_cache=False)
-        if self.held >= Held.WEIGHTS > kept:
+        if self.on_device >= OnDevice.WEIGHTS > limit:
             self._weights.take(_storages(self._weight_tensors()))
-        self.held = min(self.held, kept)
+        self.on_device = min(self.on_device, limit)
 
     def _weight_tensors(self) -> Iterator[Tensor]:
         for chunk in _chunks(self._trained):
@@ -136,7 +138,7 @@ class Residence:
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers():
             for inner in [optimizer, *getattr(optimizer, "sub_optimizers", [])]:
-                yield from self._here(_tensors_of(inner))
+                yield from self._device_tensors(_tensors_of(inner))
 
     def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
         """Yield torch's optimizers, inside Megatron's; a rank has none for kinds of parameters that it does
@@ -146,7 +148,7 @@ class Residence:
                 if part.optimizer is not None:
                     yield part.optimizer
 
-    def _here(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    def _device_tensors(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the tensors on the device: an optimizer may keep some in host memory at all times."""
         return (tensor for tensor in tensors if tensor.device.type == self._world.device.type)
 
@@ -202,8 +204,8 @@ class _HostCopy:
 
 
 def _chunks(trained: Sequence[Trained]) -> Iterator[Any]:
-    for one in trained:
-        yield from one.chunks
+    for model in trained:
+        yield from model.chunks
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -215,8 +217,8 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Return the storages below the tensors, each once: a flat buffer is below many tensors."""
-    found = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return [storage for storage in found.values() if storage.nbytes()]
+    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return [storage for storage in storages.values() if storage.nbytes()]
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

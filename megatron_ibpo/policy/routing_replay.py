@@ -45,18 +45,18 @@ class RoutingReplay:
         config = chunks[0].config
         if config.num_moe_experts is None:
             raise ValueError("replay of routing: the model has no routers")
-        found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
-        self.layers = [_place(router.layer_number - 1, config.moe_layer_freq) for router in found]
+        routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+        self.layers = [_place(router.layer_number - 1, config.moe_layer_freq) for router in routers]
         """Index of each router here among all routers of the model; None on a pipeline stage of dense
         layers."""
         self.num_experts: int = config.num_moe_experts
         self._chosen: int = config.moe_router_topk
-        self._routers = [_Router(self, column) for column in range(len(found))]
-        for router, own in zip(found, self._routers, strict=True):
-            router.router_replay = own
+        self._routers = [_Router(self, column) for column in range(len(routers))]
+        for router, replay in zip(routers, self._routers, strict=True):
+            router.router_replay = replay
         self.trains = False
         self.records = False
-        self.given_NLK: Tensor | None = None
+        self.replayed_NLK: Tensor | None = None
         """int32 of the rows that routers of this rank see; negative: nothing to replay."""
         self.is_real_N = torch.empty(0, dtype=torch.bool)
         """True for rows that are not padding."""
@@ -88,22 +88,24 @@ class RoutingReplay:
             yield
         finally:
             self.trains = self.records = False
-            left = [len(router.to_recompute) for router in self._routers]
+            num_pending = [len(router.to_recompute) for router in self._routers]
             for router in self._routers:
                 router.to_recompute.clear()
-        if any(left):
-            raise RuntimeError(f"{sum(left)} micro-batches under recomputation never ran their routers again")
+        if any(num_pending):
+            raise RuntimeError(
+                f"{sum(num_pending)} micro-batches under recomputation never ran their routers again"
+            )
 
     @contextmanager
     def forward(self, batch: PackedBatch) -> Iterator[None]:
         """Prepare the routers for the forward pass of one micro-batch through one chunk, within the
         context."""
         rows = _own_rows(batch.input_ids_1N.shape[1])
-        self.given_NLK = None
+        self.replayed_NLK = None
         if batch.routed_experts_NLK is not None:
             ids = batch.routed_experts_NLK[rows]
             wide = np.where(ids == no_expert(ids), -1, ids.astype(np.int32))
-            self.given_NLK = torch.from_numpy(wide).to(batch.input_ids_1N.device)
+            self.replayed_NLK = torch.from_numpy(wide).to(batch.input_ids_1N.device)
         is_real_N = batch.is_real_N[rows]
         self.is_real_N = torch.from_numpy(is_real_N).to(batch.input_ids_1N.device)
         self.real_rows = int(is_real_N.sum())
@@ -112,7 +114,7 @@ class RoutingReplay:
             yield
         finally:
             self.in_forward = False
-            self.given_NLK = None
+            self.replayed_NLK = None
 
     def count(self, changed: Tensor | float, live: Tensor | float, choices: int) -> None:
         """Add to the result of `take_counts`; nothing waits for the device."""
@@ -131,16 +133,16 @@ class RoutingReplay:
         """Return [input tokens, routers here, K] for each micro-batch of the preceding recording pass; the
         same on all tensor- and context-parallel ranks. Collective among these."""
         if not self._routers:
-            none = [np.empty((len(batch.places_T), 0, self._chosen), np.int32) for batch in batches]
-            return [expert_ids(ids, self.num_experts) for ids in none]
-        whole = []
+            empty = [np.empty((len(batch.places_T), 0, self._chosen), np.int32) for batch in batches]
+            return [expert_ids(ids, self.num_experts) for ids in empty]
+        choices = []
         for number, batch in enumerate(batches):
             own_NLK = torch.stack([router.chosen[number] for router in self._routers], 1)
             ids = _all_rows(own_NLK).cpu().numpy()[batch.places_T]
-            whole.append(expert_ids(ids, self.num_experts))
+            choices.append(expert_ids(ids, self.num_experts))
         for router in self._routers:
             router.chosen.clear()
-        return whole
+        return choices
 
 
 class _Router:
@@ -165,23 +167,23 @@ class _Router:
         """Return what RouterReplay returns: (scores [rows, K] of the chosen, their ids int64 [rows, K])."""
         assert default_compute_topk is not None
         replay = self._replay
-        given = self._given()
-        if given is None:
+        replayed = self._replayed_ids()
+        if replayed is None:
             values, ids = default_compute_topk(scores, topk, num_groups, group_topk)
         else:
             with torch.no_grad():
                 _, live = default_compute_topk(scores, topk, num_groups, group_topk)
-            ids = torch.where(given[:, :1] < 0, live, given.long())
+            ids = torch.where(replayed[:, :1] < 0, live, replayed.long())
             values = scores.gather(1, ids)
             if replay.trains and replay.in_forward:
-                self._count(given, live, ids)
+                self._count(replayed, live, ids)
         if replay.records and replay.in_forward:
             self.chosen.append(ids.int())
-        elif given is None and replay.trains and replay.in_forward:
+        elif replayed is None and replay.trains and replay.in_forward:
             replay.count(0.0, float(replay.real_rows), replay.real_rows)
         return values, ids
 
-    def _given(self) -> Tensor | None:
+    def _replayed_ids(self) -> Tensor | None:
         replay = self._replay
         if not replay.in_forward:
             if not replay.trains:
@@ -192,14 +194,14 @@ class _Router:
                     "replay of routing supports only Megatron's own recomputation"
                 )
             return self.to_recompute.popleft()
-        given = None if replay.given_NLK is None else replay.given_NLK[:, self._column]
+        ids = None if replay.replayed_NLK is None else replay.replayed_NLK[:, self._column]
         if replay.trains and not torch.is_grad_enabled():  # Megatron's checkpoints run forward without
-            self.to_recompute.append(given)
-        return given
+            self.to_recompute.append(ids)
+        return ids
 
-    def _count(self, given: Tensor, live: Tensor, ids: Tensor) -> None:
+    def _count(self, replayed: Tensor, live: Tensor, ids: Tensor) -> None:
         replay = self._replay
-        absent = (given[:, 0] < 0) & replay.is_real_N
+        absent = (replayed[:, 0] < 0) & replay.is_real_N
         differs = (live.sort(1).values != ids.sort(1).values).any(1) & replay.is_real_N
         replay.count(differs.sum(), absent.sum(), replay.real_rows)
 

@@ -104,5 +104,5 @@ def _positions(mask: SamplingMask, places: npt.ArrayLike) -> Places:
 
 def _listed(ids: Ids) -> str:
     """Return the first few ids, then their number."""
-    shown = ", ".join(str(token) for token in ids[:6].tolist())
-    return shown if len(ids) <= 6 else f"{shown}, … {len(ids)} in all"
+    first_ids = ", ".join(str(token) for token in ids[:6].tolist())
+    return first_ids if len(ids) <= 6 else f"{first_ids}, … {len(ids)} in all"

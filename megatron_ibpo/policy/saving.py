@@ -95,7 +95,7 @@ class Saver:
     _job: "Future[None] | None" = None
     _order: SaveOrder | None = None
     _parts: list[_Part] = field(default_factory=list)
-    _others: dict[str, Any] = field(default_factory=dict)
+    _model_info: dict[str, Any] = field(default_factory=dict)
 
     def begin(self, trainer: Trainer, order: SaveOrder, critic: Critic | None = None) -> None:
         """Copy the state and begin to write it. Training may go on when this returns.
@@ -125,7 +125,7 @@ class Saver:
             self._save_adapters(partial)
         self._order = order
         model = trainer.config.model
-        self._others = {
+        self._model_info = {
             "layout": {"optimizer": True, "parallel": asdict(trainer.config.parallel)},
             "model": model,
             "dtype": next(trainer.chunks[0].parameters()).dtype,
@@ -175,7 +175,7 @@ class Saver:
                 raise
             raise CheckpointError(f"{order.final}: {error}") from None  # torch's is no Exception
         if self.world.is_rank_0:
-            self._job = self._thread.submit(_publish, order, self._others)
+            self._job = self._thread.submit(_publish, order, self._model_info)
 
     def end(self) -> None:
         """Raise OSError if the checkpoint could not get its name."""
@@ -196,9 +196,9 @@ class Saver:
 
     def _raise_everywhere(self, error: BaseException | None) -> None:
         """Raise the first rank's error on every rank, if there is one."""
-        for told in self.world.all_gather(_told(error, self.world.rank)):
-            if told is not None:
-                raise told
+        for rank_error in self.world.all_gather(_with_rank(error, self.world.rank)):
+            if rank_error is not None:
+                raise rank_error
 
 
 def save_checkpoint(
@@ -216,8 +216,8 @@ def save_checkpoint(
 def _staged(state: dict[str, Any], directory: Path) -> _Part:
     """Return Megatron's plan for this rank, with copies of the tensors that training will change."""
     apply_factories(state)  # before anything is copied: they would cut a second copy out of it
-    optimizers = [own for name, own in state.items() if name.endswith("optimizer")]
-    gathered = _cut_out([shard for own in optimizers for shard in _gathered(own)])
+    optimizers = [optimizer for name, optimizer in state.items() if name.endswith("optimizer")]
+    gathered = _cut_out([shard for optimizer in optimizers for shard in _gathered(optimizer)])
     trained = {_place(tensor) for tensor in _tensors(state)} - gathered
     # Each writer gives its results to the thread that called it and needs no more than this queue. Megatron's
     # queue serves writers elsewhere: it lives in a process of its own for each rank, which takes seconds to
@@ -228,13 +228,13 @@ def _staged(state: dict[str, Any], directory: Path) -> _Part:
         )
     if request.async_fn is None:
         return _Part(request, [])
-    asked = request.async_fn_args[1]
+    write_buckets = request.async_fn_args[1]
     files = [
         # tensors from a GPU, and those that Megatron cut out of a buffer, are copies already
         (path, name, (texts, [(item, t.clone() if _place(t) in trained else t) for item, t in tensors]))
         for path, name, (texts, tensors) in request.preload_fn()
     ]
-    for _, _, (_, tensors) in asked:
+    for _, _, (_, tensors) in write_buckets:
         tensors.clear()  # Megatron's writer would hold them until the save is over
     return _Part(request, files)
 
@@ -243,7 +243,9 @@ def _gathered(optimizer: dict[str, Any]) -> Iterator[ShardedTensor]:
     """Yield the state of sharded optimizers that was gathered on this rank, and only here, for this save."""
     for part in (optimizer, *optimizer.values()):  # one alone, or one for dense and one for expert parameters
         if isinstance(part, dict) and part.get("param_state"):
-            yield from (own for own in nested_values(part["param_state"]) if isinstance(own, ShardedTensor))
+            yield from (
+                shard for shard in nested_values(part["param_state"]) if isinstance(shard, ShardedTensor)
+            )
 
 
 def _cut_out(gathered: Sequence[ShardedTensor]) -> set[int]:
@@ -260,8 +262,8 @@ def _cut_out(gathered: Sequence[ShardedTensor]) -> set[int]:
 
 
 def _tensors(state: dict[str, Any]) -> Iterator[Tensor]:
-    for own in nested_values(state):
-        if isinstance(tensor := own.data if isinstance(own, ShardedTensor) else own, Tensor):
+    for value in nested_values(state):
+        if isinstance(tensor := value.data if isinstance(value, ShardedTensor) else value, Tensor):
             yield tensor
 
 
@@ -302,7 +304,7 @@ def _free_pinned_memory() -> None:
         torch._C._host_emptyCache()
 
 
-def _told(error: BaseException | None, rank: int) -> Exception | None:
+def _with_rank(error: BaseException | None, rank: int) -> Exception | None:
     """Return an error in the form in which it goes to other ranks: a full disk as it is, the rest as text."""
     if error is None or isinstance(error, OSError):
         return error
@@ -319,14 +321,14 @@ def _check_room(partial: Path, needed: int) -> None:
         )
 
 
-def _publish(order: SaveOrder, others: dict[str, Any]) -> None:
+def _publish(order: SaveOrder, model_info: dict[str, Any]) -> None:
     """Write the small files, give the checkpoint its name and remove older ones, in the thread of rank 0."""
     partial = partial_of(order.final)
     try:
-        model, layout = others["model"], others["layout"]
+        model, layout = model_info["model"], model_info["layout"]
         if model.hf_checkpoint is not None:
             (partial / HF_FILES).mkdir()
-            copy_all_but_weights(model.hf_checkpoint, partial / HF_FILES, others["dtype"])
+            copy_all_but_weights(model.hf_checkpoint, partial / HF_FILES, model_info["dtype"])
         if described := describe_adapters(model):
             layout = {**layout, "lora": described}
         (partial / LAYOUT).write_text(json.dumps(layout), encoding="utf-8")

@@ -114,8 +114,8 @@ class Trainer:
         inputs = []
         for part, packs in zip(share, prepared, strict=True):
             if self.config.loss.corrections:
-                packs, own = self._corrected(packs)
-                corrected += self._in_order(own)
+                packs, outcomes = self._corrected(packs)
+                corrected += self._in_order(outcomes)
             inputs.append((self._with_reference(packs, part.cut), part.mean_length))
         epochs = [self._epoch(inputs) for _ in range(self.config.loss.num_epochs_per_rollout)]
         finish_gathers(self.chunks)
@@ -129,8 +129,8 @@ class Trainer:
             (index in the planned list, one float32 per response token, 0 where the loss mask is False) of
             each sequence of this rank; empty on ranks that do not report.
         """
-        found = self._logprobs(share)
-        return found if is_reporting_rank() else []
+        logprobs = self._logprobs(share)
+        return logprobs if is_reporting_rank() else []
 
     def as_trained(self, cut: Cut) -> list[PackedArrays]:
         """Return the micro-batches as the first optimizer step of an update trains on them. Collective.
@@ -185,7 +185,7 @@ class Trainer:
         """Return the packs with old log-probs and, under --use-routing-replay, with the routers' choices in
         that pass."""
         chosen: list[tuple[int, ExpertIds]] | None = [] if self.config.loss.use_routing_replay else None
-        own = infer(
+        logprobs = infer(
             self.chunks,
             self._packed(cut.forward_batches),
             self._logprob_output,
@@ -194,8 +194,8 @@ class Trainer:
             self.routing,
             records=chosen,
         )
-        found = packed_values(packs, own)
-        packs = [replace(a, old_logprobs_R=values) for a, values in zip(packs, found, strict=True)]
+        logprobs_by_pack = packed_values(packs, logprobs)
+        packs = [replace(a, old_logprobs_R=values) for a, values in zip(packs, logprobs_by_pack, strict=True)]
         return packs if chosen is None else with_choices(packs, chosen)
 
     def _with_reference(self, packs: Sequence[PackedArrays], cut: Cut) -> list[PackedArrays]:
@@ -203,8 +203,11 @@ class Trainer:
             return list(packs)
         finish_gathers(self.chunks)
         with self.reference.swapped_in(self.chunks):
-            found = packed_values(packs, self._logprobs(cut.forward_batches))
-        return [replace(a, ref_logprobs_R=own) for a, own in zip(packs, found, strict=True)]
+            logprobs_by_pack = packed_values(packs, self._logprobs(cut.forward_batches))
+        return [
+            replace(a, ref_logprobs_R=logprobs_R)
+            for a, logprobs_R in zip(packs, logprobs_by_pack, strict=True)
+        ]
 
     def _corrected(self, packs: Sequence[PackedArrays]) -> tuple[list[PackedArrays], list[Corrected]]:
         """Return the packs with importance corrections, and the outcome for each sequence. Only the last
@@ -212,7 +215,7 @@ class Trainer:
         if not parallel_state.is_pipeline_last_stage():
             return list(packs), []
         pairs = [correct(arrays, self.config.loss) for arrays in packs]
-        return [arrays for arrays, _ in pairs], [sequence for _, own in pairs for sequence in own]
+        return [arrays for arrays, _ in pairs], [sequence for _, outcomes in pairs for sequence in outcomes]
 
     def _in_order(self, corrected: list[Corrected]) -> list[Corrected]:
         """Return the outcomes of all ranks, in the order of the sequences."""
@@ -235,8 +238,8 @@ class Trainer:
             totals.sums["updates_empty"] += 1
             return totals
         objective = self.objective(aggregation(self.config, mean_length))
-        with self.mtp.listening() if self.mtp else nullcontext(_as_it_is) as beside:
-            for observed in self.accumulate_gradients(packs, objective, beside):
+        with self.mtp.listening() if self.mtp else nullcontext(_as_it_is) as wrap_loss:
+            for observed in self.accumulate_gradients(packs, objective, wrap_loss):
                 totals.see(observed)
         if self.mtp:
             totals.see(self.mtp.step(totals.sums))
@@ -260,7 +263,7 @@ class Trainer:
         self,
         packs: Sequence[PackedArrays],
         objective: Objective,
-        beside: Callable[[Loss], Loss] = _as_it_is,
+        wrap_loss: Callable[[Loss], Loss] = _as_it_is,
     ) -> list[dict[str, float]]:
         """Fill the gradient buffers with the gradient of Σ weight x loss over all ranks' micro-batches.
         Collective.
@@ -269,9 +272,9 @@ class Trainer:
         is lost. Returns the observed numbers of each micro-batch (`_observed`), the same on every rank.
 
         Args:
-            beside: wraps the loss to do something more.
+            wrap_loss: wraps the loss to do something more.
         """
-        output = beside(partial(self._loss_output, objective))
+        output = wrap_loss(partial(self._loss_output, objective))
         return accumulate_gradients(
             self.chunks, self.optimizer, packs, output, self.world, whole_hidden_states, self.routing
         )
@@ -285,7 +288,9 @@ class Trainer:
         if self.routing is None:
             return {}
         counts = self.world.all_gather(self.routing.take_counts())
-        changed, live, choices = (sum(own[name] for own in counts) for name in (CHANGED, LIVE, CHOICES))
+        changed, live, choices = (
+            sum(rank_counts[name] for rank_counts in counts) for name in (CHANGED, LIVE, CHOICES)
+        )
         return {CHANGED: changed / max(1.0, choices - live), LIVE: live / max(1.0, choices)}
 
     def gradient_norm(self) -> float:
@@ -378,9 +383,9 @@ class _Totals:
             else:
                 self.sums[name] += value
 
-    def merge(self, other: _Totals) -> None:
-        self.see(other.sums)
-        self.see(other.maxima)
+    def merge(self, totals: _Totals) -> None:
+        self.see(totals.sums)
+        self.see(totals.maxima)
 
     def metrics(self) -> dict[str, float]:
         sums = self.sums
@@ -402,8 +407,10 @@ def _update_metrics(epochs: Sequence[_Totals], num_minibatches: int) -> dict[str
     if len(epochs) == 1:
         return metrics
     for number, epoch in enumerate(epochs, 1):
-        own = _update_metrics([epoch], num_minibatches)
-        metrics |= {f"{name}_epoch_{number}": own[name] for name in _OF_EPOCHS if name in own}
+        epoch_metrics = _update_metrics([epoch], num_minibatches)
+        metrics |= {
+            f"{name}_epoch_{number}": epoch_metrics[name] for name in _OF_EPOCHS if name in epoch_metrics
+        }
     return metrics
 
 

@@ -24,8 +24,8 @@ def tensor_per_expert(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str
         return
     for name, tensor in tensors.items():
         if name.endswith(".experts.gate_up_proj"):
-            for expert, both in enumerate(tensor):
-                for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
+            for expert, gate_up in enumerate(tensor):
+                for part, half in zip(("gate", "up"), gate_up.chunk(2), strict=True):
                     yield name.replace("gate_up_proj", f"{expert}.{part}_proj.weight"), half
         elif name.endswith(".experts.down_proj"):
             for expert, down in enumerate(tensor):

@@ -347,7 +347,7 @@ class _Worker:
         self.process.kill()
 
     def how_it_died(self) -> str:
-        return f"the worker process died ({self.process.how_it_ended()})"
+        return f"the worker process died ({self.process.exit_reason()})"
 
     def end(self) -> None:
         self.ended = True

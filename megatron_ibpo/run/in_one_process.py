@@ -81,14 +81,14 @@ class OwnRank:
     def __init__(self, rank: Any) -> None:
         self._rank = rank
 
-    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the result of `method`, called with the one rank's arguments."""
         (own,) = arguments
         return [getattr(self._rank, method)(*own)]
 
-    def all(self, method: str, *arguments: Any) -> list[Any]:
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Return the result of `method`."""
-        return self.each(method, [arguments])
+        return self.call_each(method, [arguments])
 
     def share(self, value: Any) -> Any:
         """Return the value itself, since nothing is transferred."""

@@ -91,7 +91,7 @@ class OnCluster:
                 verifiers=verifiers,
                 environments=environments,
                 deaths=partial(_deaths, engines, verifiers, environments),
-                where=verifiers.where(placement),
+                where=verifiers.describe_placement(placement),
                 wait_ready=partial(_wait_ready, engines, verifiers, environments),
             )
 
@@ -201,7 +201,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         episodes = open_episodes(config, judges, environments)
         opened = open_rollouts(resolved, inputs.data, engines, verifier, episodes=episodes)
         rollouts = stack.enter_context(opened)
-        where = "\n".join(filter(None, [verifiers.where(placement), resolved.engine_note]))
+        where = "\n".join(filter(None, [verifiers.describe_placement(placement), resolved.engine_note]))
         yield OpenEvaluation(inputs.data, kept, rollouts, engines, verifiers, where)
 
 

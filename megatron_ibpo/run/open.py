@@ -131,7 +131,7 @@ def join(
     """
     config, foundation, engines = resolved.config, resolved.foundation, processes.engines
     point, inputs = records.point, records.inputs
-    about = processes.trainers.all("about")[0]
+    about = processes.trainers.call_all("about")[0]
     progress = Progress(point.step, saved=point.step, whole=point.step, remembered=dict(point.remembered))
     deaths = partial(_deaths, processes, progress)
     reporter = stack.enter_context(Report(config, completed_steps=point.step, started=started, deaths=deaths))

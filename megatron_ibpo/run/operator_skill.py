@@ -109,7 +109,7 @@ async def try_corrections(sampler: Sampler, prompts: Sequence[Prompt], asking: A
     seed, size = derive_seed("operator skill", asking.seed), asking.rollout.n_samples_per_prompt
     requests = group_requests(prompts, asking.rollout, seed=seed, step=0, prompt_ids=asking.prompt_ids)
     asked = [(prompts[number // size], request) for number, request in enumerate(requests)]
-    responses = await sampler.answers(asked)
+    responses = await sampler.answer_all(asked)
     groups = [
         Group(prompt, responses[number * size : (number + 1) * size]) for number, prompt in enumerate(prompts)
     ]
@@ -119,7 +119,7 @@ async def try_corrections(sampler: Sampler, prompts: Sequence[Prompt], asking: A
         for replacement in _replacements(number, group, requests[number * size : (number + 1) * size], asking)
     ]
     fitting = [replacement for replacement in replacements if replacement.fits(asking)]
-    samples = await sampler.answers([(groups[r.prompt].prompt, r.request) for r in fitting])
+    samples = await sampler.answer_all([(groups[r.prompt].prompt, r.request) for r in fitting])
     tried = [(r, sample) for r, sample in zip(fitting, samples, strict=True) if sample.reward is not None]
     return Trials(
         groups,

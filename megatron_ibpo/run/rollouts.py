@@ -277,7 +277,7 @@ class LiveRollouts:
     def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
         """See `Rollouts`. Raises LostStepError if the journal lacks one of the steps."""
         assert self.memory is not None
-        memory = self.memory.after(steps.start)
+        memory = self.memory.view_after(steps.start)
         for step in steps:
             if (closed := memory.batch(step + 1)) is None:
                 raise LostStepError(
@@ -418,7 +418,7 @@ class LiveRollouts:
             keep_tokens = corrects and one.key[0] == "sampled"
             each(index, eval_sample(own.name, one, sample, response, own.answer, keep_tokens=keep_tokens))
 
-        work = self.sampler.answers([(one.prompt, one.request) for one in asked], scored, held_out=True)
+        work = self.sampler.answer_all([(one.prompt, one.request) for one in asked], scored, held_out=True)
         if self._pace is None:
             self.sampler.run(work, meanwhile)
         else:
@@ -428,7 +428,7 @@ class LiveRollouts:
         algorithm = self.config.algorithm
         chooses = algorithm.dynamic_sampling or algorithm.group_filter is not None
         return Rules(
-            wanted=self.config.rollout.rollout_batch_size,
+            num_groups=self.config.rollout.rollout_batch_size,
             max_rounds=algorithm.dynamic_sampling_rounds if chooses else 1,
             usable=find_group_filter(algorithm),
             preferred=is_informative if algorithm.dynamic_sampling else any_group,
@@ -444,7 +444,7 @@ class LiveRollouts:
         """Return the first training prompts that are not sampled before the first update, so that no engine
         has them in its cache when training samples them."""
         rules, rollout = self._rules(), self.config.rollout
-        batch = max(rules.wanted, rollout.over_sampling_batch_size or 0)
+        batch = max(rules.num_groups, rollout.over_sampling_batch_size or 0)
         first = (1 + rollout.max_staleness) * rules.max_rounds * batch
         return [self._prompts.at(position) for position in range(first, first + count)]
 

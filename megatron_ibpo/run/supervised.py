@@ -257,7 +257,7 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
             preflight(resolved, inputs.weights, launched.memory)
             starting("trainers")
             processes = launched.build(point.checkpoint)
-            about = processes.trainers.all("about")[0]
+            about = processes.trainers.call_all("about")[0]
             report = Report(resolved.config, completed_steps=point.step, started=started, command="sft")
             reporter = stack.enter_context(report)
             reporter.sizes(_sizes(resolved, about))

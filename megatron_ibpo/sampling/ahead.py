@@ -61,7 +61,7 @@ class _Flight:
 
 
 @dataclass(eq=False)
-class _Taken:
+class _PendingBias:
     """A batch whose bias is not known yet, because some groups that were in flight with it have not
     finished."""
 
@@ -92,8 +92,8 @@ class Ahead:
         """
         self._groups, self._draw, self._pace = groups, draw, pace
         self._version = self._next = version
-        self._wanted = groups.rules.wanted
-        self._cursor = version * self._wanted
+        self._num_groups = groups.rules.num_groups
+        self._cursor = version * self._num_groups
         self._again: deque[tuple[int, int]] = deque()
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._tally: Counter[tuple[_State, int]] = Counter()
@@ -105,7 +105,7 @@ class Ahead:
         self._left: list[_Flight] = []
         """Groups sampled since then that will never be trained on."""
         self._counts = {"groups_expired": 0, "groups_refused": 0, "tokens_discarded": 0}
-        self._untold: list[_Taken] = []
+        self._untold: list[_PendingBias] = []
         self._length_bias: float | None = None
 
     async def resume(self, cursor: int, under_way: Sequence[tuple[int, int, int]]) -> None:
@@ -164,12 +164,12 @@ class Ahead:
         if self._pace.last_step is not None:
             ahead = min(ahead, self._pace.last_step)
         batches = ahead - self._next
-        return batches * self._wanted + self._pace.over_sampling if batches > 0 else 0
+        return batches * self._num_groups + self._pace.over_sampling if batches > 0 else 0
 
     @property
     def _exhausted(self) -> bool:
         """True if so many groups were unwanted that the batch must use the existing ones."""
-        return self._unwanted >= self._groups.rules.max_rounds * self._wanted
+        return self._unwanted >= self._groups.rules.max_rounds * self._num_groups
 
     def _fill(self) -> None:
         if self._exhausted:
@@ -219,7 +219,7 @@ class Ahead:
             flight.drawn = drawn
             self._move(flight, "flying", drawn.group.policy_version)
             await self._groups.reconsider(drawn, context, flight.samples.append)
-            if drawn.is_taken:
+            if drawn.is_accepted:
                 if not drawn.is_followed_up:
                     await self._groups.follow_up(drawn, context, flight.samples.append)
                 self._move(flight, "ready", flight.version)
@@ -236,14 +236,14 @@ class Ahead:
     def _choose(self) -> list[_Flight] | None:
         """Return the groups of the next batch; None while it has to wait."""
         if self._exhausted and not self._number("flying"):
-            return self._ready()[: self._wanted]  # perhaps fewer than a batch needs
-        if self._number("ready") < self._wanted:
+            return self._ready()[: self._num_groups]  # perhaps fewer than a batch needs
+        if self._number("ready") < self._num_groups:
             return None
         if self._pace.keep_order:
             return self._first_in_order()
         if not self._pace.over_sampling and not self._leaves_time():
             return None
-        return sorted(self._ready(), key=lambda flight: (flight.version, flight.key))[: self._wanted]
+        return sorted(self._ready(), key=lambda flight: (flight.version, flight.key))[: self._num_groups]
 
     def _ready(self) -> list[_Flight]:
         return [flight for flight in self._flights.values() if flight.state == "ready"]
@@ -252,16 +252,16 @@ class Ahead:
         waiting = [flight.key for flight in self._flights.values() if flight.state == "flying"]
         first_missing = min(waiting, default=None)
         ready = sorted(self._ready(), key=lambda flight: flight.key)
-        chosen = [f for f in ready if first_missing is None or f.key < first_missing][: self._wanted]
-        return chosen if len(chosen) == self._wanted else None
+        chosen = [f for f in ready if first_missing is None or f.key < first_missing][: self._num_groups]
+        return chosen if len(chosen) == self._num_groups else None
 
     def _leaves_time(self) -> bool:
         """Return whether, once this batch takes the oldest ready groups, coming batches can take every other
         group before it is too old."""
         for steps in range(self._pace.staleness + 1):
             oldest = self._next + steps - self._pace.staleness
-            taken = min(self._wanted, self._number("ready", oldest=oldest))
-            if self._number("flying", "ready", oldest=oldest) - taken > steps * self._wanted:
+            num_taken = min(self._num_groups, self._number("ready", oldest=oldest))
+            if self._number("flying", "ready", oldest=oldest) - num_taken > steps * self._num_groups:
                 return False
         return True
 
@@ -270,7 +270,7 @@ class Ahead:
         if not self._exhausted or self._number("flying"):
             return
         spares = [flight for flight in self._flights.values() if flight.state == "spare"]
-        for flight in spares[: max(0, self._wanted - self._number("ready"))]:
+        for flight in spares[: max(0, self._num_groups - self._number("ready"))]:
             assert flight.drawn is not None
             if not flight.drawn.is_followed_up:
                 context = self._draw(flight.ordinal, flight.attempt)[2]
@@ -288,12 +288,12 @@ class Ahead:
         later = [f for f in self._flights.values() if f.state in ("flying", "ready")]
         groups = [flight.drawn.group for flight in chosen if flight.drawn is not None]
         lengths = [len(response.token_ids) for group in groups for response in group.responses]
-        self._untold.append(_Taken(lengths, later))
+        self._untold.append(_PendingBias(lengths, later))
         self._next += 1
         self._expire()
         dropped = [(*flight.key, EXPIRED if flight.too_old else "not taken") for flight in self._left]
-        left = [flight.drawn.group for flight in self._left if flight.drawn is not None]
-        metrics = self._metrics(groups) | sampled_metrics([*groups, *left])
+        leftover_groups = [flight.drawn.group for flight in self._left if flight.drawn is not None]
+        metrics = self._metrics(groups) | sampled_metrics([*groups, *leftover_groups])
         sampled = [sample for flight in [*chosen, *self._left] for sample in flight.samples]
         in_order = sorted(zip(chosen, groups, strict=True), key=lambda pair: pair[0].key)
         self._left = []
@@ -334,7 +334,7 @@ class Ahead:
             "staleness_max": float(max(age for age, _ in ages)),
             "staleness_mean": sum(age * count for age, count in ages) / sum(count for _, count in ages),
             "partial_rollouts": float(sum(len(sample.versions) > 1 for sample in samples)),
-            "groups_missing": float(self._wanted - len(groups)),
+            "groups_missing": float(self._num_groups - len(groups)),
             **{name: float(count) for name, count in self._counts.items()},
             **self.gauges(),
         }
@@ -349,7 +349,7 @@ class Ahead:
         it have ended."""
         under_way = {flight for flight in self._flights.values() if flight.state == "flying"}
         while self._untold and under_way.isdisjoint(self._untold[0].later):
-            taken = self._untold.pop(0)
-            later = [len(r.token_ids) for f in taken.later if f.drawn for r in f.drawn.group.responses]
-            everything = [*taken.lengths, *later]
-            self._length_bias = float(np.mean(taken.lengths) / np.mean(everything))
+            batch = self._untold.pop(0)
+            later = [len(r.token_ids) for f in batch.later if f.drawn for r in f.drawn.group.responses]
+            everything = [*batch.lengths, *later]
+            self._length_bias = float(np.mean(batch.lengths) / np.mean(everything))

@@ -69,7 +69,7 @@ class Episodes:
         Raises:
             ValueError: the opening leaves no room for a response, or the request continues a response.
         """
-        if request.begun:
+        if request.num_begun_tokens:
             raise ValueError(
                 "an episode cannot continue the beginning of another, since its environment is in "
                 "another state; use an operator that samples whole responses"
@@ -86,8 +86,8 @@ class Episodes:
 
     def take_metrics(self) -> dict[str, float]:
         """Return the `counts` since the last call."""
-        taken, self.counts = self.counts, Counter()
-        return {name: float(number) for name, number in taken.items()}
+        counts, self.counts = self.counts, Counter()
+        return {name: float(number) for name, number in counts.items()}
 
     async def _played(self, prompt: Prompt, script: Transcript, ask: AskTurn, held_out: bool) -> Sample:
         try:
@@ -124,11 +124,11 @@ class Episodes:
             )
         for turn in range(self.settings.max_turns):
             room = self._room(script)
-            said = await ask(script.turn_request(turn, min(room, self.settings.max_turn_len or room)))
-            script.say(said)
-            if said.finish_reason == "length":
+            sample = await ask(script.turn_request(turn, min(room, self.settings.max_turn_len or room)))
+            script.say(sample)
+            if sample.finish_reason == "length":
                 break
-            message = await self._read(said.token_ids.tolist(), session.opening.tools)
+            message = await self._read(sample.token_ids.tolist(), session.opening.tools)
             script.count(message)
             answer = await session.step(message)
             if answer.done:
@@ -217,7 +217,7 @@ class Transcript:
         sample.versions = tuple(spans)
         sample.drafts = (sample.drafts[0] + turn.drafts[0], sample.drafts[1] + turn.drafts[1])
         if turn.routed_experts is not None:
-            sample.routed_experts = _joined(sample.routed_experts, turn.routed_experts)
+            sample.routed_experts = _merge_choices(sample.routed_experts, turn.routed_experts)
         self.counts["turns"] += 1
         self._append(turn.token_ids, turn.logprobs, turn.loss_mask, turn.sampling_mask)
 
@@ -252,14 +252,14 @@ def _ids(write: Callable[..., Sequence[int]], *arguments: Any) -> TokenIds:
         raise EpisodeFaultError("error", f"its messages cannot be written: {error}") from None
 
 
-def _joined(before: ExpertIds | None, now: ExpertIds) -> ExpertIds:
+def _merge_choices(earlier: ExpertIds | None, latest: ExpertIds) -> ExpertIds:
     """Return the record of a turn with that of earlier turns, whose tokens were sampled with those experts
     and may come from a cache now."""
-    if before is None:
-        return now
-    joined = now.copy()
-    joined[: len(before)] = np.where(before == no_expert(before), now[: len(before)], before)
-    return joined
+    if earlier is None:
+        return latest
+    merged = latest.copy()
+    merged[: len(earlier)] = np.where(earlier == no_expert(earlier), latest[: len(earlier)], earlier)
+    return merged
 
 
 def as_opened(prompt: Prompt, responses: Sequence[Sample]) -> Prompt:

@@ -9,14 +9,14 @@ from megatron_ibpo.credit import AfterCredit, CreditContext, GroupFilter, Operat
 from megatron_ibpo.credit.metrics import sampled_metrics
 from megatron_ibpo.journal import SampleKey
 from megatron_ibpo.sampling.episodes import as_opened
-from megatron_ibpo.sampling.requests import together
+from megatron_ibpo.sampling.requests import run_concurrently
 from megatron_ibpo.sampling.sampler import Sampler
 
 DrawRound = Callable[[int], Sequence[tuple[Prompt, Sequence[SampleRequest]]]]
 """Round 0, 1, … of a step → its prompts, each with the requests for its responses."""
 
 
-Each = Callable[[Sample], None]
+OnSample = Callable[[Sample], None]
 """Called with each new sample once it is scored."""
 
 
@@ -24,7 +24,7 @@ Each = Callable[[Sample], None]
 class Rules:
     """Rules for the groups that a batch takes."""
 
-    wanted: int
+    num_groups: int
     """Number of groups in the batch."""
     max_rounds: int
     """Most rounds of prompts to sample for it."""
@@ -77,7 +77,7 @@ class Drawn:
     is_followed_up: bool = False
 
     @property
-    def is_taken(self) -> bool:
+    def is_accepted(self) -> bool:
         """True if the batch takes it as long as it has room."""
         return self.usable and self.preferred
 
@@ -92,16 +92,22 @@ class GroupSampler:
     memory: Memory | None = None
 
     async def respond(
-        self, prompt: Prompt, requests: Sequence[SampleRequest], attempt: int = 0, each: Each | None = None
+        self,
+        prompt: Prompt,
+        requests: Sequence[SampleRequest],
+        attempt: int = 0,
+        on_sample: OnSample | None = None,
     ) -> Drawn:
         """Return the scored responses to a prompt."""
         engine = self.sampler.place(requests)
         keys = [SampleKey(prompt.index, attempt, "response", index) for index in range(len(requests))]
-        responses = await self._answers(prompt, requests, keys, engine, each)
+        responses = await self._scored_samples(prompt, requests, keys, engine, on_sample)
         group = Group(as_opened(prompt, responses), responses)
         return Drawn(group, attempt, engine, self.rules.usable(group), self.rules.preferred(group))
 
-    async def follow_up(self, drawn: Drawn, context: CreditContext, each: Each | None = None) -> None:
+    async def follow_up(
+        self, drawn: Drawn, context: CreditContext, on_sample: OnSample | None = None
+    ) -> None:
         """Sample the operator's follow-ups for a group whose responses are scored."""
         group = drawn.group
         drawn.is_followed_up = True
@@ -111,43 +117,45 @@ class GroupSampler:
             SampleKey(group.prompt.index, drawn.attempt, "correction", index)
             for index in range(len(requests))
         ]
-        samples = await self._answers(group.prompt, requests, keys, drawn.engine, each)
+        samples = await self._scored_samples(group.prompt, requests, keys, drawn.engine, on_sample)
         self.operator.attach(group, follow_ups, samples)
 
-    async def reconsider(self, drawn: Drawn, context: CreditContext, each: Each | None = None) -> None:
+    async def reconsider(
+        self, drawn: Drawn, context: CreditContext, on_sample: OnSample | None = None
+    ) -> None:
         """Sample the follow-ups of a group that is usable but not preferred, if they may make it
         preferred."""
         after_credit = self.rules.after_credit
         if after_credit is None or not drawn.usable or drawn.preferred:
             return
-        await self.follow_up(drawn, context, each)
+        await self.follow_up(drawn, context, on_sample)
         drawn.preferred = after_credit(drawn.group, context, self.operator)
 
-    async def _answers(
+    async def _scored_samples(
         self,
         prompt: Prompt,
         requests: Sequence[SampleRequest],
         keys: Sequence[SampleKey],
         engine: int,
-        each: Each | None,
+        on_sample: OnSample | None,
     ) -> list[Sample]:
         """Return a scored sample for every request; stored ones are not sampled again."""
         memory = self.memory
-        found = {} if memory is None else {i: s for i, key in enumerate(keys) if (s := memory.recall(key))}
-        missing = [index for index in range(len(requests)) if index not in found]
+        samples = {} if memory is None else {i: s for i, key in enumerate(keys) if (s := memory.recall(key))}
+        missing = [index for index in range(len(requests)) if index not in samples]
 
         def scored(number: int, sample: Sample) -> None:
             index = missing[number]
             sample.index = index
-            found[index] = sample
+            samples[index] = sample
             if memory is not None:
                 memory.keep(keys[index], sample)
-            if each is not None:
-                each(sample)
+            if on_sample is not None:
+                on_sample(sample)
 
         if missing:
             await self.sampler.answer(prompt, [requests[i] for i in missing], engine, scored)
-        return [found[index] for index in range(len(requests))]
+        return [samples[index] for index in range(len(requests))]
 
 
 async def sample_batch(groups: GroupSampler, draw: DrawRound, context: CreditContext) -> Batch:
@@ -167,36 +175,36 @@ async def sample_batch(groups: GroupSampler, draw: DrawRound, context: CreditCon
     async def one_group(prompt: Prompt, requests: Sequence[SampleRequest], certain: bool) -> Drawn:
         drawn = await groups.respond(prompt, requests)
         await groups.reconsider(drawn, context)
-        if certain and drawn.is_taken and not drawn.is_followed_up:
+        if certain and drawn.is_accepted and not drawn.is_followed_up:
             await groups.follow_up(drawn, context)
         return drawn
 
     rounds: list[list[Drawn]] = []
-    found = 0
-    while len(rounds) < rules.max_rounds and found < rules.wanted:
-        asked = draw(len(rounds))
+    num_accepted = 0
+    while len(rounds) < rules.max_rounds and num_accepted < rules.num_groups:
+        round_prompts = draw(len(rounds))
         # earlier ones in the round can take at most one place each
         rounds.append(
-            await together(
-                one_group(prompt, requests, certain=found + position < rules.wanted)
-                for position, (prompt, requests) in enumerate(asked)
+            await run_concurrently(
+                one_group(prompt, requests, certain=num_accepted + position < rules.num_groups)
+                for position, (prompt, requests) in enumerate(round_prompts)
             )
         )
-        found += sum(drawn.is_taken for drawn in rounds[-1])
+        num_accepted += sum(drawn.is_accepted for drawn in rounds[-1])
     by_group = {drawn.group: drawn for drawn_of_round in rounds for drawn in drawn_of_round}
-    taken, metrics = fill_batch(
+    batch, metrics = fill_batch(
         lambda number: [drawn.group for drawn in rounds[number]],
-        rules.wanted,
+        rules.num_groups,
         len(rounds),
         usable=lambda group: by_group[group].usable,
         preferred=lambda group: by_group[group].preferred,
     )
-    late = [by_group[group] for group in taken if not by_group[group].is_followed_up]
-    await together(groups.follow_up(drawn, context) for drawn in late)
+    late = [by_group[group] for group in batch if not by_group[group].is_followed_up]
+    await run_concurrently(groups.follow_up(drawn, context) for drawn in late)
     sampled = [response for group in by_group for response in group.responses]
-    kept = set(taken)
-    in_order = [*taken, *(group for group in by_group if group not in kept)]
+    batch_set = set(batch)
+    in_order = [*batch, *(group for group in by_group if group not in batch_set)]
     sampled += [correction.response for group in in_order for correction in group.corrections]
-    dropped = tuple((group.prompt.index, 0, "not taken") for group in by_group if group not in kept)
+    dropped = tuple((group.prompt.index, 0, "not taken") for group in by_group if group not in batch_set)
     metrics |= sampled_metrics(by_group)
-    return Batch(taken, sampled, metrics, (0,) * len(taken), dropped)
+    return Batch(batch, sampled, metrics, (0,) * len(batch), dropped)

@@ -84,7 +84,7 @@ class JournalMemory:
         self.with_room(lambda: self.journal.closed(closed))
         return closed
 
-    def after(self, step: int) -> JournalMemory:
+    def view_after(self, step: int) -> JournalMemory:
         """Return the journal's view of the steps after `step`, with this process's own records."""
         return replace(self, recovered=read_journal(self.journal.directory, step))
 

@@ -14,7 +14,7 @@ class Meter:
         self._last = 0.0
         self._asked_again = self._deaths = 0
 
-    def asked(self, engine: int) -> None:
+    def requested(self, engine: int) -> None:
         self._requests[engine] += 1
 
     def finished(self, time: float) -> None:

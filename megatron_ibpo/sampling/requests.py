@@ -49,26 +49,26 @@ def group_requests(
     ]
 
 
-def with_beginning(sample: Sample, begun: int) -> Sample:
-    """Return the whole response of a sample whose prompt ended in the response's first `begun` tokens
-    (`SampleRequest.begun`).
+def with_beginning(sample: Sample, num_begun: int) -> Sample:
+    """Return the whole response of a sample whose prompt ended in the response's first `num_begun` tokens
+    (`SampleRequest.num_begun_tokens`).
 
     The beginning is context: it has no log-probs and is not trained on. The verifier thus reads the whole
     response, and the loss sees only what was sampled now.
     """
-    if begun == 0:
+    if num_begun == 0:
         return sample
-    cut = len(sample.prompt_token_ids) - begun
+    cut = len(sample.prompt_token_ids) - num_begun
     (_, version), *later = sample.versions
     mask = sample.sampling_mask
     return replace(
         sample,
         prompt_token_ids=sample.prompt_token_ids[:cut],
         token_ids=np.concatenate([sample.prompt_token_ids[cut:], sample.token_ids]),
-        logprobs=np.concatenate([np.zeros(begun, np.float32), sample.logprobs]),
-        loss_mask=np.concatenate([np.zeros(begun, bool), sample.loss_mask]),
-        versions=((0, version), *((first + begun, newer) for first, newer in later)),
-        sampling_mask=None if mask is None else concatenated([unrestricted(begun), mask]),
+        logprobs=np.concatenate([np.zeros(num_begun, np.float32), sample.logprobs]),
+        loss_mask=np.concatenate([np.zeros(num_begun, bool), sample.loss_mask]),
+        versions=((0, version), *((first + num_begun, newer) for first, newer in later)),
+        sampling_mask=None if mask is None else concatenated([unrestricted(num_begun), mask]),
     )
 
 
@@ -82,14 +82,14 @@ def scorer(verifier: Verifier, text: Callable[[Prompt, Sample], str | Response])
     async def score(prompt: Prompt, sample: Sample) -> None:
         if sample.is_scored:
             return
-        judged = await verifier.score_one(prompt, text(prompt, sample))
-        sample.reward, sample.correct, sample.reward_error = judged.reward, judged.correct, judged.error
-        sample.reward_details = judged.details
+        verdict = await verifier.score_one(prompt, text(prompt, sample))
+        sample.reward, sample.correct, sample.reward_error = verdict.reward, verdict.correct, verdict.error
+        sample.reward_details = verdict.details
 
     return score
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def run_concurrently(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Await coroutines side by side and return the results in order. The first exception cancels the others
     and is raised unchanged."""
     try:

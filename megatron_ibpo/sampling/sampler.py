@@ -19,7 +19,7 @@ from megatron_ibpo.basics.text import counted
 from megatron_ibpo.engines import AsyncEngine, EngineDiedError, EngineError, EngineLostError
 from megatron_ibpo.sampling.episodes import Episodes, unplayed
 from megatron_ibpo.sampling.meter import Meter
-from megatron_ibpo.sampling.requests import Score, together, with_beginning
+from megatron_ibpo.sampling.requests import Score, run_concurrently, with_beginning
 
 TAKE_S = 1.0
 """Seconds that one look at an engine may take."""
@@ -190,10 +190,10 @@ class Sampler:
         of_episodes = {} if self._episodes is None else self._episodes.take_metrics()
         return self._meter.take() | of_episodes | {"samples_in_flight": float(in_flight)}
 
-    async def answers(
+    async def answer_all(
         self,
-        asked: Sequence[tuple[Prompt, SampleRequest]],
-        each: Callable[[int, Sample], None] | None = None,
+        requests: Sequence[tuple[Prompt, SampleRequest]],
+        on_sample: Callable[[int, Sample], None] | None = None,
         *,
         held_out: bool = False,
     ) -> list[Sample]:
@@ -204,32 +204,32 @@ class Sampler:
             each: called with each sample and its index once it is scored.
         """
         by_prompt: dict[Prompt, list[int]] = {}
-        for position, (prompt, _) in enumerate(asked):
+        for position, (prompt, _) in enumerate(requests):
             by_prompt.setdefault(prompt, []).append(position)
 
-        def one_of(positions: list[int]) -> Callable[[int, Sample], None]:
-            return lambda index, sample: None if each is None else each(positions[index], sample)
+        def indexed(positions: list[int]) -> Callable[[int, Sample], None]:
+            return lambda index, sample: None if on_sample is None else on_sample(positions[index], sample)
 
-        answered = await together(
+        samples_by_prompt = await run_concurrently(
             self.answer(
                 prompt,
-                [asked[position][1] for position in positions],
-                each=one_of(positions),
+                [requests[position][1] for position in positions],
+                on_sample=indexed(positions),
                 held_out=held_out,
             )
             for prompt, positions in by_prompt.items()
         )
         samples: dict[int, Sample] = {}
-        for positions, own in zip(by_prompt.values(), answered, strict=True):
-            samples.update(zip(positions, own, strict=True))
-        return [samples[position] for position in range(len(asked))]
+        for positions, prompt_samples in zip(by_prompt.values(), samples_by_prompt, strict=True):
+            samples.update(zip(positions, prompt_samples, strict=True))
+        return [samples[position] for position in range(len(requests))]
 
     async def answer(
         self,
         prompt: Prompt,
         requests: Sequence[SampleRequest],
         near: int | None = None,
-        each: Callable[[int, Sample], None] | None = None,
+        on_sample: Callable[[int, Sample], None] | None = None,
         *,
         held_out: bool = False,
     ) -> list[Sample]:
@@ -252,26 +252,26 @@ class Sampler:
             engines = [self.place(requests, near)] * len(requests)
         else:
             engines = self.spread(requests)
-        asked = None
+        tasks = None
         if prompt.environment is None:  # all at once, so that the requests of a group go out together
-            asked = [self._ask(request, engine) for request, engine in zip(requests, engines, strict=True)]
+            tasks = [self._ask(request, engine) for request, engine in zip(requests, engines, strict=True)]
 
         async def scored(index: int, request: SampleRequest) -> Sample:
-            if asked is None:
+            if tasks is None:
                 sample = await self._episode(prompt, request, engines[index], held_out)
             else:
-                sample = with_beginning(await asked[index], request.begun)
+                sample = with_beginning(await tasks[index], request.num_begun_tokens)
             if self._needs_masks and not held_out and request.is_cut and sample.sampling_mask is None:
                 raise EngineError(
                     "the engine does not record what top-k and top-p left, and the loss reads its log-probs; "
                     "sample without top-k and top-p, or drop what reads them (docs/loss_variants.md)"
                 )
             await self._score(prompt, sample)
-            if each is not None:
-                each(index, sample)
+            if on_sample is not None:
+                on_sample(index, sample)
             return sample
 
-        return await together(scored(index, request) for index, request in enumerate(requests))
+        return await run_concurrently(scored(index, request) for index, request in enumerate(requests))
 
     def place(self, requests: Sequence[SampleRequest], near: int | None = None) -> int:
         """Return the engine with the least load, or `near` if its extra load is below that of these
@@ -352,7 +352,7 @@ class Sampler:
         lane.unsent.append(number)
         lane.load += opened.request.max_tokens
         opened.sample.add_done_callback(partial(self._take_back, lane, number))
-        self._meter.asked(lane.index)
+        self._meter.requested(lane.index)
         self._start_sending(lane)
         if lane.collecting is None or lane.collecting.done():
             lane.collecting = asyncio.create_task(self._collect(lane))
@@ -390,7 +390,7 @@ class Sampler:
         clock = asyncio.get_running_loop().time
         while lane.open:
             try:
-                finished = await self._taken(lane.engine)
+                finished = await self._take_finished(lane.engine)
             except EngineDiedError as error:
                 self._bury(lane, error)
                 return
@@ -406,7 +406,7 @@ class Sampler:
                 if opened is not None and not opened.sample.done():
                     opened.sample.set_result(sample)
 
-    async def _taken(self, engine: AsyncEngine) -> list[tuple[int, Sample]]:
+    async def _take_finished(self, engine: AsyncEngine) -> list[tuple[int, Sample]]:
         """Return an engine's finished samples. Raise EngineDiedError if its whole process hangs, since it
         then never reports itself."""
         limit = self._stall_timeout
@@ -414,19 +414,19 @@ class Sampler:
             async with asyncio.timeout(limit + TAKE_S):
                 return await engine.take(TAKE_S)
         except TimeoutError:
-            why = f"no answer within {limit:g} seconds (--engine-stall-timeout)"
+            reason = f"no answer within {limit:g} seconds (--engine-stall-timeout)"
         with suppress(TimeoutError, EngineError):
             async with asyncio.timeout(KILL_TIMEOUT_S):
-                await engine.kill(why)
-        raise EngineDiedError(why)
+                await engine.kill(reason)
+        raise EngineDiedError(reason)
 
     def _bury(self, lane: _Lane, error: EngineDiedError) -> None:
         """Repeat a dead engine's requests, at once if another engine is alive, and have it replaced
         meanwhile."""
         lane.state = "mending"
         orphans = [opened for opened in lane.clear() if not opened.sample.done()]
-        asked = counted(len(orphans), "request")
-        log.warning("engine %d died; %s sent to other engines: %s", lane.index, asked, error)
+        num_requests = counted(len(orphans), "request")
+        log.warning("engine %d died; %s sent to other engines: %s", lane.index, num_requests, error)
         self._meter.died(len(orphans))
         self._homeless += orphans
         self._house()
@@ -476,10 +476,10 @@ class Sampler:
 
 async def _give_up() -> None:
     """Cancel everything in this event loop, and tasks that start because of that."""
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        for task in others:
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _check_prompt(request: SampleRequest, max_context: int | None) -> None:

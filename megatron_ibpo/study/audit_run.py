@@ -232,7 +232,7 @@ class _Asker:
             return self.texts.of_ids(prompt, prompt.token_ids, ids)
 
         with self._sampler(full_response) as sampler:
-            written = sampler.run(sampler.answers(requests))
+            written = sampler.run(sampler.answer_all(requests))
         outcomes = iter(float(continuation.correct) for continuation in written)
         return [
             np.array([[next(outcomes) for _ in range(rollouts)] for _ in bounds[:-1]])

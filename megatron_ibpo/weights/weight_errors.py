@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megatron_ibpo.basics import text
 
-SHOWN = 8
+MOST_LISTED = 8
 """Names listed in an error; the rest are only counted."""
 
 
@@ -26,4 +26,4 @@ def first_line(error: BaseException) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    return text.listed(names, most=SHOWN)
+    return text.listed(names, most=MOST_LISTED)

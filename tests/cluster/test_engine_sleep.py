@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megatron_ibpo.cluster import engine_fleet, engine_handles, engine_processes, engine_updates
-from megatron_ibpo.cluster.deaths import ProcessDiedError, how_it_ended, record_peak_memory
+from megatron_ibpo.cluster.deaths import ProcessDiedError, exit_reason, record_peak_memory
 from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
 from megatron_ibpo.cluster.engine_processes import EngineProcesses
 from megatron_ibpo.cluster.engines import Engines
@@ -122,10 +122,10 @@ def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(eng
     assert killed(engines) == ["engine 0"]
 
 
-def use_trainers(engines, each, monkeypatch):
-    """Have updates go to stand-ins for the trainers, who are asked by `each`."""
+def use_trainers(engines, call_each, monkeypatch):
+    """Have updates go to stand-ins for the trainers, who are asked by `call_each`."""
     monkeypatch.setattr(engine_fleet, "catch_up", engine_updates.catch_up)
-    engines.fleet.processes.trainers.each = each
+    engines.fleet.processes.trainers.call_each = call_each
     placement = engines.fleet.processes.placement
     placement.owners, placement.trainers = [0, 0, 0], ["a slot"]
 
@@ -135,7 +135,7 @@ def test_an_engine_that_fails_in_an_update_gets_the_weights_in_a_second_pass(eng
     """Engine 1 fails so often. The one that took the weights is not asked again."""
     passes = []
 
-    def each(method, calls):
+    def call_each(method, calls):
         _, asked, *_ = calls[0]
         passes.append((method, asked))
         failures = {1: "its memory was full"} if 1 in asked and len(passes) <= 2 * fails else {}
@@ -143,7 +143,7 @@ def test_an_engine_that_fails_in_an_update_gets_the_weights_in_a_second_pass(eng
             return [{}]
         return [SimpleNamespace(failures=failures, num_bytes=10 * len(asked), needed_bytes=10 * len(asked))]
 
-    use_trainers(engines, each, monkeypatch)
+    use_trainers(engines, call_each, monkeypatch)
     metrics = engines.update_weights(4)
     assert passes == [("connect", [0, 1]), ("send", [0, 1]), ("connect", [1]), ("send", [1])]
     assert metrics["weight_update_bytes"] == 30
@@ -154,14 +154,14 @@ def test_the_successor_of_an_engine_that_died_in_an_update_is_not_asked_for_it(e
     """The sampler replaces engine 1 between the first pass, in which it fails, and the second."""
     asked = []
 
-    def each(method, calls):
+    def call_each(method, calls):
         asked.append((method, [link.host.name for link in calls[0][0].values()]))
         if method == "connect":
             return [{}]
         engines.fleet.members[1].replaced_by(Process("successor", engines.events))
         return [SimpleNamespace(failures={1: "it hangs"}, num_bytes=10, needed_bytes=10)]
 
-    use_trainers(engines, each, monkeypatch)
+    use_trainers(engines, call_each, monkeypatch)
     engines.update_weights(4)
     assert asked == [("connect", ["engine 0", "engine 1"]), ("send", ["engine 0", "engine 1"])]
     assert killed(engines) == []
@@ -236,7 +236,7 @@ def test_an_engine_starts_before_or_after_trainers_send_weights_to_another_and_n
     """Engine 1 is up again while engine 0 starts, and a third engine dies while these two get weights."""
     steps, up, sent = [], threading.Event(), threading.Event()
 
-    def each(method, calls):
+    def call_each(method, calls):
         steps.append(f"trainers {method}")
         if method == "send":
             sent.wait(20)
@@ -248,10 +248,10 @@ def test_an_engine_starts_before_or_after_trainers_send_weights_to_another_and_n
         up.wait(20)
         steps.append(f"engine {member.index} is up")
 
-    use_trainers(engines, each, monkeypatch)
+    use_trainers(engines, call_each, monkeypatch)
     monkeypatch.setattr(engines.fleet.processes, "start_again", start)
     engines.fleet.order = replace(engines.fleet.order, sleeping=False)
-    engines.fleet.members[1].absent, engines.fleet.members[1].joined = True, Future()
+    engines.fleet.members[1].absent, engines.fleet.members[1].join_future = True, Future()
     engines.fleet.members[2] = Member(2, Process("engine 2", engines.events))
 
     async def work():
@@ -261,7 +261,7 @@ def test_an_engine_starts_before_or_after_trainers_send_weights_to_another_and_n
         engines.admit()
         assert steps == ["engine 0 starts"], "engine 1 joins later, and sampling does not wait"
         up.set()
-        while engines.fleet.members[0].joined is None:
+        while engines.fleet.members[0].join_future is None:
             await asyncio.sleep(0.01)
         joining = asyncio.create_task(asyncio.to_thread(engines.admit))
         while "trainers send" not in steps:
@@ -270,7 +270,7 @@ def test_an_engine_starts_before_or_after_trainers_send_weights_to_another_and_n
         await asyncio.sleep(3 * engine_processes.LOOK_EVERY_S)
         sent.set()
         await asyncio.wait_for(asyncio.gather(joining, first), 20)
-        while engines.fleet.members[2].joined is None:
+        while engines.fleet.members[2].join_future is None:
             await asyncio.sleep(0.01)
         last.cancel()
 
@@ -284,7 +284,7 @@ def losing_a_trainer(engines):
     """Engine 1 is up again and to join, and the first trainer that is to give it weights dies over it, when
     it may be awake."""
     engines.wake()
-    engines.fleet.members[1].absent, engines.fleet.members[1].joined = True, Future()
+    engines.fleet.members[1].absent, engines.fleet.members[1].join_future = True, Future()
     engines.events.clear()
     engines.lost.append(ProcessDiedError("trainer 1 was killed"))
     return engines
@@ -368,21 +368,21 @@ def test_a_process_that_has_ended_is_said_to_have_been_killed_or_to_have_crashed
     of_worker = tmp_path / "worker-1-2-4711.err"
     of_worker.write_text(":actor_name:P\n")
     (tmp_path / "peak-4711").write_text(str(3 * 1024**2))
-    said = how_it_ended(no_word, tmp_path)
+    said = exit_reason(no_word, tmp_path)
     assert said.startswith("was killed by SIGKILL (process 4711 on 10.0.0.7). Most often that is the")
     assert "its memory had reached 3.0 of " in said
     of_worker.write_text("*** SIGSEGV received at time=1 on cpu 1 ***\n")
-    assert how_it_ended(no_word, tmp_path) == "crashed with SIGSEGV (process 4711 on 10.0.0.7)"
-    there = how_it_ended(no_word, None)  # of another node less is known
+    assert exit_reason(no_word, tmp_path) == "crashed with SIGSEGV (process 4711 on 10.0.0.7)"
+    there = exit_reason(no_word, None)  # of another node less is known
     assert there.startswith("was killed by SIGKILL, or crashed in native code (process 4711 on 10.0.0.7).")
     assert there.endswith("see dmesg on that node")
-    asked = how_it_ended(who + "exit code 1. The process receives a SIGTERM.", None)
+    asked = exit_reason(who + "exit code 1. The process receives a SIGTERM.", None)
     assert asked == "was ended by SIGTERM (process 4711 on 10.0.0.7)"
-    by_us = how_it_ended(who + "The actor is dead because it was killed by `ray.kill`.", tmp_path)
+    by_us = exit_reason(who + "The actor is dead because it was killed by `ray.kill`.", tmp_path)
     assert by_us == "was ended by the run itself (process 4711 on 10.0.0.7)"
     of_node = "The actor died.\nThe actor died because its node has died."
-    assert how_it_ended(of_node, None).startswith("has ended: The actor died because its")
-    assert how_it_ended("", None) == "has ended: the reason is not known"
+    assert exit_reason(of_node, None).startswith("has ended: The actor died because its")
+    assert exit_reason("", None) == "has ended: the reason is not known"
 
 
 def test_a_process_notes_how_much_memory_it_has_had(tmp_path):

@@ -406,7 +406,7 @@ def test_the_sampler_gives_a_begun_response_back_whole():
 
     sampler = Sampler([SimulatedEngine(STEP, lambda request: [41, 42])], score, stall_timeout=100.0)
     with_start = np.concatenate([asked_about.token_ids, token_ids([31, 32, 33])])
-    asked = [SampleRequest(with_start, 1, 9, begun=3), SampleRequest(asked_about.token_ids, 2, 9)]
+    asked = [SampleRequest(with_start, 1, 9, num_begun_tokens=3), SampleRequest(asked_about.token_ids, 2, 9)]
     begun, fresh = in_virtual_time(sampler.answer(asked_about, asked))[0]
     assert sorted(seen) == [(31, 32, 33, 41, 42), (41, 42)]
     assert ids_of(begun.prompt_token_ids) == ids_of(asked_about.token_ids)

@@ -40,7 +40,7 @@ from megatron_ibpo.engines.vllm.engine_process import (
     _engine_args,
     _obey,
 )
-from megatron_ibpo.engines.vllm.messages import Answer, Asked, Refused
+from megatron_ibpo.engines.vllm.messages import Answer, NumberedRequest, Refused
 from megatron_ibpo.engines.vllm.needs import on_device
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
 from megatron_ibpo.models import read_hf_config
@@ -182,7 +182,7 @@ def test_an_engine_whose_log_cannot_be_written_leaves_nothing_behind(tmp_path, m
     if not gone:
         log.mkdir(parents=True)
     with pytest.raises(FileNotFoundError if gone else IsADirectoryError):
-        Engine(None, log, again=True)
+        Engine(None, log, is_restart=True)
     assert list(temporary.iterdir()) == []
     assert log.parents[1].exists() is not gone, "a run's directory that was deleted is not made again"
 
@@ -274,7 +274,7 @@ def test_on_gpus_vllm_records_what_top_k_and_top_p_left_and_it_comes_with_the_to
     engine._llm, engine._settings, engine._updates, engine.paused = llm, own, 0, False
     engine._version = "0"
     greedy, cut, whole, only_p = (
-        Asked(number, SampleRequest(token_ids([5]), 1, 2, temperature, top_p, top_k))
+        NumberedRequest(number, SampleRequest(token_ids([5]), 1, 2, temperature, top_p, top_k))
         for number, (temperature, top_p, top_k) in enumerate(
             ((0, 1, -1), (1, 0.8, 20), (1, 1, -1), (1, 0.8, -1))
         )

@@ -150,7 +150,7 @@ def _started(job, config, name, arguments, environment):
     log = job.scratch / f"engine{len(list(job.scratch.glob('engine*.log')))}.log"
     started = time.perf_counter()
     with patch.dict(os.environ, environment):
-        engine = start_engine(VLLM, replace(settings, eos_token_ids=()), log, again=False)
+        engine = start_engine(VLLM, replace(settings, eos_token_ids=()), log, is_restart=False)
     try:
         engine.wait_ready(start_seconds(job, settings))
         ready = time.perf_counter() - started

@@ -16,18 +16,18 @@ from megatron_ibpo.kernels import term_agreement, term_calls, term_tables, trace
 from megatron_ibpo.kernels.term_agreement import compare_with_torch
 from megatron_ibpo.kernels.term_calls import TermError
 from megatron_ibpo.kernels.term_trials import check_call
-from megatron_ibpo.kernels.traced_terms import GIVEN, traced_source
+from megatron_ibpo.kernels.traced_terms import PASSED, traced_source
 from megatron_ibpo.loss import VARIANTS, resolve_variant
 from megatron_ibpo.loss.objective import KL_ESTIMATORS
 from megatron_ibpo.loss.term_checks import kernel_agreement, variant_terms
-from megatron_ibpo.loss.term_inputs import MORE
+from megatron_ibpo.loss.term_inputs import FURTHER_INPUTS
 from megatron_ibpo.run.checks import check_loss_of_run
 from support import loss_terms
 from support.loss_terms import EXACT, OFTEN_IN_TRITON, PARAMETERS, REFUSED, from_expression
 
 
 def compare(name):
-    return compare_with_torch(EXACT[name], GIVEN, MORE, PARAMETERS.get(name, {}))
+    return compare_with_torch(EXACT[name], PASSED, FURTHER_INPUTS, PARAMETERS.get(name, {}))
 
 
 def run_command(capsys, *arguments):
@@ -70,9 +70,9 @@ def test_every_registered_term_is_exact():
 
 
 def test_terms_that_read_what_changes_are_traced_again(monkeypatch):
-    assert "(0.3)" in traced_source(loss_terms.global_number, GIVEN, (), {})
+    assert "(0.3)" in traced_source(loss_terms.global_number, PASSED, (), {})
     monkeypatch.setattr(loss_terms, "BETA", 0.7)
-    assert "(0.7)" in traced_source(loss_terms.global_number, GIVEN, (), {})
+    assert "(0.7)" in traced_source(loss_terms.global_number, PASSED, (), {})
     compare("global_number")
     settings: dict[str, Any] = {"beta": 1.5, "rate": torch.tensor(0.25)}
 
@@ -84,14 +84,14 @@ def test_terms_that_read_what_changes_are_traced_again(monkeypatch):
         settings["beta"], scaled.scale = beta, scale
         settings["rate"].fill_(rate)
         for term, numbers in ((by_closure, (beta, rate)), (scaled, (scale,))):
-            source = traced_source(term, GIVEN, (), {})
+            source = traced_source(term, PASSED, (), {})
             assert all(f"({number})" in source for number in numbers), source
-            compare_with_torch(term, GIVEN, (), {})
+            compare_with_torch(term, PASSED, (), {})
 
 
 def test_other_parameters_compile_nothing_unless_python_needs_their_values():
     sources = {
-        name: {traced_source(EXACT[name], GIVEN, (), {"eps": eps}) for eps in (0.2, 0.5, 2.0)}
+        name: {traced_source(EXACT[name], PASSED, (), {"eps": eps}) for eps in (0.2, 0.5, 2.0)}
         for name in ("ppo", "by_python_value")
     }
     assert {name: len(texts) for name, texts in sources.items()} == {"ppo": 1, "by_python_value": 3}
@@ -109,7 +109,7 @@ def test_terms_that_tell_a_parameter_from_its_neighbours_are_refused():
 
     for term, what in (by_value, "value"), (by_clip, "clip"):
         with pytest.raises(TermError, match=f"its Triton code gives a {what} of"):
-            compare_with_torch(term, GIVEN, (), {"eps": 0.5})
+            compare_with_torch(term, PASSED, (), {"eps": 0.5})
 
 
 def test_a_wrong_number_is_noticed_beside_a_jump_of_a_parameter_and_beside_large_numbers(monkeypatch):
@@ -123,14 +123,14 @@ def test_a_wrong_number_is_noticed_beside_a_jump_of_a_parameter_and_beside_large
         (jumping, {"p": 2.5}, "(2.0)", "(2.002)"),
         (growing, {}, "+ (1.0)", "+ (1.005)"),
     ):
-        source = traced_source(term, GIVEN, (), parameters)
-        compare_with_torch(term, GIVEN, (), parameters)
+        source = traced_source(term, PASSED, (), parameters)
+        compare_with_torch(term, PASSED, (), parameters)
         assert right in source, source
         wrong_source = functools.partial(lambda text, *_: text, source.replace(right, wrong))
         with monkeypatch.context() as patched:
             patched.setattr(term_agreement, "traced_source", wrong_source)
             with pytest.raises(TermError, match="its Triton code gives a value of"):
-                compare_with_torch(term, GIVEN, (), parameters)
+                compare_with_torch(term, PASSED, (), parameters)
 
 
 def test_a_long_term_is_refused_at_once():
@@ -141,12 +141,12 @@ def test_a_long_term_is_refused_at_once():
 
     started = time.monotonic()
     with pytest.raises(TermError, match=r"test_loss_terms.py, line \d+: `.*1.001`.* more than 500 operators"):
-        traced_source(repeated, GIVEN, (), {})
+        traced_source(repeated, PASSED, (), {})
     assert time.monotonic() - started < 30
 
 
 def check_expression(text):
-    compare_with_torch(from_expression(text), GIVEN, (), {})
+    compare_with_torch(from_expression(text), PASSED, (), {})
 
 
 def refusal_of(text):
@@ -224,7 +224,7 @@ def test_a_term_without_an_end_is_refused(monkeypatch):
         return log_ratio, log_ratio > 0
 
     with pytest.raises(TermError, match=r"test_loss_terms.py, line \d+: .*takes more than 0.1 s"):
-        check_call(endless, GIVEN, {})
+        check_call(endless, PASSED, {})
 
 
 MISTAKES = """

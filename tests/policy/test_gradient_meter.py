@@ -31,7 +31,7 @@ def measured(world, cases, rows):
     found = []
     for hf_dir, config in cases:
         trainer, _, _ = open_trainer(world, hf_dir, config)
-        shares = [meter.as_sampled(share_of(trainer, rows, rows, blocks).own) for blocks in (EXACT, 2)]
+        shares = [meter.as_sampled(share_of(trainer, rows, rows, blocks).trained) for blocks in (EXACT, 2)]
         objective = trainer.objective("sequence-mean")
         found.append([meter.measure_gradient(trainer, own, objective) for own in shares])
         close_trainer()

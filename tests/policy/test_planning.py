@@ -17,7 +17,7 @@ from megatron_ibpo.loss import make_objective, policy_loss
 from megatron_ibpo.policy import planning
 from megatron_ibpo.policy.group import data_parallel_rank
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics, is_rejected
-from megatron_ibpo.policy.packing import ALONE, Context, lay_out, pack
+from megatron_ibpo.policy.packing import SINGLE_RANK, Context, lay_out, pack
 from megatron_ibpo.policy.planning import MicroBatch, plan_forward, plan_measure, plan_update
 from megatron_ibpo.run.checks import check_settings
 from support.layouts import layout
@@ -31,7 +31,7 @@ def made(prompt=(7, 8, 9), response=(1, 2), **fields):
     return sequence(prompt, response, **{"advantage": 1.0, "weight": 0.5, "group": 0} | fields)
 
 
-def laid_out(rows, multiple, context=ALONE):
+def laid_out(rows, multiple, context=SINGLE_RANK):
     arrays = pack(MicroBatch(tuple(range(len(rows))), tuple(rows)))
     return lay_out(arrays, multiple=multiple, device=torch.device("cpu"), context=context)
 
@@ -227,7 +227,7 @@ def test_a_group_of_equal_rewards_is_trained_on_where_every_sequence_pays(settin
     assert part.trained_tokens == 2 * trained
     config.run.gradient_meter_blocks = 2
     (share,) = plan_measure(rows, [made(), made(advantage=0.0, group=1)], config, 1, cost).shares
-    assert sum(len(b.members) for block in share.own for b in block.cut.micro_batches) == trained
+    assert sum(len(b.members) for block in share.trained for b in block.cut.micro_batches) == trained
     assert [len(block.cut.micro_batches) for block in share.plain] == [1, 0], "GSPO has no penalty"
 
 
@@ -246,10 +246,10 @@ def test_blocks_of_prompts_count_those_without_advantage():
     config = config_for(layout())
     config.run.gradient_meter_blocks = 2
     share = plan_measure(rows, rows[2:], config, 1, cost).shares[0]
-    assert [(b.prompts, len(b.cut.micro_batches)) for b in share.own] == [(2, 0), (2, 1)]
+    assert [(b.prompts, len(b.cut.micro_batches)) for b in share.trained] == [(2, 0), (2, 1)]
     assert [(b.prompts, len(b.cut.micro_batches)) for b in share.plain] == [(1, 1), (1, 1)]
     assert plan_measure(rows, list(rows), config, 1, cost).shares[0].plain is None
-    assert plan_measure(rows[3:], rows[3:], config, 1, cost).shares[0].own == []
+    assert plan_measure(rows[3:], rows[3:], config, 1, cost).shares[0].trained == []
 
 
 def test_what_ranks_found_comes_back_in_order():

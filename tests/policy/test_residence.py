@@ -18,7 +18,7 @@ from megatron_ibpo.policy import rank as policy_rank
 from megatron_ibpo.policy.checkpoint import _optimizers, saved_state
 from megatron_ibpo.policy.planning import plan_forward, plan_update
 from megatron_ibpo.policy.reference import Reference, load_reference
-from megatron_ibpo.policy.residence import Held, Residence, _HostCopy
+from megatron_ibpo.policy.residence import OnDevice, Residence, _HostCopy
 from megatron_ibpo.weights.formats.retention import Keep
 from megatron_ibpo.weights.transfer.link import Sent
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
@@ -74,21 +74,21 @@ def test_whatever_leaves_comes_back_to_the_bit_and_takes_no_memory_meanwhile(wor
 
     moves, export, _ = open_trainer(world, hf_dir, config)
     residence = Residence([moves], world, offload=True)
-    residence.leave(Held.NOTHING)  # also before there is any state
-    residence.bring(Held.EVERYTHING)
+    residence.leave(OnDevice.NOTHING)  # also before there is any state
+    residence.bring(OnDevice.EVERYTHING)
     planned.update(moves, ROWS)
     whole = taken(moves)
     assert min(whole.values()) > 0
     nothing = dict.fromkeys(whole, 0)
     before = {kind: [own.clone() for own in tensors_of(moves)[kind]] for kind in ("weights", "states")}
-    residence.leave(Held.WEIGHTS)
+    residence.leave(OnDevice.WEIGHTS)
     assert taken(moves) == nothing | {"weights": whole["weights"]}
-    residence.leave(Held.NOTHING)
+    residence.leave(OnDevice.NOTHING)
     assert taken(moves) == nothing
-    residence.bring(Held.WEIGHTS)
+    residence.bring(OnDevice.WEIGHTS)
     assert taken(moves) == nothing | {"weights": whole["weights"]}
     assert planned.logprobs(moves, ROWS) == expected_logprobs
-    residence.bring(Held.EVERYTHING)
+    residence.bring(OnDevice.EVERYTHING)
     assert taken(moves) == whole
     for kind, tensors in before.items():
         assert all(map(torch.equal, tensors, tensors_of(moves)[kind])), kind
@@ -133,11 +133,11 @@ def test_steps_and_checkpoints_wait_for_the_state_that_comes_beside_them(world, 
         trainer, _, _ = open_trainer(world, checkpoints["dense"], config_of("dense bf16 sharded"))
         residence, norms = Residence([trainer], world, offload=leaves), []
         for _ in range(2):
-            residence.leave(Held.NOTHING)
+            residence.leave(OnDevice.NOTHING)
             residence.bring_for_steps()
             norms.append(planned.update(trainer, ROWS)["grad_norm"])
-        residence.leave(Held.WEIGHTS)
-        residence.bring(Held.EVERYTHING)
+        residence.leave(OnDevice.WEIGHTS)
+        residence.bring(OnDevice.EVERYTHING)
         state = saved_state(trainer)["optimizer"]["param_state"] or {}
         sums = [shard.data.double().sum().item() for own in state.values() for shard in own.values()]
         close_trainer()

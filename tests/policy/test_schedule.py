@@ -17,7 +17,7 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy import forward_backward, parallel
 from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.model import build_model
-from megatron_ibpo.policy.residence import Held, Residence
+from megatron_ibpo.policy.residence import OnDevice, Residence
 from megatron_ibpo.policy.saving import save_checkpoint
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.settings import parse_config
@@ -160,8 +160,8 @@ def test_an_optimizer_in_host_memory_takes_the_same_steps_and_is_resumed(world, 
         trainer, export, update = opened(True)
         first = update()
         residence = Residence([trainer], world, offload=True)
-        residence.leave(Held.NOTHING)
-        residence.bring(Held.EVERYTHING)
+        residence.leave(OnDevice.NOTHING)
+        residence.bring(OnDevice.EVERYTHING)
         saved = save_checkpoint(trainer, tmp_path, 1, {})
         second, on_host = update(), weights_of(export)
         assert [first, second] == pytest.approx(norms, rel=1e-3)
@@ -237,8 +237,8 @@ def test_steps_readers_and_checkpoints_are_the_same(world, checkpoints, tmp_path
             assert len(trainer.chunks[0].bucket_groups) > 8, "a bucket for each parameter"
         seen = [updated(trainer), planned.logprobs(trainer, ROWS), weights_of(export)]
         residence = Residence([trainer], world, offload=True)
-        residence.leave(Held.NOTHING)
-        residence.bring(Held.EVERYTHING)
+        residence.leave(OnDevice.NOTHING)
+        residence.bring(OnDevice.EVERYTHING)
         saved = save_checkpoint(trainer, directory, 1, {})
         seen += [updated(trainer), weights_of(export)]
         close_trainer()

@@ -325,13 +325,13 @@ def test_what_was_sampled_before_an_error_is_not_sampled_again(tmp_path, monkeyp
 def test_a_budget_stops_a_run_after_the_step_that_spends_it(tmp_path, monkeypatch):
     """The gradient meter is free."""
 
-    def each(trainers, method, work):
+    def call_each(trainers, method, work):
         return [{"gradient_snr": 1.0}] if method == "measure_gradient" else update(trainers, method, work)
 
     flags = ("--num-rollout", "9", "--budget", "900", "--budget-unit", "tokens", "--no-save")
     flags += ("--lr-decay-style", "constant", "--lr-warmup-fraction", "0")
-    update, found = Trainers.each, []
-    monkeypatch.setattr(Trainers, "each", each)
+    update, found = Trainers.call_each, []
+    monkeypatch.setattr(Trainers, "call_each", call_each)
     for name, meter in (("without", ()), ("with", ("--gradient-meter-interval", "1"))):
         with opened(config_of(tmp_path / name, *flags, *meter)) as run:
             rows = [step.metrics for step in run]
@@ -343,7 +343,7 @@ def test_a_budget_stops_a_run_after_the_step_that_spends_it(tmp_path, monkeypatc
 
 
 def test_a_policy_that_diverges_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(Trainers, "each", lambda *_: [{"loss": math.nan, "updates_skipped": 1.0}])
+    monkeypatch.setattr(Trainers, "call_each", lambda *_: [{"loss": math.nan, "updates_skipped": 1.0}])
     config = config_of(tmp_path, "--num-rollout", "9", "--max-nonfinite-steps", "2", "--no-save")
     with pytest.raises(NotFiniteError, match="2 steps in a row"), opened(config) as run:
         list(run)

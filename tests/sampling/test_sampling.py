@@ -173,7 +173,7 @@ def test_the_answers_of_mixed_prompts_come_in_order_and_scored():
     asked = [(prompts[i % 3], SampleRequest(prompts[i % 3].token_ids, i, 30)) for i in range(12)]
     engines = [SimulatedEngine(STEP, write) for _ in range(3)]
     told = {}
-    samples, _ = in_virtual_time(sampler_of(*engines).answers(asked, told.__setitem__))
+    samples, _ = in_virtual_time(sampler_of(*engines).answer_all(asked, told.__setitem__))
     assert told == dict(enumerate(samples)), "each one as it is scored"
     assert list(told) != sorted(told), "and not in order"
     assert [s.token_ids.tolist() for s in samples] == [write(request) for _, request in asked]
@@ -258,7 +258,7 @@ def test_whoever_asks_after_the_last_engine_was_lost_is_told_so_too():
     async def twice():
         for said in ("engine 0 was lost with its node", "no engine is left"):
             with pytest.raises(EngineLostError, match=said):
-                await sampler.answers([alone()])
+                await sampler.answer_all([alone()])
 
     in_virtual_time(twice())
 
@@ -282,8 +282,8 @@ def test_a_refusal_ends_everything_and_leaves_the_sampler_usable(monkeypatch):
     async def twice():
         sampler = sampler_of(engine)
         with pytest.raises(EngineError, match="the engine has none"):
-            await sampler.answers(asked)
-        return await sampler.answers(asked)
+            await sampler.answer_all(asked)
+        return await sampler.answer_all(asked)
 
     monkeypatch.setattr(engine, "take", refuse)
     samples, _ = in_virtual_time(twice())
@@ -297,7 +297,7 @@ def test_when_it_is_closed_over_what_is_asked_nothing_is_left_pending(caplog, mo
     monkeypatch.setattr(engine, "abort", lambda numbers: asyncio.sleep(0.5))  # it is far
     sampler = sampler_of(engine)
     asked = [(prompt, SampleRequest(prompt.token_ids, 0, 10**5)) for prompt in make_prompts(0, 50)]
-    sampler.start(sampler.answers(asked))
+    sampler.start(sampler.answer_all(asked))
     time.sleep(0.1)
     sampler.close()
     del sampler
@@ -310,7 +310,7 @@ def test_a_prompt_that_cannot_be_answered_is_refused(length, says):
     engine, (prompt, request) = SimulatedEngine(STEP, write), alone()
     too_long = replace(request, prompt_token_ids=token_ids([3] * length))
     with pytest.raises(ValueError, match=says):
-        in_virtual_time(sampler_of(engine, max_context=64).answers([(prompt, too_long)]))
+        in_virtual_time(sampler_of(engine, max_context=64).answer_all([(prompt, too_long)]))
     assert engine.asked == []
 
 
@@ -327,7 +327,7 @@ def test_a_replay_gives_the_recorded_groups_and_the_corrections_that_its_operato
 
 def test_the_tail_of_sampling_is_from_the_first_sample_to_the_last_since_the_metrics_were_taken():
     meter = Meter(2)
-    meter.asked(1)
+    meter.requested(1)
     nothing = {"engine_requests_max": 1, "engine_requests_min": 0, "engine_deaths": 0}
     assert meter.take() == {**nothing, "requests_asked_again": 0, "sampling_tail_seconds": 0}
     for at in (30.0, 31.0, 32.5):

@@ -126,7 +126,7 @@ class Loop:
 
     def sample(self, requests):
         self.requests += requests
-        asked = [(ids_of(request.prompt_token_ids), request.begun) for request in requests]
+        asked = [(ids_of(request.prompt_token_ids), request.num_begun_tokens) for request in requests]
         return [with_beginning(response(self.correct(ids), prompt=ids), begun) for ids, begun in asked]
 
     def score(self, pairs):

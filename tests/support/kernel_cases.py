@@ -184,7 +184,7 @@ def test_tokens_of_probability_0(device, variant):
     """Tokens whose log-prob, or old log-prob, is -inf under every sign of the advantage: never a NaN."""
     from megatron_ibpo.kernels.segment_loss import triton_segment_loss
 
-    in_triton = partial(triton_segment_loss, others={})
+    in_triton = partial(triton_segment_loss, loaded={})
     objective = make_objective(variant, aggregation=options_for(variant)["aggregation"])
     for old, advantage in product((False, True), (-1.0, 0.0, 1.0)):
         found = []

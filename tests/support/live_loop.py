@@ -137,7 +137,7 @@ class Trainers:
         self.dies_at, self.restarted_from = dies_at, []
         self.updates = []  # sequences trained on, if none died
 
-    def each(self, method, arguments):
+    def call_each(self, method, arguments):
         assert method == "update"
         if self.dies_at == len(self.updates):
             self.dies_at = None
@@ -147,7 +147,7 @@ class Trainers:
         self.updates.append([plain(sequence) for own in batches for sequence in own.sequences])
         return [{"loss": 0.0, "updates_skipped": 0.0}]
 
-    def all(self, method, *arguments):
+    def call_all(self, method, *arguments):
         if method == "about":
             return [About(1, "torch", {}, "CPU", ())]
         if method == "save":

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from megatron_ibpo.kernels.term_language import run_source
 from megatron_ibpo.kernels.term_trials import trial_inputs
-from megatron_ibpo.kernels.traced_terms import GIVEN, traced_source, traced_term
-from megatron_ibpo.loss.term_inputs import MORE
+from megatron_ibpo.kernels.traced_terms import PASSED, traced_source, traced_term
+from megatron_ibpo.loss.term_inputs import FURTHER_INPUTS
 from support.loss_terms import EXACT, OFTEN_BY_AUTOGRAD, PARAMETERS
 
 
@@ -33,12 +33,14 @@ def apply_kernel(a, b, c, others, parameters, value, slope, clipped, N, TERM: tl
 def test_triton_equals_the_check_of_a_term(name, device):
     """The check runs the same source in torch. NaN apart: the interpreter never drops it."""
     params = PARAMETERS.get(name, {})
-    inputs = {key: values[:-3] for key, values in trial_inputs((*GIVEN, *MORE), params).items()}
-    given, others = [inputs[key] for key in GIVEN], [inputs[key] for key in MORE]
-    wanted = run_source(traced_source(EXACT[name], GIVEN, MORE, params), given, others, [*params.values()])
+    inputs = {key: values[:-3] for key, values in trial_inputs((*PASSED, *FURTHER_INPUTS), params).items()}
+    given, others = [inputs[key] for key in PASSED], [inputs[key] for key in FURTHER_INPUTS]
+    wanted = run_source(
+        traced_source(EXACT[name], PASSED, FURTHER_INPUTS, params), given, others, [*params.values()]
+    )
     value, slope = torch.empty(2, len(given[0]), device=device)
     clipped = torch.empty(len(value), dtype=torch.bool, device=device)
-    function, numbers = traced_term(EXACT[name], GIVEN, MORE, params), tuple(params.values())
+    function, numbers = traced_term(EXACT[name], PASSED, FURTHER_INPUTS, params), tuple(params.values())
     given, others = ([values.to(device) for values in several] for several in (given, others))
     apply_kernel[(1,)](*given, tuple(others), numbers, value, slope, clipped, len(value), TERM=function)
     value, slope, clipped = value.cpu(), slope.cpu(), clipped.cpu()

@@ -1,4 +1,4 @@
-from megatron_ibpo.weights.layout.regions import Region, TensorMeta, whole
+from megatron_ibpo.weights.layout.regions import Region, TensorMeta, full_box
 
 
 def cut(tensor, box):
@@ -16,7 +16,7 @@ class DividedWeights:
     def regions(self):
         everyone = tuple(range(self.size))
         return [
-            (Region(whole(tensor.shape), everyone),)
+            (Region(full_box(tensor.shape), everyone),)
             if self.axes.get(name, 0) is None
             else tuple(Region(self.box(name, rank), (rank,)) for rank in everyone)
             for name, tensor in self.tensors.items()
@@ -29,7 +29,7 @@ class DividedWeights:
 
     def box(self, name, rank):
         shape, axis = self.tensors[name].shape, self.axes.get(name, 0)
-        bounds = list(whole(shape))
+        bounds = list(full_box(shape))
         if axis is not None:
             bounds[axis] = (shape[axis] * rank // self.size, shape[axis] * (rank + 1) // self.size)
         return tuple(bounds)

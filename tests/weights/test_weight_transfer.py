@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.weights.layout import gather, regions
-from megatron_ibpo.weights.layout.regions import Need, Region, TensorMeta, choose_senders, whole
+from megatron_ibpo.weights.layout.regions import Need, Region, TensorMeta, choose_senders, full_box
 from megatron_ibpo.weights.transfer import wire
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, GlooTransport, Memory, _Outbox, join_group
-from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, is_lost, joined, say_lost
+from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, is_lost, run_join, say_lost
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
 from megatron_ibpo.weights.transfer.update import update_engines
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
@@ -41,7 +41,7 @@ def sharded_tensors(draw):
         axis = draw(st.integers(0, len(shape) - 1))
         inner = draw(st.sets(st.integers(1, shape[axis]), max_size=3))
         for bounds in pairwise(sorted({0, shape[axis], *inner})):
-            yield (*whole(shape)[:axis], bounds, *whole(shape)[axis + 1 :])
+            yield (*full_box(shape)[:axis], bounds, *full_box(shape)[axis + 1 :])
 
     for number in range(draw(st.integers(1, 6))):
         shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
@@ -91,7 +91,7 @@ def test_every_needed_byte_is_sent_once_by_a_holder_and_arrives_in_its_place(cas
 
 def test_replicas_send_half_each():
     metas = [TensorMeta(f"t{n}", torch.bfloat16, (4, 4)) for n in range(10)]
-    senders = choose_senders(metas, [(Region(whole((4, 4)), (0, 1)),)] * 10)
+    senders = choose_senders(metas, [(Region(full_box((4, 4)), (0, 1)),)] * 10)
     assert [rank for ((rank, _),) in senders] == [0, 1] * 5
 
 
@@ -447,6 +447,6 @@ def test_what_keeps_a_member_from_joining_is_said_at_once_to_it_and_to_the_other
 
     ours, theirs = stores
     with pytest.raises(OSError, match="no socket interface"):
-        joined(join, 0, theirs, timeout=30)
+        run_join(join, 0, theirs, timeout=30)
     assert is_lost(ours)
-    assert joined(threading.Event().wait, 0, ours, timeout=30) is None  # another, that waits for it
+    assert run_join(threading.Event().wait, 0, ours, timeout=30) is None  # another, that waits for it

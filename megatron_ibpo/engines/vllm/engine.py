@@ -25,10 +25,10 @@ from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineS
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.messages import (
     Answer,
-    Asked,
     Call,
     Finished,
     Message,
+    NumberedRequest,
     Refused,
     Samples,
     Unsampled,
@@ -75,11 +75,11 @@ class Engine:
     model_problems = staticmethod(model_problems)
     sampling_mask_obstacle = staticmethod(sampling_mask_obstacle)
 
-    def __init__(self, settings: EngineSettings, log: Path, again: bool = False) -> None:
+    def __init__(self, settings: EngineSettings, log: Path, is_restart: bool = False) -> None:
         """Start the process and return at once; `wait_ready` waits for vLLM in it.
 
         Args:
-            again: the engine replaces one that had the same log. If the run's directory was deleted
+            is_restart: the engine replaces one that had the same log. If the run's directory was deleted
                 meanwhile, it is not created again.
 
         Raises:
@@ -87,25 +87,25 @@ class Engine:
         """
         self.settings = settings
         self.log = log
-        log.parent.mkdir(parents=not again, exist_ok=True)
+        log.parent.mkdir(parents=not is_restart, exist_ok=True)
         self._log_start = log.stat().st_size if log.exists() else 0
-        here, there = socket.socketpair()
-        with there, log.open("ab") as log_file:
+        engine_end, child_end = socket.socketpair()
+        with child_end, log.open("ab") as log_file:
             self._scratch = private_directory("ibpo-engine-", SOCKET_BYTES)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _program(there.fileno(), self._scratch)],
+                [sys.executable, "-P", "-c", _program(child_end.fileno(), self._scratch)],
                 env=_environment(os.environ, settings, self._scratch),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
-                pass_fds=[there.fileno()],
+                pass_fds=[child_end.fileno()],
                 start_new_session=True,
             )
-        self._channel = Connection(here.detach())
+        self._channel = Connection(engine_end.detach())
         self._shared_memory: set[int] = set()
         self._sending = threading.Lock()
         self._ending = threading.Lock()
-        self._why_killed: str | None = None
+        self._kill_reason: str | None = None
         self._killed_by_others = False
         self._inbox = _Inbox()
         self._reader = threading.Thread(target=self._read, name="engine reader", daemon=True)
@@ -147,7 +147,7 @@ class Engine:
             EngineDiedError: the engine has ended.
         """
         self._inbox.expect(requests)
-        self._send("submit", version, [Asked(number, request) for number, request in requests])
+        self._send("submit", version, [NumberedRequest(number, request) for number, request in requests])
 
     def take(self, timeout: float) -> list[tuple[int, Sample]]:
         """Return the samples, by their requests' numbers, that have finished since the last call. Wait at
@@ -213,7 +213,7 @@ class Engine:
                 "it has ended" if self._inbox.closed else f"no answer within {timeout:g} seconds"
             )
         if isinstance(answer, Refused):
-            raise EngineError(answer.why)
+            raise EngineError(answer.reason)
         return answer.value
 
     @property
@@ -231,16 +231,16 @@ class Engine:
                 self._process.wait(CLOSE_TIMEOUT_S)
         self.kill()
 
-    def kill(self, why: str | None = None) -> None:
+    def kill(self, reason: str | None = None) -> None:
         """End the engine and everything it started at once.
 
         Args:
-            why: reason that later calls give in their errors.
+            reason: for the errors of later calls.
         """
         with self._ending:
             if self._channel.closed:
                 return
-            self._why_killed = why
+            self._kill_reason = reason
             self._killed_by_others = self._process.poll() == -signal.SIGKILL
             # comes first, since this process may be killed here too; the other processes then clear up
             remove_private(self._scratch)
@@ -266,23 +266,23 @@ class Engine:
                 while not self._channel.poll(LOOK_EVERY_S):
                     if not self.is_alive() and not self._channel.poll(0):
                         raise EOFError
-                self._inbox.put(self._channel.recv())
+                self._inbox.receive(self._channel.recv())
         except (EOFError, OSError):
             self._inbox.close()
 
-    def _died(self, why: str) -> EngineDiedError:
+    def _died(self, symptom: str) -> EngineDiedError:
         """Return the error to raise, once all processes of the engine have ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LOOK_EVERY_S)  # a process that ends by itself reports how
-        self.kill(why)
+        self.kill(symptom)
         code = self._process.returncode
-        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        ending = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
         if self._killed_by_others:
-            how += ", most often the kernel's out-of-memory killer"
+            ending += ", most often the kernel's out-of-memory killer"
         if code == -signal.SIGILL:
-            how += ": illegal instruction on this processor; try --vllm-dtype float32"
-        reason = self._why_killed or why
-        return EngineDiedError(f"{reason} ({how}); the end of {self.log}:\n{self._log_tail()}")
+            ending += ": illegal instruction on this processor; try --vllm-dtype float32"
+        reason = self._kill_reason or symptom
+        return EngineDiedError(f"{reason} ({ending}); the end of {self.log}:\n{self._log_tail()}")
 
     def _log_tail(self) -> str:
         with self.log.open("rb") as file:
@@ -302,7 +302,7 @@ class _Inbox:
         """Reason why requests were not sampled."""
         self._answer: Answer | Refused | None = None
         """Answer to the last call, until it is taken."""
-        self._asked, self._answered = 1, 0
+        self._num_calls, self._num_answers = 1, 0
         """Number of answers expected, and received so far; the first says that the engine is ready."""
         self.closed = False
         self._heard = time.monotonic()
@@ -310,7 +310,7 @@ class _Inbox:
     @property
     def owed(self) -> bool:
         """True if the engine owes an answer."""
-        return self._answered < self._asked
+        return self._num_answers < self._num_calls
 
     @property
     def idle(self) -> bool:
@@ -335,18 +335,18 @@ class _Inbox:
                 self._open.pop(number, None)
             self._samples = [pair for pair in self._samples if pair[0] not in numbers]
 
-    def put(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         """Process a message from the engine."""
         with self._news:
             self._heard = time.monotonic()
             if isinstance(message, Samples):
                 self._sampled(message.finished)
             elif isinstance(message, Unsampled):
-                self._refusal = message.why
+                self._refusal = message.reason
                 for number in message.numbers:
                     self._open.pop(number, None)
             else:
-                self._answered += 1
+                self._num_answers += 1
                 if not self.owed:  # otherwise another call has been made since
                     self._answer = message
             self._news.notify_all()
@@ -392,17 +392,17 @@ class _Inbox:
     def ask(self) -> None:
         """Record that a call is about to be sent."""
         with self._news:
-            self._asked, self._answer = self._asked + 1, None
+            self._num_calls, self._answer = self._num_calls + 1, None
             self._news.notify_all()
 
     def answer(self, timeout: float) -> Answer | Refused | None:
         """Return the answer to the last call; None if none came in time or will come."""
         with self._news:
-            asked = self._asked
+            num_calls = self._num_calls
             self._news.wait_for(
-                lambda: self._answer is not None or self._asked > asked or self.closed, timeout
+                lambda: self._answer is not None or self._num_calls > num_calls or self.closed, timeout
             )
-            if self._asked > asked:
+            if self._num_calls > num_calls:
                 return Refused("another request was sent before the answer came")
             answer, self._answer = self._answer, None
             return answer
@@ -434,10 +434,10 @@ def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Pat
     }
     environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     if settings.device == "cpu":
-        alone = settings.tensor_parallel_size == 1
+        is_one_process = settings.tensor_parallel_size == 1
         environment |= {
             # In one process nothing spins while it waits, and a small model's steps need no messages.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if alone else "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if is_one_process else "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainers and other engines use the same cores
             "OMP_NUM_THREADS": str(settings.num_threads),
             "OMP_WAIT_POLICY": "PASSIVE",

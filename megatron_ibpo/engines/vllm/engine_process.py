@@ -29,10 +29,10 @@ from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.drafts import MARK
 from megatron_ibpo.engines.vllm.messages import (
     Answer,
-    Asked,
     Call,
     Finished,
     Message,
+    NumberedRequest,
     Refused,
     Samples,
     Unsampled,
@@ -98,19 +98,19 @@ def _serve(channel: Connection, engine: SamplingEngine) -> None:
     """Sample requests, and receive more between steps. Any failure inside vLLM ends the process, for a
     restart."""
     finished: list[Finished] = []
-    held = 0
-    said = time.monotonic()
+    num_unsent_steps = 0
+    last_sent = time.monotonic()
     while True:
-        ready = finished and (not engine.busy or held >= HOLD_STEPS)
-        if ready or (engine.busy and held and time.monotonic() - said >= PROGRESS_S):
+        ready = finished and (not engine.busy or num_unsent_steps >= HOLD_STEPS)
+        if ready or (engine.busy and num_unsent_steps and time.monotonic() - last_sent >= PROGRESS_S):
             channel.send(Samples(finished))
-            finished, held, said = [], 0, time.monotonic()
+            finished, num_unsent_steps, last_sent = [], 0, time.monotonic()
         if engine.busy and not engine.paused and not channel.poll(0):
             finished += engine.step()
-            held += 1
+            num_unsent_steps += 1
             continue
         if engine.busy and engine.paused and not channel.poll(PROGRESS_S):
-            held += 1  # a sign of life: it waits for its weights, perhaps for long
+            num_unsent_steps += 1  # a sign of life: it waits for its weights, perhaps for long
             continue
         call: Call = channel.recv()
         if call.method == "close":
@@ -138,7 +138,7 @@ def _obey(engine: SamplingEngine, method: str, arguments: tuple[Any, ...]) -> Me
     except Refusal as refusal:
         if method == "submit":
             _, requests = arguments
-            return Unsampled([asked.number for asked in requests], str(refusal))
+            return Unsampled([numbered.number for numbered in requests], str(refusal))
         return Refused(str(refusal))
 
 
@@ -193,7 +193,9 @@ class SamplingEngine:
         if self._records_itself:
             self._llm.collective_rpc("record_routing", args=(settings.recorded_experts,))
         top_k = 1 if settings.records_sampling_mask else -1
-        self.submit(0, [Asked(0, SampleRequest(np.zeros(1, np.int32), seed=0, max_tokens=2, top_k=top_k))])
+        self.submit(
+            0, [NumberedRequest(0, SampleRequest(np.zeros(1, np.int32), seed=0, max_tokens=2, top_k=top_k))]
+        )
         while self.busy:  # this builds everything that is built at first use
             self.step()
         gc.collect()
@@ -204,12 +206,14 @@ class SamplingEngine:
         """True if some requests have not finished."""
         return self._llm.has_unfinished_requests()
 
-    def submit(self, version: int, requests: list[Asked]) -> None:
+    def submit(self, version: int, requests: list[NumberedRequest]) -> None:
         """Add requests, to be sampled with the weights of `version` or later. During an update they wait for
         its end."""
         if not self.paused and (self._version == NO_VERSION or int(self._version) < version):
             raise Refusal(f"asked to sample with policy version {version}, the engine has {self._version}")
-        if self._settings.records_sampling_mask and any(_keeps_all(asked.request) for asked in requests):
+        if self._settings.records_sampling_mask and any(
+            _keeps_all(numbered.request) for numbered in requests
+        ):
             raise Refusal("vLLM records sampling masks only of requests with top-k; set --rollout-top-k")
         gc.disable()  # millions of short-lived objects and no cycles: collecting costs a third of the time
         for number, request in requests:
@@ -252,16 +256,16 @@ class SamplingEngine:
 
     def step(self) -> list[Finished]:
         """Sample one token for every running request; return the requests that end with it."""
-        ended: list[Any] = [output for output in self._llm.step() if output.finished]
-        for drafted, accepted in filter(any, map(_drafts, ended)):
+        outputs: list[Any] = [output for output in self._llm.step() if output.finished]
+        for drafted, accepted in filter(any, map(_drafts, outputs)):
             self._drafted += drafted
             self._accepted += accepted
-        choices = self._routed_experts(ended)
+        choices = self._routed_experts(outputs)
         self._rest_if_idle()
         masks = self._settings.records_sampling_mask
         return [
-            _finished(output, own, _native_mask(output) if masks else None)
-            for output, own in zip(ended, choices, strict=True)
+            _finished(output, expert_choices, _native_mask(output) if masks else None)
+            for output, expert_choices in zip(outputs, choices, strict=True)
         ]
 
     def drafts(self) -> tuple[int, int]:
@@ -278,8 +282,8 @@ class SamplingEngine:
         reads = [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs]
         if not self._records_itself:  # vLLM's own record
             return [_native_choices(o, n, count, dense) for o, n in zip(outputs, reads, strict=True)]
-        asked = [(output.request_id, n) for output, n in zip(outputs, reads, strict=True)]
-        of_workers = self._llm.collective_rpc("take_routing", args=(asked,))
+        requests = [(output.request_id, n) for output, n in zip(outputs, reads, strict=True)]
+        of_workers = self._llm.collective_rpc("take_routing", args=(requests,))
         return [_sent_choices(sent) for sent in of_workers[0]]  # tensor-parallel workers route alike
 
     @property
@@ -299,9 +303,9 @@ class SamplingEngine:
         afterwards until it receives some."""
         self.start_weight_update(False)
         self.update_weights({"rehearse": tensors})
-        answers = self._llm.collective_rpc("take_rehearsal")
+        needs = self._llm.collective_rpc("take_rehearsal")
         self._end_update()
-        return answers
+        return needs
 
     def start_weight_update(self, check: bool) -> None:
         """Prepare for new weights; with `check` keep checksums of what arrives. The engine does not sample
@@ -325,10 +329,10 @@ class SamplingEngine:
     def missing_weights(self) -> list[list[str]]:
         """Return the tensors that each worker still lacks in the present update; empty if it is whole. After
         an update that was cut off the engine has no weights until the next one."""
-        answers = self._llm.collective_rpc("missing_weights")
-        if None in answers:
+        missing = self._llm.collective_rpc("missing_weights")
+        if None in missing:
             raise Refusal("the weight update was cut off: another member of its group was lost")
-        return answers
+        return missing
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
         """Make the received weights those of policy `version`, and let requests continue.
@@ -423,8 +427,8 @@ def _native_choices(output: Any, reads: int, num_experts: int, dense_layers: int
     layers without a router too. Run with the second model runner on a CPU only."""
     ids = output.outputs[0].routed_experts
     if ids is None or len(ids) != reads:
-        there = "none" if ids is None else f"{len(ids)}"
-        raise RuntimeError(f"vLLM recorded the routing of {there} of {reads} tokens of a response")
+        num_recorded = "none" if ids is None else f"{len(ids)}"
+        raise RuntimeError(f"vLLM recorded the routing of {num_recorded} of {reads} tokens of a response")
     return expert_ids(ids[:, dense_layers:], num_experts)
 
 
@@ -439,7 +443,7 @@ def _native_mask(output: Any) -> SamplingMask:
     (completion,) = output.outputs
     sets = [] if completion.sampling_mask is None else completion.sampling_mask.token_ids
     tokens = completion.token_ids
-    if len(sets) != len(tokens) or any(token not in own for token, own in zip(tokens, sets, strict=True)):
+    if len(sets) != len(tokens) or any(token not in ids for token, ids in zip(tokens, sets, strict=True)):
         raise RuntimeError(
             f"vLLM's sampling mask of {len(sets)} sets is not that of a response of {len(tokens)} tokens"
         )

@@ -75,10 +75,10 @@ def _close_up_single_rows() -> None:
     refuses the stride."""
     convolve = gdn_attention._causal_conv1d_fwd_cpu
 
-    def convolve_closed(*, x: torch.Tensor, **others: Any) -> torch.Tensor:
+    def convolve_closed(*, x: torch.Tensor, **options: Any) -> torch.Tensor:
         if x.shape[1] == 1:
             x = x.T.clone(memory_format=torch.contiguous_format).T
-        return convolve(x=x, **others)
+        return convolve(x=x, **options)
 
     gdn_attention._causal_conv1d_fwd_cpu = convolve_closed
 
@@ -95,11 +95,11 @@ def _hold_generators_of_discarded_tokens() -> None:
     def sample_holding(self: Any, *arguments: Any) -> Any:
         generators = self.input_batch.generators
         discarded = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
-        held = {row: generators.pop(row) for row in discarded.tolist() if row in generators}
+        removed = {row: generators.pop(row) for row in discarded.tolist() if row in generators}
         try:
             return sample_tokens(self, *arguments)
         finally:
-            generators.update(held)
+            generators.update(removed)
 
     runner.sample_tokens = sample_holding
 
@@ -129,12 +129,12 @@ def _read_single_tokens_as_prompts() -> None:
     builder: Any = GDNAttentionMetadataBuilder
     build = builder.build
 
-    def build_prompts(self: Any, prefix: int, batch: Any, *arguments: Any, **more: Any) -> Any:
+    def build_prompts(self: Any, prefix: int, batch: Any, *arguments: Any, **options: Any) -> Any:
         if batch.is_prefilling is not None:  # a part is taken for a prompt if nothing was read before it
-            read, whole = batch.query_start_loc_cpu.diff(), batch.seq_lens_cpu_upper_bound
+            read, seq_lens = batch.query_start_loc_cpu.diff(), batch.seq_lens_cpu_upper_bound
             single = batch.is_prefilling & (read == 1)
-            batch = batch.replace(seq_lens_cpu_upper_bound=torch.where(single, read, whole))
-        return build(self, prefix, batch, *arguments, **more)
+            batch = batch.replace(seq_lens_cpu_upper_bound=torch.where(single, read, seq_lens))
+        return build(self, prefix, batch, *arguments, **options)
 
     builder.build = build_prompts
 
@@ -166,8 +166,8 @@ def _draft_for_marked_requests() -> None:
 
     def propose_for_marked(self: Any, scheduled: Any, sampled: Any, *arguments: Any) -> Any:
         if self.speculative_config.method == "ngram":
-            wanted = [_is_drafted(self.requests[name]) for name in self.input_batch.req_ids]
-            sampled = [ids if drafted else [] for ids, drafted in zip(sampled, wanted, strict=True)]
+            are_drafted = [_is_drafted(self.requests[name]) for name in self.input_batch.req_ids]
+            sampled = [ids if drafted else [] for ids, drafted in zip(sampled, are_drafted, strict=True)]
         return propose(self, scheduled, sampled, *arguments)
 
     runner.propose_draft_token_ids = propose_for_marked

@@ -36,18 +36,18 @@ def take_updates_whole() -> None:
 
     def load_by_loaders(self: Any, weights: Weights) -> set[str]:
         sinks: set[str] = set()
-        return load_weights(self, _one_by_one(self, weights, sinks)) | sinks
+        return load_weights(self, _split_experts(self, weights, sinks)) | sinks
 
     model_class.load_weights = load_by_loaders
 
 
-def _one_by_one(model: Any, weights: Weights, loaded: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _split_experts(model: Any, weights: Weights, loaded: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights with one tensor per expert and without sinks, which are loaded here."""
     for name, tensor in weights:
         if name.endswith(EXPERTS):
-            before, _, kind = name.rpartition(".")
+            prefix, _, kind = name.rpartition(".")
             for expert in range(tensor.shape[0]):
-                yield f"{before}.{expert}.{kind}", tensor[expert]
+                yield f"{prefix}.{expert}.{kind}", tensor[expert]
         elif name.endswith(SINKS):
             loaded |= _load_sinks(model, name.replace(".self_attn.", ".attn."), tensor)
         else:
@@ -60,6 +60,6 @@ def _load_sinks(model: Any, name: str, sinks_H: torch.Tensor) -> set[str]:
     if parameter is None:
         return set()
     heads = parameter.shape[0]
-    own = sinks_H.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
-    getattr(parameter, "weight_loader", default_weight_loader)(parameter, own)
+    local_sinks = sinks_H.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
+    getattr(parameter, "weight_loader", default_weight_loader)(parameter, local_sinks)
     return {name}

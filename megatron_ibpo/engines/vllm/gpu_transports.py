@@ -35,7 +35,7 @@ from megatron_ibpo.basics.rendezvous import listen
 from megatron_ibpo.weights.layout.gather import Gather, on_one_stream
 from megatron_ibpo.weights.layout.regions import TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start, without
-from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, joined, say_lost
+from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, run_join, say_lost
 from megatron_ibpo.weights.transfer.wire import checksum
 
 PACKED_BUFFERS = 1
@@ -85,11 +85,11 @@ class NcclTransport:
             failures = self._meet(links, engines)
         if self._members:
             failures = self._send(source.metadata(), links, sums if check else None)
-        again = any(self._world.all_gather(bool(failures)))
-        if again:
+        must_repeat = any(self._world.all_gather(bool(failures)))
+        if must_repeat:
             self._leave()
         num_bytes = _num_bytes(source.metadata()) * len(engines) if self._world.is_rank_0 else 0
-        return Sent(failures, num_bytes * self._workers, num_bytes, sums, again)
+        return Sent(failures, num_bytes * self._workers, num_bytes, sums, must_repeat)
 
     def _send(
         self, metas: Sequence[TensorMeta], links: Mapping[int, EngineLink], sums: dict[str, int] | None
@@ -149,17 +149,17 @@ class NcclTransport:
             return (worker_init_payload(info) | {"lost_port": lost_port, "timeout": 2 * self._timeout},)
 
         failures = start(links, "init_weight_transfer", place)
-        why = f"no NCCL group was formed with it within {self._timeout:g} seconds"
+        reason = f"no NCCL group was formed with it within {self._timeout:g} seconds"
         with _heard(links, failures, self._lost, self._timeout):
             try:
                 self._sender = self._join(listener, size)
             except Exception as error:  # the log says why the engines are replaced
-                why = f"no NCCL group was formed with it: {type(error).__name__}: {error}"
+                reason = f"no NCCL group was formed with it: {type(error).__name__}: {error}"
         if listener is not None:
             listener.close()  # no-op once the group's store has it
-        formed, why = self._world.on_rank_0(lambda: (self._sender is not None, why))
+        formed, reason = self._world.on_rank_0(lambda: (self._sender is not None, reason))
         if not formed and not any(self._world.all_gather(bool(failures))):
-            failures = {engine: RuntimeError(why) for engine in links}
+            failures = {engine: RuntimeError(reason) for engine in links}
         if not any(self._world.all_gather(bool(failures))):
             self._members = list(engines)
         return failures
@@ -177,7 +177,7 @@ class NcclTransport:
         if listener is None:
             return sender
         device = self._world.device.index or 0
-        sender.model_update_group = joined(
+        sender.model_update_group = run_join(
             lambda: _open_group(listener, size, device), device, self._lost, self._timeout
         )
         return sender if sender.model_update_group is not None else None
@@ -213,12 +213,12 @@ def _heard(
 
     if failures:
         say_lost(lost)
-    asked = without(links, failures)
-    with ThreadPoolExecutor(max(1, len(asked))) as threads:
-        answers = [threads.submit(hear, engine) for engine in asked]
+    remaining = without(links, failures)
+    with ThreadPoolExecutor(max(1, len(remaining))) as threads:
+        replies = [threads.submit(hear, engine) for engine in remaining]
         yield
-    for answer in answers:
-        failures |= answer.result()
+    for reply in replies:
+        failures |= reply.result()
 
 
 class IpcTransport:
@@ -291,7 +291,7 @@ class _Lender(IPCTrainerWeightTransferEngine):
     """vLLM's sender, on a rank whose engine may take no part. PyTorch keeps a lent buffer until its receiver
     releases it, and that rank's buffer has no receiver. Not run on GPUs."""
 
-    _lent: tuple[Any, ...] | None = None
+    _rebuild_arguments: tuple[Any, ...] | None = None
     """Arguments with which a worker rebuilds the buffer's tensor: PyTorch's `rebuild_cuda_tensor`."""
     num_waits = 0
     """Number of times that this rank waited for all others and for its GPU: one a bucket."""
@@ -299,7 +299,7 @@ class _Lender(IPCTrainerWeightTransferEngine):
 
     def _all_gather_and_merge_handles(self, handles: list[dict[str, tuple]]) -> list[dict[str, tuple]]:
         for handle in handles:  # each of the same buffer, on this rank's GPU
-            (self._lent,) = handle.values()
+            (self._rebuild_arguments,) = handle.values()
         began = time.monotonic()
         merged = super()._all_gather_and_merge_handles(handles)
         self.num_waits, self.wait_seconds = self.num_waits + 1, self.wait_seconds + time.monotonic() - began
@@ -307,8 +307,8 @@ class _Lender(IPCTrainerWeightTransferEngine):
 
     def take_back(self) -> None:
         """Take back the memory of a buffer that no worker has opened."""
-        if self._lent is not None:
-            counter, offset = (self._lent[place] for place in _use_count_places())
+        if self._rebuild_arguments is not None:
+            counter, offset = (self._rebuild_arguments[place] for place in _use_count_places())
             torch.UntypedStorage._release_ipc_counter_cuda(counter, offset)  # as a worker does
             torch.cuda.ipc_collect()
 

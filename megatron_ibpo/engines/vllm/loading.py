@@ -37,8 +37,8 @@ class Drafter:
                 if self._absent is None:
                     initialize_layerwise_reload(self._model)
                     # embedding and head are the target's, and come as its
-                    own = _owned(self._model)
-                    self._absent = {n for n in own if "embed_tokens" not in n and "lm_head" not in n}
+                    names = _owned(self._model)
+                    self._absent = {n for n in names if "embed_tokens" not in n and "lm_head" not in n}
                 self._absent -= self._model.load_weights([(name, tensor)])
             yield name, tensor
 
@@ -105,15 +105,15 @@ class Loading:
 def _owned(model: torch.nn.Module) -> Iterator[str]:
     """Yield the parameters that must come, once each even if layers share them. Scales of a quantized KV
     cache have defaults."""
-    seen = set()
+    yielded = set()
     for prefix, layer in model.named_modules():
         if is_deferred_attention_layer(layer):
             continue
         present, _ = get_layerwise_info(layer).kernel_tensors or ({}, {})
         for name, parameter in layer.named_parameters(recurse=False):
-            kept = id(present.get(name, parameter))  # sharing is undone while weights come
-            if kept not in seen:
-                seen.add(kept)
+            tensor_id = id(present.get(name, parameter))  # sharing is undone while weights come
+            if tensor_id not in yielded:
+                yielded.add(tensor_id)
                 yield f"{prefix}.{name}" if prefix else name
 
 

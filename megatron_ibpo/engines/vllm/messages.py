@@ -13,7 +13,7 @@ class Call(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-class Asked(NamedTuple):
+class NumberedRequest(NamedTuple):
     """A request with the owner's number, as sent to the engine in submit."""
 
     number: int
@@ -44,7 +44,7 @@ class Unsampled(NamedTuple):
     """The engine refuses these requests and is unchanged."""
 
     numbers: list[int]
-    why: str
+    reason: str
 
 
 class Answer(NamedTuple):
@@ -56,7 +56,7 @@ class Answer(NamedTuple):
 class Refused(NamedTuple):
     """The engine cannot do what was called, and is unchanged."""
 
-    why: str
+    reason: str
 
 
 Message = Samples | Unsampled | Answer | Refused

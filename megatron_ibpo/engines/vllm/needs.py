@@ -32,17 +32,17 @@ def vllm_needs(config: Config, on_gpu: bool) -> EngineNeeds:
         config: configuration with device-dependent values resolved (`engines.registry.on_device`).
         on_gpu: False if the engine runs on CPUs, with its KV cache in main memory.
     """
-    own = vllm_parameters(config.rollout)
-    arguments = named_values(own.vllm_arg)
-    element = 4 if own.vllm_dtype == "float32" else 2
+    parameters = vllm_parameters(config.rollout)
+    arguments = named_values(parameters.vllm_arg)
+    element = 4 if parameters.vllm_dtype == "float32" else 2
     quantization = arguments.get("quantization")
     state = arguments.get("mamba_ssm_cache_dtype", "auto")
     return EngineNeeds(
-        memory_share=own.vllm_gpu_memory_utilization,
+        memory_share=parameters.vllm_gpu_memory_utilization,
         memory_share_flag="--vllm-gpu-memory-utilization",
         kv_cache_bytes=kv_cache_bytes(config.rollout, on_gpu=on_gpu),
         kv_cache_flag="--vllm-kv-cache-bytes",
-        most_running=own.vllm_max_num_seqs,
+        most_running=parameters.vllm_max_num_seqs,
         most_running_flag="--vllm-max-num-seqs",
         element_bytes=element,
         # the layers' matrices are quantized; scales are left out
@@ -52,7 +52,7 @@ def vllm_needs(config: Config, on_gpu: bool) -> EngineNeeds:
         prefill_tokens=int(arguments.get("max_num_batched_tokens", PREFILL_TOKENS)),
         logit_bytes=SAMPLER_BYTES,
         buffer_bytes=BUFFERS_BYTES,
-        graph_bytes=0 if own.vllm_enforce_eager or not on_gpu else GRAPHS_BYTES,
+        graph_bytes=0 if parameters.vllm_enforce_eager or not on_gpu else GRAPHS_BYTES,
         communicators=COMMUNICATORS,
     )
 
@@ -70,33 +70,33 @@ def on_device(config: Config, shape: ModelShape, on_gpu: bool) -> RolloutConfig:
     Args:
         config: configuration with the trainer's precision resolved.
     """
-    rollout, own = config.rollout, vllm_parameters(config.rollout)
+    rollout, parameters = config.rollout, vllm_parameters(config.rollout)
     resolved: dict[str, Any] = {}
-    if own.ibpo_draft_from_prompt == "auto":
-        drafts = draft_by_default(config, own, shape, on_gpu)
+    if parameters.ibpo_draft_from_prompt == "auto":
+        drafts = draft_by_default(config, parameters, shape, on_gpu)
         resolved["ibpo_draft_from_prompt"] = "on" if drafts else "off"
-    if own.vllm_dtype == "auto":
+    if parameters.vllm_dtype == "auto":
         rounds = config.model.bf16 if on_gpu else shape.is_recurrent
-        is_quantized = "quantization" in named_values(own.vllm_arg)
+        is_quantized = "quantization" in named_values(parameters.vllm_arg)
         resolved["vllm_dtype"] = "bfloat16" if is_quantized or rounds else "float32"
     return replace(rollout, parameters=rollout.parameters | resolved)
 
 
-def draft_by_default(config: Config, own: VllmParameters, shape: ModelShape, on_gpu: bool) -> bool:
+def draft_by_default(config: Config, parameters: VllmParameters, shape: ModelShape, on_gpu: bool) -> bool:
     """Return whether to draft without being told: on GPUs, for models whose state is a cache that can be cut
     back, if the policy corrects responses and no routing or sampling mask is recorded. Not run on GPUs."""
     rollout = config.rollout
     recorded = rollout.use_rollout_routing_replay or bool(rollout.truncation)
-    chosen = "speculative_config" in named_values(own.vllm_arg)
+    chosen = "speculative_config" in named_values(parameters.vllm_arg)
     corrects = config.algorithm.ibpo_operator == "compare-and-correct"  # which marks its requests
     return on_gpu and corrects and not (shape.is_recurrent or recorded or chosen)
 
 
 def precision(rollout: RolloutConfig) -> Precision:
     """Return the precision of sampling."""
-    own = vllm_parameters(rollout)
-    quantizing = {"quantization", "kv_cache_dtype"} & named_values(own.vllm_arg).keys()
-    return Precision(own.vllm_dtype, bool(quantizing))
+    parameters = vllm_parameters(rollout)
+    quantizing = {"quantization", "kv_cache_dtype"} & named_values(parameters.vllm_arg).keys()
+    return Precision(parameters.vllm_dtype, bool(quantizing))
 
 
 def changed_probabilities(rollout: RolloutConfig) -> list[str]:

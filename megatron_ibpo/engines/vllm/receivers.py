@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from megatron_ibpo.engines.vllm.fixes import repack_tied_heads
 from megatron_ibpo.weights.layout.regions import Need, TensorMeta
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
-from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, joined
+from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, run_join
 from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
 from megatron_ibpo.weights.transfer.wire import Answer
 
@@ -122,7 +122,7 @@ class NcclWorker(NCCLWeightTransferEngine):
         self._store = dist.TCPStore(init_info.master_address, init_info.lost_port, timeout=meeting)
         # the trainers do not wait for a worker that does not join in time: they form another group
         join = super().init_transfer_engine
-        joined(lambda: join(init_info), self.device.index or 0, self._store, init_info.timeout)
+        run_join(lambda: join(init_info), self.device.index or 0, self._store, init_info.timeout)
 
     def start_weight_update(self) -> None:
         self.lost = False

@@ -12,7 +12,7 @@ Choices = npt.NDArray[np.int32]
 
 
 @dataclass
-class _Kept:
+class _RequestRecord:
     """Record of one request."""
 
     reached: int = 0
@@ -30,32 +30,32 @@ class RoutingRecord:
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
-        self._kept: dict[str, _Kept] = {}
+        self._records: dict[str, _RequestRecord] = {}
 
     def add(self, request: str, start: int, choices: Choices) -> None:
         """Add the choices for the tokens from position `start` on."""
-        kept = self._kept.setdefault(request, _Kept())
-        new = choices[max(0, kept.reached - start) :]
+        record = self._records.setdefault(request, _RequestRecord())
+        new = choices[max(0, record.reached - start) :]
         if len(new):
             end = start + len(choices)
-            kept.parts.append((end - len(new), new))
-            kept.reached = end
+            record.parts.append((end - len(new), new))
+            record.reached = end
 
     def take(self, request: str, tokens: int) -> ExpertIds | None:
         """Return the choices of the first `tokens` positions and forget them; `no_expert` for a position
         without a record; None if no position has one."""
-        kept = self._kept.pop(request, None)
-        if kept is None:
+        record = self._records.pop(request, None)
+        if record is None:
             return None
-        whole = np.full((tokens, *kept.parts[0][1].shape[1:]), -1, np.int32)
-        for start, choices in kept.parts:
+        ids = np.full((tokens, *record.parts[0][1].shape[1:]), -1, np.int32)
+        for start, choices in record.parts:
             part = choices[: max(0, tokens - start)]  # a step may have begun past the end of a response
-            whole[start : start + len(part)] = part
-        return expert_ids(whole, self._num_experts)
+            ids[start : start + len(part)] = part
+        return expert_ids(ids, self._num_experts)
 
     def forget(self, request: str) -> None:
-        self._kept.pop(request, None)
+        self._records.pop(request, None)
 
     def names(self) -> list[str]:
         """Return the names of the requests that have a record."""
-        return list(self._kept)
+        return list(self._records)

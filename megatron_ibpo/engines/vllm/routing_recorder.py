@@ -25,22 +25,22 @@ class RecordingWorker(WorkerExtension):
         Raises:
             RuntimeError: the model has no routers, or routes inside a kernel that does not reveal it.
         """
-        found = [m for m in self.model_runner.get_model().modules() if isinstance(m, MoERunner)]
-        if not found or any(
-            not isinstance(m.router, BaseRouter) or m._quant_method.is_monolithic for m in found
+        runners = [m for m in self.model_runner.get_model().modules() if isinstance(m, MoERunner)]
+        if not runners or any(
+            not isinstance(m.router, BaseRouter) or m._quant_method.is_monolithic for m in runners
         ):
             raise RuntimeError("this model's routers cannot be watched: drop --use-rollout-routing-replay")
         self._record = RoutingRecord(num_experts)
         self._step: list[Choices] = []
-        for place, module in enumerate(sorted(found, key=lambda m: m.layer_id)):
-            module.router.set_capture_fn(partial(self._routed, place, len(found)))
+        for place, module in enumerate(sorted(runners, key=lambda m: m.layer_id)):
+            module.router.set_capture_fn(partial(self._routed, place, len(runners)))
 
-    def take_routing(self, asked: list[tuple[str, int]]) -> list[tuple[str, list[int], bytes] | None]:
+    def take_routing(self, requests: list[tuple[str, int]]) -> list[tuple[str, list[int], bytes] | None]:
         """Return `RoutingRecord.take` of requests, by the names under which they were submitted, as (dtype,
         shape, bytes): what vLLM sends between processes."""
         full = self._full_names()
-        found = [self._record.take(full.get(name, name), tokens) for name, tokens in asked]
-        return [None if ids is None else (ids.dtype.str, list(ids.shape), ids.tobytes()) for ids in found]
+        records = [self._record.take(full.get(name, name), tokens) for name, tokens in requests]
+        return [None if ids is None else (ids.dtype.str, list(ids.shape), ids.tobytes()) for ids in records]
 
     def forget_routing(self, names: list[str]) -> None:
         """Forget requests that were dropped."""

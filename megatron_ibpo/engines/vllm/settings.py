@@ -88,10 +88,12 @@ def engine_settings(
     """
     on_cpu = transport == "gloo"
     recorded = shape.num_experts if rollout.use_rollout_routing_replay else 0
-    own = vllm_parameters(rollout)
-    assert own.vllm_dtype != "auto"  # `needs.on_device` resolved it
-    drafts = own.ibpo_draft_from_prompt == "on"
-    arguments = _taking_new_weights(vllm_arguments(own.vllm_arg), experts_on_gpu=shape.is_moe and not on_cpu)
+    parameters = vllm_parameters(rollout)
+    assert parameters.vllm_dtype != "auto"  # `needs.on_device` resolved it
+    drafts = parameters.ibpo_draft_from_prompt == "on"
+    arguments = _taking_new_weights(
+        vllm_arguments(parameters.vllm_arg), experts_on_gpu=shape.is_moe and not on_cpu
+    )
     if drafts and "speculative_config" in arguments:
         raise ValueError(f"{DRAFT_FLAG} on: --vllm-arg speculative-config drafts too; drop one of the two")
     if drafts:
@@ -133,12 +135,12 @@ def engine_settings(
         tensor_parallel_size=rollout.rollout_num_gpus_per_engine,
         num_threads=num_threads,
         transport=transport,
-        dtype=own.vllm_dtype,
+        dtype=parameters.vllm_dtype,
         max_model_len=rollout.rollout_max_context_len,
-        max_num_seqs=own.vllm_max_num_seqs,
+        max_num_seqs=parameters.vllm_max_num_seqs,
         kv_cache_bytes=kv_cache_bytes(rollout, on_gpu=not on_cpu),
-        gpu_memory_utilization=own.vllm_gpu_memory_utilization,
-        enforce_eager=on_cpu or own.vllm_enforce_eager,
+        gpu_memory_utilization=parameters.vllm_gpu_memory_utilization,
+        enforce_eager=on_cpu or parameters.vllm_enforce_eager,
         sleep_mode=transport == "ipc",
         prefix_caching=prefix_caching,
         recompute_kv_after_update=rollout.recompute_kv_after_update,
@@ -147,7 +149,7 @@ def engine_settings(
         dense_layers=shape.dense_layers,
         records_sampling_mask=records_sampling_mask,
         drafts="speculative_config" in arguments,
-        drafts_with_mtp=drafts_with_mtp(own.vllm_arg),
+        drafts_with_mtp=drafts_with_mtp(parameters.vllm_arg),
         drafts_corrections=drafts,
         extra_arguments=arguments,
     )
@@ -199,11 +201,11 @@ def vllm_arguments(pairs: Sequence[str]) -> dict[str, Any]:
     if not pairs:
         return {}
     try:
-        known = declared_fields("vllm", "engine/arg_utils.py", "EngineArgs")
+        fields = declared_fields("vllm", "engine/arg_utils.py", "EngineArgs")
     except ValueError as error:
         raise ValueError(f"{FLAG}: {error}") from None
     instead = {
         name: f"use {flag}" if flag else "it follows from the model and the device"
         for name, flag in OURS.items()
     }
-    return declared_values(FLAG, pairs, known, instead, library="vLLM", of="EngineArgs")
+    return declared_values(FLAG, pairs, fields, instead, library="vLLM", of="EngineArgs")

@@ -57,10 +57,10 @@ class FlashGatedDeltaNet(GatedDeltaNet):
         cp_size: int = 1,
     ) -> Tensor:
         cu_seqlens: Any = cu_seqlens_actual if cu_seqlens_padded is None else cu_seqlens_padded
-        asked = (total_seq_len, cp_size)
-        if getattr(cu_seqlens, "fits", None) != asked:
+        checked_sizes = (total_seq_len, cp_size)
+        if getattr(cu_seqlens, "fits", None) != checked_sizes:
             super()._resolve_cu_seqlens(cu_seqlens_padded, cu_seqlens_actual, total_seq_len, name, cp_size)
-            cu_seqlens.fits = asked
+            cu_seqlens.fits = checked_sizes
         return cu_seqlens
 
 
@@ -122,8 +122,8 @@ def _mix(
     assert packed_seq_params is not None, "sequences must be packed"
     cu_seqlens = packed_seq_params.cu_seqlens_q
     projected, _bias = layer.in_proj(hidden_states)
-    query_size, key_size, value_size, *others = layer.in_proj_split_sections
-    sizes = [query_size + key_size + value_size, *others]
+    query_size, key_size, value_size, *gate_sizes = layer.in_proj_split_sections
+    sizes = [query_size + key_size + value_size, *gate_sizes]
     qkv, gate, beta, alpha = projected.squeeze(1).split(sizes, dim=-1)
 
     def own_conv(x_NF: Tensor, boundaries: Tensor) -> Tensor:
@@ -201,8 +201,8 @@ class _CausalConv(torch.autograd.Function):
     def forward(ctx, x_NF, weight_FK, positions_N):
         weights_KF = weight_FK.t().contiguous()
         output = x_NF * weights_KF[-1]
-        for back in range(1, len(weights_KF)):
-            output[back:].addcmul_(x_NF[:-back] * _inside(positions_N, back, x_NF), weights_KF[-1 - back])
+        for shift in range(1, len(weights_KF)):
+            output[shift:].addcmul_(x_NF[:-shift] * _inside(positions_N, shift, x_NF), weights_KF[-1 - shift])
         ctx.save_for_backward(x_NF, weights_KF, positions_N)
         return output
 
@@ -212,17 +212,17 @@ class _CausalConv(torch.autograd.Function):
         grad_x = grad_NF * weights_KF[-1]
         grad_weights = torch.empty_like(weights_KF)
         grad_weights[-1] = (grad_NF * x_NF).sum(0)
-        for back in range(1, len(weights_KF)):
-            grad = grad_NF[back:] * _inside(positions_N, back, x_NF)
-            grad_x[:-back].addcmul_(grad, weights_KF[-1 - back])
-            grad_weights[-1 - back] = grad.mul_(x_NF[:-back]).sum(0)
+        for shift in range(1, len(weights_KF)):
+            grad = grad_NF[shift:] * _inside(positions_N, shift, x_NF)
+            grad_x[:-shift].addcmul_(grad, weights_KF[-1 - shift])
+            grad_weights[-1 - shift] = grad.mul_(x_NF[:-shift]).sum(0)
         return grad_x, grad_weights.t(), None
 
 
-def _inside(positions_N: Tensor, back: int, like: Tensor) -> Tensor:
-    """Return 1 for each token (from the `back`-th on) whose sequence has a token `back` places earlier,
+def _inside(positions_N: Tensor, shift: int, like: Tensor) -> Tensor:
+    """Return 1 for each token (from the `shift`-th on) whose sequence has a token `shift` places earlier,
     otherwise 0."""
-    return (positions_N[back:] >= back).to(like.dtype).unsqueeze(1)
+    return (positions_N[shift:] >= shift).to(like.dtype).unsqueeze(1)
 
 
 def causal_conv(x_NF: Tensor, weight_FK: Tensor, positions_N: Tensor) -> Tensor:
@@ -345,27 +345,27 @@ class _ChunkedDeltaRule(torch.autograd.Function):
 
         new_value, output = torch.empty_like(u), torch.empty_like(u)
         state = key.new_zeros(sizes[0], dim, value.shape[2]) if first_state is None else first_state
-        states, ended, first = [], [], 0
+        states, ended_states, first = [], [], 0
         for size in sizes:
             at = slice(first, first + size)
             first += size
-            ended.append(state[size:])  # shorter sequences
+            ended_states.append(state[size:])  # shorter sequences
             state = state[:size]
             states.append(state)
             torch.baddbmm(u[at], w[at], state, alpha=-1, out=new_value[at])
             torch.bmm(query_decayed[at], state, out=output[at])
             output[at].baddbmm_(within[at], new_value[at])
             state = torch.baddbmm(state * from_start[at, -1:], key_decayed[at].mT, new_value[at])
-        last_state = torch.cat((state, *reversed(ended)))
+        last_state = torch.cat((state, *reversed(ended_states)))
         ctx.sizes = sizes
-        kept = query, key, value, beta, between, from_start, to_end, lower, solve, u, w, within, new_value
-        ctx.save_for_backward(*kept, *states)
+        saved = query, key, value, beta, between, from_start, to_end, lower, solve, u, w, within, new_value
+        ctx.save_for_backward(*saved, *states)
         return output, last_state
 
     @staticmethod
     def backward(ctx, grad_output, grad_last_state):
-        kept, states = ctx.saved_tensors[:13], ctx.saved_tensors[13:]
-        query, key, value, beta, between, from_start, to_end, lower, solve, u, w, within, new_value = kept
+        saved, states = ctx.saved_tensors[:13], ctx.saved_tensors[13:]
+        query, key, value, beta, between, from_start, to_end, lower, solve, u, w, within, new_value = saved
         query_decayed, key_decayed, beta_key = query * from_start, key * to_end, key * beta
         if grad_output is None:
             grad_output = torch.zeros_like(u)
@@ -382,11 +382,11 @@ class _ChunkedDeltaRule(torch.autograd.Function):
                 ending = grad_last_state[0 if grad_state is None else len(grad_state) : size]
                 grad_state = ending if grad_state is None else torch.cat((grad_state, ending))
             if grad_state is not None:  # of the rows that go on
-                going = slice(last, last + len(grad_state))
-                grad_new[going].baddbmm_(key_decayed[going], grad_state)
-                torch.bmm(new_value[going], grad_state.mT, out=grad_key_decayed[going])
-                grad_last[going] = (state[: len(grad_state)] * grad_state).sum((1, 2))
-                earlier[: len(grad_state)].addcmul_(grad_state, from_start[going, -1:])
+                continuing = slice(last, last + len(grad_state))
+                grad_new[continuing].baddbmm_(key_decayed[continuing], grad_state)
+                torch.bmm(new_value[continuing], grad_state.mT, out=grad_key_decayed[continuing])
+                grad_last[continuing] = (state[: len(grad_state)] * grad_state).sum((1, 2))
+                earlier[: len(grad_state)].addcmul_(grad_state, from_start[continuing, -1:])
             torch.bmm(grad_output[at], state.mT, out=grad_query_decayed[at])
             torch.bmm(grad_new[at], state.mT, out=grad_w[at]).neg_()
             grad_state = earlier.baddbmm_(w[at].mT, grad_new[at], alpha=-1)

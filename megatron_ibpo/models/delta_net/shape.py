@@ -99,9 +99,9 @@ def delta_net_cost(shape: DeltaNetShape) -> MixerCost:
     return MixerCost(
         weights=shape.hidden_size * (projected + value),
         flops_per_token=6 * state,
-        kept=projected + convolved + repeated + output + state // CHUNK,
+        saved=projected + convolved + repeated + output + state // CHUNK,
         # additions of the state before a chunk: values and outputs as wide as keys, and their states
-        kept_with_states=(2 + shape.gdn_key_dim // CHUNK) * shape.gdn_value_heads * shape.gdn_key_dim,
+        saved_with_states=(2 + shape.gdn_key_dim // CHUNK) * shape.gdn_value_heads * shape.gdn_key_dim,
         exchanged=projected + value,
         recurrent_state=state,
         convolution_state=convolved * (shape.gdn_conv_kernel - 1),

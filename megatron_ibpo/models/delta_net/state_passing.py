@@ -104,11 +104,13 @@ def make_slices(cu_seqlens: Tensor, group: Any, width: int) -> Slices:
 
 def convolve(function: Convolve, x_NF: Tensor, slices: Slices) -> Tensor:
     """Apply `function` of whole sequences to this rank's tokens. [N, F]. Sends W tokens per chunk."""
-    own = x_NF.index_select(0, slices.last_CW.flatten())
-    of_all = gather_from_sequence_parallel_region(own, tensor_parallel_output_grad=True, group=slices.group)
-    of_all = torch.cat((of_all, of_all.new_zeros(1, of_all.shape[1])))
-    before = of_all.index_select(0, slices.before_CW.flatten())
-    led = torch.cat((x_NF, before)).index_select(0, slices.led_M)
+    last_rows = x_NF.index_select(0, slices.last_CW.flatten())
+    all_last_rows = gather_from_sequence_parallel_region(
+        last_rows, tensor_parallel_output_grad=True, group=slices.group
+    )
+    all_last_rows = torch.cat((all_last_rows, all_last_rows.new_zeros(1, all_last_rows.shape[1])))
+    preceding = all_last_rows.index_select(0, slices.before_CW.flatten())
+    led = torch.cat((x_NF, preceding)).index_select(0, slices.led_M)
     return function(led, slices.cu_led).index_select(0, slices.places_N)
 
 

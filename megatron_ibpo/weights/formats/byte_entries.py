@@ -82,7 +82,7 @@ def check_byte_entries(directory: Path, metadata: Metadata) -> None:
     """
     allowed = {**_HARMLESS, **dict.fromkeys(_OF_MEGATRON, _StandIn)}
     # pairs: given bare classes, torch would forget at the end those that Megatron has allowed for itself
-    with torch.serialization.safe_globals([(known, name) for name, known in allowed.items()]):
+    with torch.serialization.safe_globals([(allowed_class, name) for name, allowed_class in allowed.items()]):
         for path, entry, data in _entries(directory, metadata):
             try:
                 torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -115,5 +115,9 @@ def _entries(directory: Path, metadata: Metadata) -> Iterator[tuple[Path, str, b
 
 def _reason(error: Exception) -> str:
     """Return the reason without torch's advice, which is to allow what was refused."""
-    asked = re.search(r"GLOBAL (\S+)", str(error))
-    return f"it asks for {asked[1]}" if asked else f"not a pickle of plain data ({type(error).__name__})"
+    refused_global = re.search(r"GLOBAL (\S+)", str(error))
+    return (
+        f"it asks for {refused_global[1]}"
+        if refused_global
+        else f"not a pickle of plain data ({type(error).__name__})"
+    )

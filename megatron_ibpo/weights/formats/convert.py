@@ -66,7 +66,7 @@ def hf_to_megatron(
     *,
     virtual_stages: int = 1,
     allow_pickle: bool = False,
-    report: Report = lambda now, total: None,
+    report: Report = lambda num_bytes, total: None,
 ) -> None:
     """Write the weights in `hf_dir` as a torch_dist checkpoint at `target`. Collective.
 
@@ -97,7 +97,7 @@ def hf_to_megatron(
     ]
 
     def finish(directory: Path, parts: list[dict[str, tuple[list[Record], str]]]) -> dict[str, str]:
-        written = {name: own for part in parts for name, own in part.items()}
+        written = {name: outcome for part in parts for name, outcome in part.items()}
         digests = write_metadata(directory, [record for records, _ in written.values() for record in records])
         (directory / HF_FILES).mkdir()
         copy_all_but_weights(hf_dir, directory / HF_FILES, dtypes["embedding.word_embeddings.weight"])
@@ -117,7 +117,7 @@ def megatron_to_hf(
     world: World,
     *,
     origin: Path | None = None,
-    report: Report = lambda now, total: None,
+    report: Report = lambda num_bytes, total: None,
 ) -> None:
     """Write the weights of the torch_dist checkpoint `stored_dir` in Hugging Face format. Collective.
 
@@ -153,7 +153,7 @@ def megatron_to_hf(
 
     def parameter(entry: Entry, memory: WorkingMemory) -> AbstractContextManager[Tensor]:
         if source is not None and entry.name in from_origin:
-            return _joined(source, _Share(entry, 0, 1), memory)
+            return _assembled(source, _Share(entry, 0, 1), memory)
         return _stored(stored, entry, memory)
 
     metas = {entry.name: metas_of(entry) for entry in (*entries, *carried)}
@@ -197,7 +197,7 @@ def differing_tensors(
     world: World,
     *,
     allow_pickle: bool = False,
-    report: Report = lambda now, total: None,
+    report: Report = lambda num_bytes, total: None,
 ) -> list[str]:
     """Return the names of HF tensors that differ in any bit from the Megatron checkpoint; both are read from
     disk. Collective: the ranks divide the work.
@@ -278,8 +278,8 @@ def _carried(
 ) -> tuple[list[Entry], Checkpoint | None]:
     """Return the entries beside the policy that only the origin's weights hold."""
     if not any(origin.glob("*.safetensors")):
-        has_some = any(entry.name.startswith(shape.carried) for entry in entries)
-        if shape.carried and not has_some and not converted:
+        has_carried = any(entry.name.startswith(shape.carried) for entry in entries)
+        if shape.carried and not has_carried and not converted:
             raise CheckpointError(
                 f"training keeps no {', '.join(shape.carried)}*, which the model's checkpoints hold: give "
                 "--origin-hf-checkpoint, the Hugging Face checkpoint that training started from"
@@ -289,8 +289,8 @@ def _carried(
     everything = model_entries(shape, source)
     source.check(shape, everything)
     present = {entry.name for entry in entries}
-    kept = [entry for entry in everything if entry.name not in present and is_carried(shape, entry.name)]
-    return kept, source
+    carried = [entry for entry in everything if entry.name not in present and is_carried(shape, entry.name)]
+    return carried, source
 
 
 def _has_nan(tensor: Tensor) -> bool:
@@ -317,8 +317,10 @@ def _run_share(
     with the bytes of each finished parameter."""
     mine = jobs[world.rank :: world.size]
     total = sum(job.num_bytes for job in mine)
-    done = run_jobs(mine, lambda job, memory: work(directory, job, memory, lambda now: report(now, total)))
-    return {job.file: result for job, result in zip(mine, done, strict=True)}
+    results = run_jobs(
+        mine, lambda job, memory: work(directory, job, memory, lambda num_bytes: report(num_bytes, total))
+    )
+    return {job.file: result for job, result in zip(mine, results, strict=True)}
 
 
 def _write_distcp(
@@ -331,7 +333,7 @@ def _write_distcp(
     """Write one file of a Megatron checkpoint; return its records and its digest."""
     file = DistcpFile(directory / job.file)
     for share in job.items:
-        with _joined(checkpoint, share, memory) as shard:
+        with _assembled(checkpoint, share, memory) as shard:
             blocks = share.entry.blocks(share.rank, share.ranks)
             sizes = [block.sizes[share.dim - shard.dim()] for block in blocks]
             for block, part in zip(blocks, shard.split(sizes, dim=share.dim), strict=True):
@@ -351,10 +353,10 @@ def _write_safetensors(
     """Write one file of a Hugging Face checkpoint; return its digest."""
     file = SafetensorsFile(directory / job.file, _tensors(job.items, metas))
     for entry in job.items:
-        with parameter(entry, memory) as whole:
+        with parameter(entry, memory) as tensor:
             for number, meta in enumerate(metas[entry.name]):
-                file.write(meta.name, *_parts(entry, number, whole))
-            report(whole.nbytes)
+                file.write(meta.name, *_parts(entry, number, tensor))
+            report(tensor.nbytes)
     return file.close()
 
 
@@ -363,16 +365,16 @@ def _tensors(entries: Sequence[Entry], metas: dict[str, list[TensorMeta]]) -> li
     return list(dict.fromkeys(meta for entry in entries for meta in metas[entry.name]))
 
 
-def _parts(entry: Entry, number: int, whole: Tensor) -> list[Tensor]:
+def _parts(entry: Entry, number: int, tensor: Tensor) -> list[Tensor]:
     """Return consecutive rows of the tensor that piece `number` of a parameter is stored in."""
     if not entry.by_rows:
-        return [part[None] for part in entry.part(whole)]
+        return [part[None] for part in entry.part(tensor)]
     spans = sorted(span for span in entry.spans() if span.piece == number)
-    return [whole[span.shard_row :][: span.rows] for span in spans]
+    return [tensor[span.shard_row :][: span.rows] for span in spans]
 
 
 @contextmanager
-def _joined(checkpoint: Checkpoint, share: _Share, memory: WorkingMemory) -> Iterator[Tensor]:
+def _assembled(checkpoint: Checkpoint, share: _Share, memory: WorkingMemory) -> Iterator[Tensor]:
     """Yield a shard, contiguous. It is a view of the file if nothing has to be moved."""
     cuts = checkpoint.read_shard(share.entry, share.rank, share.ranks)
     if not share.entry.by_rows:
@@ -400,14 +402,12 @@ def _joined(checkpoint: Checkpoint, share: _Share, memory: WorkingMemory) -> Ite
 def _stored(stored: StoredCheckpoint, entry: Entry, memory: WorkingMemory) -> Iterator[Tensor]:
     """Yield a parameter of a Megatron checkpoint, contiguous. It is a view of the file if stored in one
     piece."""
-    whole = stored.view(entry)
+    view = stored.view(entry)
     with (
-        nullcontext(whole)
-        if whole is not None
-        else memory(entry.shape, stored.dtype(entry.blocks()[0])) as out
+        nullcontext(view) if view is not None else memory(entry.shape, stored.dtype(entry.blocks()[0])) as out
     ):
         memory.check()
-        if whole is None:
+        if view is None:
             stored.read(entry, out)
         _warn_of_nan(out, f"{stored.directory}: {entry.name} ({entry.pieces[0].name})")
         yield out
@@ -451,10 +451,10 @@ def _in_parts(shares: list[_Share], parts: int) -> list[list[_Share]]:
     """Split into consecutive runs of about equal size; none is empty."""
     total = sum(share.numel for share in shares)
     runs: list[list[_Share]] = [[] for _ in range(parts)]
-    before = 0
+    num_placed = 0
     for share in shares:
-        runs[min(parts - 1, before * parts // total)].append(share)
-        before += share.numel
+        runs[min(parts - 1, num_placed * parts // total)].append(share)
+        num_placed += share.numel
     return [run for run in runs if run]
 
 

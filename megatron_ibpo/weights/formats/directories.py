@@ -54,29 +54,29 @@ class HashedFile:
 
     def write(self, data: bytes | memoryview) -> int:
         """Write the data. Raises DiskSpaceError, naming the file, when the disk is full."""
-        left = memoryview(data).cast("B")
-        num_bytes = left.nbytes
-        while left.nbytes:
-            part = left[: BUFFER_BYTES - self._used]
+        remaining = memoryview(data).cast("B")
+        num_bytes = remaining.nbytes
+        while remaining.nbytes:
+            part = remaining[: BUFFER_BYTES - self._used]
             self._buffer[self._used : self._used + part.nbytes] = part
             self._used += part.nbytes
             self.size += part.nbytes
-            left = left[part.nbytes :]
+            remaining = remaining[part.nbytes :]
             if self._used == BUFFER_BYTES:
                 self._write_out()
         return num_bytes
 
     def _write_out(self) -> None:
-        with memoryview(self._buffer) as whole, whole[: self._used] as left:
-            self._hash.update(left)
+        with memoryview(self._buffer) as buffer, buffer[: self._used] as pending:
+            self._hash.update(pending)
             done = 0
             try:
                 while done < self._used:
-                    done += os.write(self._file, left[done:])
+                    done += os.write(self._file, pending[done:])
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    before = self.size - self._used + done
-                    raise DiskSpaceError(f"{self.path}: no room after {before} bytes: {error}") from None
+                    num_written = self.size - self._used + done
+                    raise DiskSpaceError(f"{self.path}: no room after {num_written} bytes: {error}") from None
                 raise
         self._used = 0
 

@@ -124,8 +124,10 @@ class Checkpoint:
     def _refuse_others(self, present: str, single: str) -> None:
         """Refuse a directory that programs read differently: beside an index that does not name it,
         transformers reads the single file; beside a single file without an index, vLLM reads all parts."""
-        beside = [self.directory / single] if present != single else self.directory.glob(_PARTS_OF[single])
-        stale = sorted({path.name for path in beside if path.is_file()} - {*self._stored_in.values()})
+        neighbours = (
+            [self.directory / single] if present != single else self.directory.glob(_PARTS_OF[single])
+        )
+        stale = sorted({path.name for path in neighbours if path.is_file()} - {*self._stored_in.values()})
         if stale:
             raise CheckpointError(
                 f"{self.directory}: {listed(stale)} beside {present}, which does not name "
@@ -154,7 +156,7 @@ class Checkpoint:
         names = [piece.name] + ([piece.fused.name] if piece.fused else [])
         return next((name for name in names if name in self.file_of), None)
 
-    def _found(self, piece: Piece) -> tuple[str, Any]:
+    def _reader_of(self, piece: Piece) -> tuple[str, Any]:
         """Return (name, reader) of a piece that `check` has found."""
         name = self._source(piece)
         assert name is not None, f"{piece.name}: presence is checked before reading"
@@ -244,16 +246,16 @@ class Checkpoint:
                 )
 
     def _check_tensor(self, piece: Piece) -> None:
-        name, found = self._found(piece)
-        wanted = piece.fused.shape if piece.fused and name == piece.fused.name else piece.shape
-        if tuple(found.get_shape()) != wanted:
+        name, reader = self._reader_of(piece)
+        expected = piece.fused.shape if piece.fused and name == piece.fused.name else piece.shape
+        if tuple(reader.get_shape()) != expected:
             raise CheckpointError(
-                f"{self.directory / self.file_of[name]}: {name} has shape {tuple(found.get_shape())}, "
-                f"config.json asks for {wanted}"
+                f"{self.directory / self.file_of[name]}: {name} has shape {tuple(reader.get_shape())}, "
+                f"config.json asks for {expected}"
             )
-        if found.get_dtype() not in DTYPES:
+        if reader.get_dtype() not in DTYPES:
             raise CheckpointError(
-                f"{self.directory / self.file_of[name]}: {name} is {found.get_dtype()}; "
+                f"{self.directory / self.file_of[name]}: {name} is {reader.get_dtype()}; "
                 f"weights must be one of {', '.join(DTYPES)}"
             )
 
@@ -269,7 +271,7 @@ class Checkpoint:
         return [Piece(name, self.shape_of(name)) for name in sorted(self.file_of) if is_carried(shape, name)]
 
     def dtype(self, piece: Piece) -> torch.dtype:
-        return DTYPES[self._found(piece)[1].get_dtype()]
+        return DTYPES[self._reader_of(piece)[1].get_dtype()]
 
     def read(self, piece: Piece) -> Tensor:
         """Return a tensor in the checkpoint's dtype. May share memory with the file."""
@@ -282,7 +284,7 @@ class Checkpoint:
         ]
 
     def _read(self, piece: Piece, ranges: list[tuple[int, int]]) -> Tensor:
-        name, tensor = self._found(piece)
+        name, tensor = self._reader_of(piece)
         fused = piece.fused if name != piece.name else None
         dim = piece.cut.dim if piece.cut else 0
         cuts = [self._cut(tensor, piece, fused, dim, *span) for span in ranges or [(0, 0)]]
@@ -317,8 +319,8 @@ class _PickledFile:
 
     def __init__(self, path: Path):
         self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        found = self._tensors.values() if isinstance(self._tensors, dict) else [self._tensors]
-        if strays := [type(value).__name__ for value in found if not isinstance(value, Tensor)]:
+        values = self._tensors.values() if isinstance(self._tensors, dict) else [self._tensors]
+        if strays := [type(value).__name__ for value in values if not isinstance(value, Tensor)]:
             raise OSError(f"expected a dictionary of tensors, found a {strays[0]}")
 
     def keys(self) -> list[str]:
@@ -371,8 +373,8 @@ class SafetensorsFile:
         self._rows += sum(part.shape[0] for part in parts)
         self._begun = meta if self._rows < meta.shape[0] else None
         rows = meta.shape[0] if self._begun else self._rows
-        found = TensorMeta(name, parts[0].dtype, (rows, *parts[0].shape[1:]))
-        assert found == meta, f"{meta} was announced, {found} is written"
+        written = TensorMeta(name, parts[0].dtype, (rows, *parts[0].shape[1:]))
+        assert written == meta, f"{meta} was announced, {written} is written"
         if self._begun is None:
             self._rows = 0
         for part in parts:
@@ -381,8 +383,8 @@ class SafetensorsFile:
 
     def close(self) -> str:
         """Close the file; return its digest."""
-        left = self._begun or next(self._expected, None)
-        assert left is None, f"{left} was announced and not written"
+        unwritten = self._begun or next(self._expected, None)
+        assert unwritten is None, f"{unwritten} was announced and not written"
         return self._file.close()
 
 

@@ -24,18 +24,23 @@ MAX_THREADS = 8
 T = TypeVar("T")
 
 
-def write_integrity(directory: Path, known: Mapping[str, str] | None = None) -> None:
+def write_integrity(directory: Path, known_digests: Mapping[str, str] | None = None) -> None:
     """Write the manifest of all files in `directory`.
 
     Args:
-        known: digests already known, by file name; these files are not read.
+        known_digests: digests already computed, by file name; these files are not read.
     """
-    known = known or {}
+    known_digests = known_digests or {}
     names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
     names = sorted(name for name in names if name != MANIFEST)
-    unknown = [name for name in names if name not in known]
-    found = dict(zip(unknown, _in_threads(lambda name: file_digest(directory / name), unknown), strict=True))
-    manifest = {"algorithm": ALGORITHM, "files": {name: found.get(name) or known[name] for name in names}}
+    unknown = [name for name in names if name not in known_digests]
+    computed = dict(
+        zip(unknown, _in_threads(lambda name: file_digest(directory / name), unknown), strict=True)
+    )
+    manifest = {
+        "algorithm": ALGORITHM,
+        "files": {name: computed.get(name) or known_digests[name] for name in names},
+    }
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
 
 
@@ -78,8 +83,8 @@ def changed_files(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
             return f"{path}: {error.strerror}"
         except UserFileError as error:
             return str(error)
-        same = file_digest(path) == digests[name]
-        return None if same else f"{path} is not what was written: its checksum differs"
+        matches = file_digest(path) == digests[name]
+        return None if matches else f"{path} is not what was written: its checksum differs"
 
     return [text for text in _in_threads(problem, names[part::parts]) if text is not None]
 

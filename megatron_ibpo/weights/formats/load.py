@@ -43,7 +43,7 @@ def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = 
     if ignored := checkpoint.check(shape, entries.values()):
         logger.warning("%s: not part of the policy: %s", hf_dir, listed(ignored))
     weights = weights_by_global_name(chunks, holding)
-    named = ((name, own) for name, own in weights if head or not name.startswith("output_layer."))
+    named = ((name, weight) for name, weight in weights if head or not name.startswith("output_layer."))
     _fill(named, entries, checkpoint, holding)
 
 
@@ -99,13 +99,13 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
-def check_finite(tensor: Tensor, where: Path, name: str) -> None:
+def check_finite(tensor: Tensor, source: Path, name: str) -> None:
     """Refuse a tensor with NaN or infinity: one NaN makes every log-prob NaN, and every step is skipped.
 
     Raises:
-        CheckpointError: `tensor`, called `name` in the file or directory `where`, holds NaN or infinity.
+        CheckpointError: `tensor`, called `name` in the file or directory `source`, holds NaN or infinity.
     """
     if tensor.is_floating_point() and not is_finite(tensor):
         raise CheckpointError(
-            f"{where}: {name} holds NaN or infinity; take another copy of the checkpoint, or an earlier one"
+            f"{source}: {name} holds NaN or infinity; take another copy of the checkpoint, or an earlier one"
         )

@@ -53,5 +53,5 @@ class PackedSlice:
 
     def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
         experts, columns, rows = index
-        found = dequantised(self._blocks[experts, rows], self._scales[experts, rows])
-        return found.transpose(1, 2)[:, columns]
+        weights = dequantised(self._blocks[experts, rows], self._scales[experts, rows])
+        return weights.transpose(1, 2)[:, columns]

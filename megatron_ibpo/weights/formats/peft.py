@@ -47,10 +47,10 @@ def save_peft(adapters: Adapters, directory: Path) -> None:
     Raises:
         OSError: on rank 0, after all ranks have done their part.
     """
-    found = {name: tensor.cpu() for name, tensor in adapters.export if tensor is not None}
-    if found:
+    factors = {name: tensor.cpu() for name, tensor in adapters.export if tensor is not None}
+    if factors:
         directory.mkdir()
-        tensors = {f"base_model.model.{name}": own for name, own in _stacked(found).items()}
+        tensors = {f"base_model.model.{name}": tensor for name, tensor in _stacked(factors).items()}
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(peft_config(adapters.shape, adapters.lora, adapters.base), indent=2)
         (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
@@ -77,27 +77,29 @@ def peft_config(shape: ModelShape, lora: Lora, base: Path) -> dict[str, Any]:
 def _tensors(shape: ModelShape, lora: Lora, targets: Container[str]) -> list[str]:
     """Return the name endings, after the layer's name, of targets that PEFT must find as a module's tensors,
     not as modules."""
-    found = set()
+    endings = set()
     for entry in weight_map(shape).values():
         for pair in pairs(entry, lora):
             piece = adapted(entry)[pair.number]
             if target_of(piece) in targets:
                 tensor = piece.name.removesuffix(f".{entry.expert}.weight")
-                found.add(re.sub(r".*\.layers\.\d+\.", "", tensor))
-    return sorted(found)
+                endings.add(re.sub(r".*\.layers\.\d+\.", "", tensor))
+    return sorted(endings)
 
 
 def _stacked(factors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the factors by PEFT's names. PEFT keeps the factors of a layer's experts in one tensor: A with
     the experts' rows one after another, B with all experts' first columns before their second ones."""
-    found: dict[str, Tensor] = {}
+    stacked: dict[str, Tensor] = {}
     experts: dict[tuple[str, str], list[Tensor]] = {}
     for name, factor in factors.items():
         if match := _EXPERT.match(name):
             module, tensor, _, kind = match.groups()
             experts.setdefault((f"{module}{_WRAPPED[tensor]}.{kind}.weight", kind), []).append(factor)
         else:
-            found[name] = factor.contiguous()
-    for (name, kind), own in experts.items():
-        found[name] = torch.cat(own) if kind == "lora_A" else torch.stack(own, dim=-1).flatten(1)
-    return found
+            stacked[name] = factor.contiguous()
+    for (name, kind), expert_factors in experts.items():
+        stacked[name] = (
+            torch.cat(expert_factors) if kind == "lora_A" else torch.stack(expert_factors, dim=-1).flatten(1)
+        )
+    return stacked

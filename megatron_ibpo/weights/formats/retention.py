@@ -37,18 +37,18 @@ def superseded(steps: Iterable[int], last: int, keep: Keep) -> list[int]:
 
     Later ones belong to a run that resumed here before: they are neither counted nor removed.
     """
-    before = sorted(step for step in steps if step <= last)
-    old = before[: max(0, len(before) - keep.newest)]
+    present = sorted(step for step in steps if step <= last)
+    old = present[: max(0, len(present) - keep.newest)]
     return [step for step in old if keep.every is None or step % keep.every]
 
 
 def remove_superseded(directory: Path, last: int, keep: Keep) -> None:
     """Remove superseded checkpoints from `directory`. None is ever partly there under its name."""
-    found = {int(path.name.removeprefix(PREFIX)): path for path in _checkpoints(directory)}
-    for step in superseded(found, last, keep):
-        gone = found[step].with_name(f".{found[step].name}.removed")
-        found[step].rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+    directories = {int(path.name.removeprefix(PREFIX)): path for path in _checkpoints(directory)}
+    for step in superseded(directories, last, keep):
+        renamed = directories[step].with_name(f".{directories[step].name}.removed")
+        directories[step].rename(renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -59,8 +59,8 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    found = directory.glob(f"{PREFIX}*")
-    return [path for path in found if path.is_dir() and path.name.removeprefix(PREFIX).isdigit()]
+    paths = directory.glob(f"{PREFIX}*")
+    return [path for path in paths if path.is_dir() and path.name.removeprefix(PREFIX).isdigit()]
 
 
 def checkpoint_bytes(num_parameters: int, *, bf16: bool) -> int:

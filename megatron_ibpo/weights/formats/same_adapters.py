@@ -59,8 +59,8 @@ def check_same_adapters(saved: Any, model: ModelConfig, checkpoint: Path) -> Non
     for name, flag in flags.items():
         if saved.get(name) != present[name]:
             raise CheckpointError(
-                f"--load {checkpoint}: its adapters have {flag} {_shown(saved.get(name))}, this run "
-                f"{_shown(present[name])}; resume with the same"
+                f"--load {checkpoint}: its adapters have {flag} {_format_value(saved.get(name))}, this run "
+                f"{_format_value(present[name])}; resume with the same"
             )
     if saved.get("base_digest") != present["base_digest"]:
         raise CheckpointError(
@@ -69,7 +69,7 @@ def check_same_adapters(saved: Any, model: ModelConfig, checkpoint: Path) -> Non
         )
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -77,8 +77,10 @@ def _shown(value: Any) -> str:
 def weights_digest(hf_dir: Path) -> str:
     """Return a hash that identifies a model's weights, from their files' sizes and evenly spaced blocks.
     Names and places of files do not count, and a change between those blocks goes unseen."""
-    found = sorted(_file_digest(path) for path in hf_dir.iterdir() if path.suffix in (".safetensors", ".bin"))
-    return hashlib.sha256("".join(found).encode()).hexdigest()
+    digests = sorted(
+        _file_digest(path) for path in hf_dir.iterdir() if path.suffix in (".safetensors", ".bin")
+    )
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def _file_digest(path: Path) -> str:

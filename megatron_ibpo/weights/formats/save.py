@@ -42,8 +42,8 @@ def save_hf(
         DiskSpaceError: before anything is written, if the disk cannot hold it.
     """
     origin = Checkpoint(origin_hf_dir)
-    given = {meta.name for meta in export.metadata()}
-    carried = [p for p in origin.carried(read_hf_config(origin_hf_dir)) if p.name not in given]
+    exported = {meta.name for meta in export.metadata()}
+    carried = [p for p in origin.carried(read_hf_config(origin_hf_dir)) if p.name not in exported]
     metadata = export.metadata() + [
         TensorMeta(piece.name, origin.dtype(piece), piece.shape) for piece in carried
     ]

@@ -121,7 +121,7 @@ def _check_metadata(metadata: Metadata) -> dict[str, int]:
                 _check_sizes(key, chunk.offsets)
                 _check_sizes(key, chunk.sizes)
                 spans = zip(chunk.offsets, chunk.sizes, meta.size, strict=True)
-                if any(offset + size > whole for offset, size, whole in spans):
+                if any(offset + size > extent for offset, size, extent in spans):
                     raise ValueError(f"{key!r} of {tuple(meta.size)} has a piece beyond its end")
         elif not isinstance(meta, BytesStorageMetadata):
             raise TypeError(f"{key!r} is a {type(meta).__name__}")
@@ -184,14 +184,14 @@ class StoredCheckpoint:
     def check(self, entries: Iterable[Entry]) -> None:
         """Raise CheckpointError if a tensor is missing or unknown, or differs from the model's in shape or
         dtype."""
-        missing, wanted = [], set()
+        missing, known_keys = [], set()
         for entry in entries:
-            found = [self._find(block) for block in entry.blocks()]
-            missing += [block.key for block, at in zip(entry.blocks(), found, strict=True) if at is None]
+            blocks = [self._find(block) for block in entry.blocks()]
+            missing += [block.key for block, at in zip(entry.blocks(), blocks, strict=True) if at is None]
             dtypes = set()
-            for block in found:
+            for block in blocks:
                 if block is not None:
-                    wanted.add(block.key)
+                    known_keys.add(block.key)
                     self._check_tensor(block)
                     dtypes.add(self.tensors[block.key].properties.dtype)
             if len(dtypes) > 1:
@@ -200,7 +200,7 @@ class StoredCheckpoint:
                 )
         if missing:
             raise CheckpointError(f"{self.directory}: missing {listed(sorted(set(missing)))}")
-        extra = sorted(key for key in self.tensors if key not in wanted and is_weight(key))
+        extra = sorted(key for key in self.tensors if key not in known_keys and is_weight(key))
         if extra:
             raise CheckpointError(
                 f"{self.directory}: tensors that this model has no place for: {listed(extra)}"
@@ -239,8 +239,8 @@ class StoredCheckpoint:
         with a layer axis."""
         if block.key in self.tensors:
             return block
-        head, _, rest = block.key.partition(".layers.")
-        layer, _, name = rest.partition(".")
+        head, _, suffix = block.key.partition(".layers.")
+        layer, _, name = suffix.partition(".")
         key = f"{head}.layers.{name}"
         if head != "decoder" or key not in self.tensors:
             return None
@@ -250,12 +250,12 @@ class StoredCheckpoint:
         )  # its shape is checked like any other's
 
     def dtype(self, block: Block) -> torch.dtype:
-        return self.tensors[self._found(block).key].properties.dtype
+        return self.tensors[self._stored_block(block).key].properties.dtype
 
-    def _found(self, block: Block) -> Block:
-        found = self._find(block)
-        assert found is not None, f"{block.key}: presence is checked before reading"
-        return found
+    def _stored_block(self, block: Block) -> Block:
+        stored = self._find(block)
+        assert stored is not None, f"{block.key}: presence is checked before reading"
+        return stored
 
     def _exact(self, block: Block) -> ChunkStorageMetadata | None:
         """Return the piece that is exactly the block, if there is one."""
@@ -287,27 +287,27 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: see `read`.
         """
-        first, *others = entry.blocks()
-        found = self._found(first)
-        exact = self._exact(found)
-        if others or exact is None:
+        first, *further_blocks = entry.blocks()
+        stored = self._stored_block(first)
+        exact = self._exact(stored)
+        if further_blocks or exact is None:
             return None
-        tensor = self._load(found.key, exact)
+        tensor = self._load(stored.key, exact)
         return tensor.view(entry.shape) if tensor.is_contiguous() else None
 
     def _read_block(self, block: Block, out: Tensor) -> None:
-        found = self._found(block)
-        whole = out.view(found.sizes)
+        stored = self._stored_block(block)
+        target = out.view(stored.sizes)
         covered = 0
-        exact = self._exact(found)
-        for chunk in self._chunks[found.key].values() if exact is None else [exact]:
-            overlap = _overlap(found, chunk)
+        exact = self._exact(stored)
+        for chunk in self._chunks[stored.key].values() if exact is None else [exact]:
+            overlap = _overlap(stored, chunk)
             if overlap is not None:
                 ours, theirs = overlap
-                whole[ours].copy_(self._load(found.key, chunk)[theirs])
-                covered += whole[ours].numel()
-        if covered != whole.numel():
-            raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {found.key}")
+                target[ours].copy_(self._load(stored.key, chunk)[theirs])
+                covered += target[ours].numel()
+        if covered != target.numel():
+            raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {stored.key}")
 
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """Load a piece as it is stored in the file."""
@@ -343,14 +343,14 @@ def _own_dims(block: Block) -> tuple[int, ...]:
 def _overlap(block: Block, chunk: ChunkStorageMetadata) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return the overlap of both, as indices into the block and into the chunk."""
     ours, theirs = [], []
-    for start, size, other, length in zip(
+    for start, size, chunk_start, length in zip(
         block.offsets, block.sizes, chunk.offsets, chunk.sizes, strict=True
     ):
-        first, last = max(start, other), min(start + size, other + length)
+        first, last = max(start, chunk_start), min(start + size, chunk_start + length)
         if first >= last:
             return None
         ours.append(slice(first - start, last - start))
-        theirs.append(slice(first - other, last - other))
+        theirs.append(slice(first - chunk_start, last - chunk_start))
     return tuple(ours), tuple(theirs)
 
 
@@ -378,8 +378,10 @@ class DistcpFile:
     def add(self, block: Block, tensor: Tensor) -> None:
         """Add a block; `tensor` holds its elements, contiguous."""
         first = tensor.storage_offset() * tensor.itemsize
-        own = tensor.untyped_storage()[first : first + tensor.nbytes]  # else all of a view's storage is saved
-        tensor = torch.empty(0, dtype=tensor.dtype).set_(own).view(block.sizes)
+        storage = tensor.untyped_storage()[
+            first : first + tensor.nbytes
+        ]  # else all of a view's storage is saved
+        tensor = torch.empty(0, dtype=tensor.dtype).set_(storage).view(block.sizes)
         start = self._file.size
         try:
             torch.save(tensor, self._file)  # type: ignore[arg-type]

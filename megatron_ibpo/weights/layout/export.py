@@ -25,7 +25,7 @@ from megatron_ibpo.weights.layout.holdings import (
     vocab_rows_of,
     weights_by_global_name,
 )
-from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, whole
+from megatron_ibpo.weights.layout.regions import Box, Region, TensorMeta, full_box
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class _Task:
         """Return the boxes of piece `number` in shard number `shard` of the entry, in the order of its rows
         or columns."""
         piece = self.entry.pieces[number]
-        before, dim = whole(piece.shape), piece.cut.dim if piece.cut else 0
+        bounds, dim = full_box(piece.shape), piece.cut.dim if piece.cut else 0
         return [
-            _in_stored(piece, (*before[:dim], (start, start + length), *before[dim + 1 :]))
+            _in_stored(piece, (*bounds[:dim], (start, start + length), *bounds[dim + 1 :]))
             for start, length in self.entry.ranges(number, shard, len(self.holders))
         ]
 
@@ -51,7 +51,7 @@ class _Task:
         piece = self.entry.pieces[number]
         if piece.cut is None:
             everyone = tuple(sorted(rank for ranks in self.holders for rank in ranks))
-            return (Region(_in_stored(piece, whole(piece.shape)), everyone),)
+            return (Region(_in_stored(piece, full_box(piece.shape)), everyone),)
         return tuple(
             Region(box, ranks)
             for shard, ranks in enumerate(self.holders)
@@ -115,15 +115,15 @@ class HFExport:
         return self._regions
 
     def local(self) -> Iterator[dict[Box, Tensor]]:
-        held: dict[Box, Tensor] = {}
+        stored_boxes: dict[Box, Tensor] = {}
         for task in self._tasks:
-            for piece, own in zip(task.entry.pieces, self._held(task), strict=True):
-                held |= own
+            for piece, boxes in zip(task.entry.pieces, self._local_boxes(task), strict=True):
+                stored_boxes |= boxes
                 if piece.ends_stored:
-                    yield held
-                    held = {}
+                    yield stored_boxes
+                    stored_boxes = {}
 
-    def _held(self, task: _Task) -> list[dict[Box, Tensor]]:
+    def _local_boxes(self, task: _Task) -> list[dict[Box, Tensor]]:
         """Return, for each piece, this rank's part of the tensor that it is stored in."""
         shard = task.shard_of(self._rank)
         if shard is None:
@@ -156,14 +156,14 @@ def _metadata(entries: Sequence[Entry], dtype: torch.dtype) -> list[TensorMeta]:
 
 
 def _regions(tasks: list[_Task]) -> list[tuple[Region, ...]]:
-    found, parts = [], list[Region]()
+    regions, parts = [], list[Region]()
     for task in tasks:
         for number, piece in enumerate(task.entry.pieces):
             parts += task.regions(number)
             if piece.ends_stored:
-                found.append(tuple(parts))
+                regions.append(tuple(parts))
                 parts = []
-    return found
+    return regions
 
 
 def _in_stored(piece: Piece, box: Box) -> Box:
@@ -191,9 +191,9 @@ def _plan(entries: Sequence[Entry], holdings: list[Holding]) -> list[_Task]:
 def _entries(shape: ModelShape, mtp_layers: int, vocab_rows: int | None = None) -> list[Entry]:
     """Return all entries in checkpoint order; every HF tensor once."""
     entries = []
-    seen: set[str] = set()
+    names: set[str] = set()
     for entry in weight_map(shape, mtp_layers, vocab_rows).values():
-        if entry.pieces[0].name not in seen:  # the head of tied embeddings
+        if entry.pieces[0].name not in names:  # the head of tied embeddings
             entries.append(entry)
-        seen.update(piece.name for piece in entry.pieces)
+        names.update(piece.name for piece in entry.pieces)
     return entries

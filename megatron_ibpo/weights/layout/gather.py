@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ibpo.weights.layout.regions import (
-    Held,
+    LocalBoxes,
     WeightSource,
     assemble,
     choose_senders,
@@ -31,7 +31,7 @@ class _Arriving:
     place: int
     """Index of the bucket among all."""
     bucket: range
-    held: dict[int, Held]
+    local: dict[int, LocalBoxes]
     flats: dict[int, Tensor] = field(default_factory=dict)
     """Flat tensors by sender; the sender itself keeps those that must stay until they have been sent."""
     works: list[Any] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Gather:
             yield from self._tensors(arriving)
             arriving = following
 
-    def _post(self, place: int, local: Iterator[Held]) -> _Arriving:
+    def _post(self, place: int, local: Iterator[LocalBoxes]) -> _Arriving:
         """Start sending and receiving a bucket."""
         bucket = self._buckets[place]
         arriving = _Arriving(place, bucket, dict(zip(bucket, islice(local, len(bucket)), strict=True)))
@@ -89,7 +89,7 @@ class Gather:
                 continue  # this rank holds it already
             if not mine and self._to not in (self._rank, None):
                 continue
-            flat = pack(message, arriving.held) if mine else receive_buffer(message, self._device)
+            flat = pack(message, arriving.local) if mine else receive_buffer(message, self._device)
             arriving.flats[sender] = flat
             if self._to is None:
                 arriving.works.append(dist.broadcast(flat, src=sender, async_op=True))
@@ -100,7 +100,7 @@ class Gather:
         if operations:
             arriving.works += dist.batch_isend_irecv(operations)
         if self._to not in (self._rank, None):
-            arriving.held.clear()
+            arriving.local.clear()
         return arriving
 
     def _tensors(self, arriving: _Arriving) -> Iterator[tuple[str, Tensor | None]]:
@@ -109,7 +109,7 @@ class Gather:
             yield from ((self._metas[number].name, None) for number in arriving.bucket)
             return
         by_sender = self._messages[arriving.place]
-        parts = parts_by_tensor(arriving.bucket, by_sender, arriving.flats, arriving.held)
+        parts = parts_by_tensor(arriving.bucket, by_sender, arriving.flats, arriving.local)
         for number in arriving.bucket:
             need = self._needs[number]
             assert need is not None

@@ -134,15 +134,15 @@ def named_globally(model: Any, first_layer: int, holding: Holding) -> Iterator[t
 
 def shard_holders(entries: Sequence[Entry], holdings: Sequence[Holding]) -> list[tuple[tuple[int, ...], ...]]:
     """Return, for each entry and in shard order, the ranks with the shard when rank r holds `holdings[r]`."""
-    known: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
-    found = []
+    holders_by_key: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
+    holders = []
     for entry in entries:
         # on which alone it depends; a large model has tens of thousands of entries
         key = entry.layer, entry.expert, entry.layer is None and entry.name.startswith("embedding.")
-        if key not in known:
-            known[key] = _holders(entry, holdings)
-        found.append(known[key])
-    return found
+        if key not in holders_by_key:
+            holders_by_key[key] = _holders(entry, holdings)
+        holders.append(holders_by_key[key])
+    return holders
 
 
 def _holders(entry: Entry, holdings: Sequence[Holding]) -> tuple[tuple[int, ...], ...]:

@@ -16,7 +16,7 @@ Box = tuple[tuple[int, int], ...]
 """(start, stop) along each dimension of a tensor."""
 Buckets = list[range]
 """Consecutive tensors, by number, that travel together."""
-Held = Mapping[Box, Tensor]
+LocalBoxes = Mapping[Box, Tensor]
 """Boxes of one tensor that a rank holds."""
 Sender = tuple[int, Box]
 """(rank, the region of a tensor that it sends to receivers that need part of it)."""
@@ -55,7 +55,7 @@ class WeightSource(Protocol):
     def regions(self) -> list[tuple[Region, ...]]:
         """Return, for each tensor, disjoint regions that cover it."""
 
-    def local(self) -> Iterator[Held]:
+    def local(self) -> Iterator[LocalBoxes]:
         """Yield, in one pass over the tensors, the regions that this rank holds, by their boxes; empty if it
         holds none. They may share memory with the model."""
 
@@ -74,10 +74,10 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One box on its way: cut from the region `held` of tensor `number`, sent as `dtype`."""
+    """One box on its way: cut from `region` of tensor `number`, sent as `dtype`."""
 
     number: int
-    held: Box
+    region: Box
     box: Box
     dtype: torch.dtype
     offset: int
@@ -96,26 +96,26 @@ class Message:
     num_bytes: int
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the overlap of two boxes; None if there is none."""
-    both = tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
-    return both if all(start < stop for start, stop in both) else None
+    overlap = tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
+    return overlap if all(start < stop for start, stop in overlap) else None
 
 
 def box_name(name: str, box: Box, shape: Sequence[int]) -> str:
     """Return `name`, with the bounds of `box` unless it is the whole tensor."""
-    if box == whole(shape):
+    if box == full_box(shape):
         return name
     return f"{name}[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 def need_all(metas: Sequence[TensorMeta]) -> list[Need | None]:
     """Return the needs of a receiver that takes every tensor whole."""
-    return [Need(meta.dtype, (whole(meta.shape),)) for meta in metas]
+    return [Need(meta.dtype, (full_box(meta.shape),)) for meta in metas]
 
 
 def plan_buckets(metas: Sequence[TensorMeta], limit: int) -> Buckets:
@@ -127,12 +127,12 @@ def consecutive_runs(sizes: Sequence[int], limit: int) -> list[range]:
     """Split items into consecutive runs with a total size of at most `limit` each; a larger item is a run of
     its own."""
     runs: list[range] = []
-    first, filled = 0, 0
+    first, run_size = 0, 0
     for number, size in enumerate(sizes):
-        if number > first and filled + size > limit:
+        if number > first and run_size + size > limit:
             runs.append(range(first, number))
-            first, filled = number, 0
-        filled += size
+            first, run_size = number, 0
+        run_size += size
     return [*runs, range(first, len(sizes))] if sizes else runs
 
 
@@ -166,35 +166,35 @@ def messages(
         need = needs[number]
         if need is None:
             continue
-        for rank, held in senders[number]:
-            for wanted in need.boxes:
-                box = intersect(held, wanted)
+        for rank, region in senders[number]:
+            for needed in need.boxes:
+                box = intersect(region, needed)
                 if box is None:
                     continue
                 size = need.dtype.itemsize
                 offset = -(-ends.get(rank, 0) // size) * size
-                part = Part(number, held, box, need.dtype, offset)
+                part = Part(number, region, box, need.dtype, offset)
                 parts.setdefault(rank, []).append(part)
                 ends[rank] = offset + part.num_bytes
     return {rank: Message(tuple(sent), ends[rank]) for rank, sent in parts.items()}
 
 
-def pack(message: Message, held: Mapping[int, Held], room: Tensor | None = None) -> Tensor:
+def pack(message: Message, local: Mapping[int, LocalBoxes], room: Tensor | None = None) -> Tensor:
     """Return the message as bytes, uint8 [num_bytes], from this rank's parts of the bucket's tensors.
 
     Args:
         room: memory to write it to, uint8 [num_bytes]; None: fresh memory.
     """
     if room is None:
-        room = receive_buffer(message, next(iter(held[message.parts[0].number].values())).device)
-    for view, part in zip(unpack(message, room), local_parts(message, held), strict=True):
+        room = receive_buffer(message, next(iter(local[message.parts[0].number].values())).device)
+    for view, part in zip(unpack(message, room), local_parts(message, local), strict=True):
         view.copy_(part)
     return room
 
 
-def local_parts(message: Message, held: Mapping[int, Held]) -> list[Tensor]:
+def local_parts(message: Message, local: Mapping[int, LocalBoxes]) -> list[Tensor]:
     """Return the message's parts as this rank holds them, in the source's dtype."""
-    return [_cut(held[part.number][part.held], part.held, part.box) for part in message.parts]
+    return [_cut(local[part.number][part.region], part.region, part.box) for part in message.parts]
 
 
 def receive_buffer(message: Message, device: torch.device | str) -> Tensor:
@@ -210,16 +210,19 @@ def unpack(message: Message, flat: Tensor) -> list[Tensor]:
 
 
 def parts_by_tensor(
-    bucket: range, by_sender: Mapping[int, Message], flats: Mapping[int, Tensor], own: Mapping[int, Held] = {}
+    bucket: range,
+    by_sender: Mapping[int, Message],
+    flats: Mapping[int, Tensor],
+    local: Mapping[int, LocalBoxes] = {},
 ) -> dict[int, list[tuple[Box, Tensor]]]:
     """Return the parts of each tensor of a bucket that have arrived.
 
     Args:
-        flats: the messages' bytes by sender; a sender without any is this rank, which holds `own`.
+        flats: the messages' bytes by sender; a sender without any is this rank, which holds `local`.
     """
     parts: dict[int, list[tuple[Box, Tensor]]] = {number: [] for number in bucket}
     for sender, message in by_sender.items():
-        views = unpack(message, flats[sender]) if sender in flats else local_parts(message, own)
+        views = unpack(message, flats[sender]) if sender in flats else local_parts(message, local)
         for part, view in zip(message.parts, views, strict=True):
             parts[part.number].append((part.box, view))
     return parts
@@ -236,14 +239,14 @@ def assemble(
         blank: fill the rest with NaN, which cannot be mistaken for weights, instead of leaving it undefined.
     """
     parts = list(arrived)
-    if len(parts) == 1 and parts[0][0] == whole(shape):
+    if len(parts) == 1 and parts[0][0] == full_box(shape):
         return parts[0][1]
     device = parts[0][1].device
     tensor = torch.empty(tuple(shape), dtype=need.dtype, device=device)
     if blank and need.dtype.is_floating_point:
         tensor.fill_(math.nan)
     for box, part in parts:
-        _cut(tensor, whole(shape), box).copy_(part)
+        _cut(tensor, full_box(shape), box).copy_(part)
     return tensor
 
 
@@ -251,7 +254,7 @@ def _shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def _cut(tensor: Tensor, held: Box, box: Box) -> Tensor:
-    """Return the part `box` of a tensor that is the region `held`."""
-    inside = (slice(s - h, e - h) for (s, e), (h, _) in zip(box, held, strict=True))
+def _cut(tensor: Tensor, region: Box, box: Box) -> Tensor:
+    """Return the part `box` of a tensor that covers `region`."""
+    inside = (slice(s - h, e - h) for (s, e), (h, _) in zip(box, region, strict=True))
     return tensor[tuple(inside)]

@@ -72,7 +72,7 @@ class Memory:
         fitting = [block for block in free if size <= len(block) <= 2 * size]
         if not fitting:
             # free blocks that do not fit make room
-            self._blocks = [block for block in self._blocks if not any(block is other for other in free)]
+            self._blocks = [block for block in self._blocks if not any(block is unused for unused in free)]
             fitting = [_huge_pages(size)]
             self._blocks += fitting
         return torch.frombuffer(fitting[0], dtype=torch.uint8, count=num_bytes)
@@ -143,10 +143,10 @@ class GlooTransport:
         local = source.local()
         sums: dict[str, int] = {}
         for number, (bucket, deliveries) in enumerate(zip(self._buckets, self._deliveries, strict=True)):
-            held = dict(zip(bucket, islice(local, len(bucket)), strict=True))
+            bucket_boxes = dict(zip(bucket, islice(local, len(bucket)), strict=True))
             outbox.wait(BUCKETS_UNDERWAY)
             for delivery in deliveries:
-                flat = pack(delivery.message, held, memory.take(delivery.message.num_bytes))
+                flat = pack(delivery.message, bucket_boxes, memory.take(delivery.message.num_bytes))
                 if check:
                     sums |= part_checksums(delivery.message, flat, self._metas)
                 outbox.send(number, flat, delivery.workers)
@@ -170,8 +170,8 @@ class GlooTransport:
         """Have the engines rehearse an update, and tell all ranks their needs."""
         failures: Failures = {}
         metas = pickle.dumps(self._metas)
-        answers = ask(links, failures, self._timeout, "rehearse_weight_update", metas)
-        for part in self._world.all_gather(answers):
+        replies = ask(links, failures, self._timeout, "rehearse_weight_update", metas)
+        for part in self._world.all_gather(replies):
             for engine, answer in part.items():
                 self._needs[engine] = read_answers(engine, answer, self._metas)
         return failures
@@ -222,7 +222,7 @@ class GlooTransport:
                 message = messages(bucket, self._senders, needs).get(self._world.rank)
                 if message is not None:
                     workers.setdefault(message, []).append((engine, number))
-        return [_Delivery(message, tuple(wanted)) for message, wanted in workers.items()]
+        return [_Delivery(message, tuple(receivers)) for message, receivers in workers.items()]
 
     def _needed(self, engines: Sequence[int]) -> int:
         """Return the bytes that the workers of `engines` need of one pass."""

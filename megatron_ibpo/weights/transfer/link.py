@@ -19,7 +19,7 @@ class Sent:
     """Bytes that the shards of all engines' workers take."""
     sums: dict[str, int]
     """Checksums of what this rank sent, if requested."""
-    again: bool = False
+    must_repeat: bool = False
     """True if no engine has whole weights, since one of them failed on the way: the others must start again.
     The same on every rank."""
     waits: tuple[int, float] = (0, 0.0)
@@ -86,22 +86,22 @@ def start(
 def collect(links: Mapping[int, EngineLink], failures: Failures, timeout: float) -> dict[int, Any]:
     """Return the answers of the engines that are not in `failures`. Adds to it those that fail now or do not
     answer within `timeout` seconds."""
-    answers = {}
+    replies = {}
     for engine, link in without(links, failures).items():
         try:
-            answers[engine] = link.result(timeout)
+            replies[engine] = link.result(timeout)
         except RuntimeError as error:
             failures[engine] = error
-    return answers
+    return replies
 
 
 def ask(
     links: Mapping[int, EngineLink], failures: Failures, timeout: float, method: str, *arguments: Any
 ) -> dict[int, Any]:
     """Run `start` and `collect` for the engines that are not in `failures`."""
-    left = without(links, failures)
-    failures |= start(left, method, lambda _: arguments)
-    return collect(left, failures, timeout)
+    remaining = without(links, failures)
+    failures |= start(remaining, method, lambda _: arguments)
+    return collect(remaining, failures, timeout)
 
 
 def without(links: Mapping[int, EngineLink], failures: Failures) -> dict[int, EngineLink]:

@@ -27,20 +27,20 @@ def say_lost(store: dist.Store) -> None:
     store.set(LOST, "")
 
 
-def joined(join: Callable[[], T], device: int, store: dist.Store, timeout: float) -> T | None:
+def run_join(join: Callable[[], T], device: int, store: dist.Store, timeout: float) -> T | None:
     """Return the result of `join`, called on GPU number `device`; None once the store reports a lost member,
     or after `timeout` seconds. NCCL itself would wait forever; its thread then does.
 
     Raises:
         Exception: what `join` raised. The others hear at once that this one is lost.
     """
-    found: list[T] = []
+    results: list[T] = []
     failed: list[Exception] = []
 
     def work() -> None:
         try:
             with torch.accelerator.device_index(device):  # a thread starts with the first
-                found.append(join())
+                results.append(join())
         except Exception as error:
             failed.append(error)
             say_lost(store)
@@ -52,7 +52,7 @@ def joined(join: Callable[[], T], device: int, store: dist.Store, timeout: float
         joining.join(LOOK_EVERY_S)
     if failed:
         raise failed[0]
-    return found[0] if found else None
+    return results[0] if results else None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_ibpo.weights.layout.regions import Box, Need, TensorMeta, intersect, whole
+from megatron_ibpo.weights.layout.regions import Box, Need, TensorMeta, full_box, intersect
 
 HARMLESS = {
     "__get__", "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size",
@@ -39,7 +39,7 @@ class _Reads:
             return None
         boxes = tuple(sorted(self.boxes))
         if any(intersect(a, b) for number, a in enumerate(boxes) for b in boxes[:number]):
-            boxes = (whole(self.meta.shape),)
+            boxes = (full_box(self.meta.shape),)
         dtype = next(iter(self.dtypes)) if len(self.dtypes) == 1 else self.meta.dtype
         narrower = dtype.is_floating_point and dtype.itemsize < self.meta.dtype.itemsize
         return Need(dtype if narrower else self.meta.dtype, boxes)
@@ -78,7 +78,7 @@ class _Watched(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        watched = list(_found((args, kwargs)))
+        watched = list(_watched_in((args, kwargs)))
         if func is torch.Tensor.copy_ and not isinstance(args[0], cls):
             for source in watched:
                 source.reads.note(source, args[0].dtype)
@@ -99,15 +99,15 @@ def _watched(tensor: torch.Tensor, reads: _Reads) -> torch.Tensor:
     return view
 
 
-def _found(arguments: Any) -> Iterator[_Watched]:
+def _watched_in(arguments: Any) -> Iterator[_Watched]:
     """Yield the watched tensors among arguments, at any depth."""
     if isinstance(arguments, _Watched):
         yield arguments
     elif isinstance(arguments, dict):
-        yield from _found(list(arguments.values()))
+        yield from _watched_in(list(arguments.values()))
     elif isinstance(arguments, tuple | list):
         for item in arguments:
-            yield from _found(item)
+            yield from _watched_in(item)
 
 
 def _views(result: Any, watched: list[_Watched]) -> Any:
@@ -135,17 +135,17 @@ def _box_of(view: torch.Tensor, meta: TensorMeta) -> Box:
         dtype, sizes, strides = view.dtype, tuple(view.shape), view.stride()
         offset = int(view.storage_offset())
     if dtype != meta.dtype or not meta.shape or 0 in sizes:
-        return whole(meta.shape)
+        return full_box(meta.shape)
     rows = math.prod(meta.shape[1:])
     steps = [math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
     if list(strides) == steps and len(sizes) == len(meta.shape):
-        box, left = [], offset
+        box, remaining = [], offset
         for step, size, limit in zip(steps, sizes, meta.shape, strict=True):
-            start, left = divmod(left, step)
+            start, remaining = divmod(remaining, step)
             if start + size > limit:
                 break
             box.append((start, start + size))
         else:
             return tuple(box)
     last = offset + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
-    return ((offset // rows, last // rows + 1), *whole(meta.shape[1:]))
+    return ((offset // rows, last // rows + 1), *full_box(meta.shape[1:]))

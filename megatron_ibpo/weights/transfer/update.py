@@ -77,13 +77,13 @@ def update_engines(
     failures: Failures = {}
     if order.sleeping:
         ask(links, failures, order.timeout, "wake", "weights")
-    again = True
-    while again:
+    must_repeat = True
+    while must_repeat:
         ask(links, failures, order.timeout, "start_weight_update", order.check)
         present = _agreed(world, engines, failures)
         sent = transport.send(source, without(links, failures), present, check=order.check)
         failures = sent.failures | failures  # the earlier failure is the cause
-        again = sent.again
+        must_repeat = sent.must_repeat
     _refuse_incomplete(world, ask(links, failures, order.timeout, "missing_weights"))
     receipts = ask(links, failures, order.timeout, "finish_weight_update", order.version)
     if order.sleeping:
@@ -104,13 +104,13 @@ def _agreed(world: World, engines: Sequence[int], failures: Failures) -> list[in
     return [engine for engine in engines if engine not in failed]
 
 
-def _refuse_incomplete(world: World, answers: Mapping[int, Sequence[Sequence[str]]]) -> None:
+def _refuse_incomplete(world: World, missing: Mapping[int, Sequence[Sequence[str]]]) -> None:
     """
     Args:
-        answers: by engine, the tensors that each of its workers lacks.
+        missing: by engine, the tensors that each of its workers lacks.
     """
     mine = {
-        engine: sorted({name for worker in workers for name in worker}) for engine, workers in answers.items()
+        engine: sorted({name for worker in workers for name in worker}) for engine, workers in missing.items()
     }
     for part in world.all_gather(mine):
         for engine, names in part.items():

@@ -55,14 +55,14 @@ def read_answers(
     Raises:
         WeightPlanError: names the tensors that no worker knows and the parameters that no tensor reaches.
     """
-    answers: list[Answer] = [pickle.loads(answer) for answer in pickled]
-    for answer in answers:
+    replies: list[Answer] = [pickle.loads(answer) for answer in pickled]
+    for answer in replies:
         if answer.error:
             raise WeightPlanError(f"engine {engine} cannot load the trainer's tensors: {answer.error}")
-    needs = [answer.needs for answer in answers]
+    needs = [answer.needs for answer in replies]
     unknown = [meta.name for meta, of_workers in zip(metas, zip(*needs, strict=True), strict=True)
                if all(need is None for need in of_workers)]  # fmt: skip
-    forgotten = sorted({name for answer in answers for name in answer.forgotten})
+    forgotten = sorted({name for answer in replies for name in answer.forgotten})
     if unknown:
         raise WeightPlanError(f"engine {engine} has no place for {listed(unknown)} of the trainer")
     if forgotten:
@@ -81,8 +81,8 @@ def checksum(tensor: torch.Tensor) -> int:
     change the sum.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if rest := -data.numel() % 4:
-        data = torch.cat([data, data.new_zeros(rest)])
+    if padding := -data.numel() % 4:
+        data = torch.cat([data, data.new_zeros(padding)])
     if data.storage_offset() % 4:
         data = data.clone()
     words = data.view(torch.int32)

@@ -4,7 +4,7 @@ import torch
 from job import beside, check
 from training import set_up, start_policy
 
-from megatron_ibpo.policy.residence import Held
+from megatron_ibpo.policy.residence import OnDevice
 from megatron_ibpo.weights.transfer.wire import checksum
 
 MARGIN = 2**30  # bytes that the other process leaves free
@@ -49,7 +49,7 @@ def one_round(job, rank, tenant):
     tenant.ask("sleep")
     found["free_again"] = free(job)
     started = time.perf_counter()
-    rank.residence.bring(Held.EVERYTHING)
+    rank.residence.bring(OnDevice.EVERYTHING)
     free(job)  # waits for the GPU
     return found | {"return_seconds": time.perf_counter() - started, "weights_kept": sums() == before}
 
