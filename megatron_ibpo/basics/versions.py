@@ -71,8 +71,10 @@ def installed_versions() -> dict[str, str]:
 
 def machine(*packages: str) -> dict[str, object]:
     """Return what the results of a benchmark are stored with: the date, the cores that this process may use,
-    the installed versions (`installed_versions`), and the versions of `packages` as well."""
+    the processor's vector instructions, the installed versions (`installed_versions`), and the versions of
+    `packages` as well."""
     measured = {"date": datetime.date.today().isoformat(), "cores": len(os.sched_getaffinity(0))}
+    measured |= {"instructions": _vector_instructions()}
     return measured | installed_versions() | {name: _version(name) for name in packages}
 
 
@@ -169,6 +171,16 @@ def _is_built() -> bool:
     """Return whether the C++ extension for this Python is in this package, not in another checkout."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     return (Path(__file__).parents[1] / f"_edit_distance{suffix}").exists()
+
+
+def _vector_instructions() -> list[str]:
+    """Return which instructions for vectors and matrices the processor has; [] if /proc does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    return [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
 
 
 def _cpu_name() -> str:
