@@ -103,7 +103,7 @@ def fragments():
 
 
 MOST_STEPS = 4e8
-"""Steps for one text. Patterns that look at each pair of its characters take ten steps and more for a pair."""
+"""Steps for one text. Patterns that look at each pair of its characters take ten or more for each."""
 
 
 @pytest.fixture(scope="module")
