@@ -25,23 +25,23 @@ def run_sizes(
     layers: part of a layer → (the library that computes it, how), for the known parts.
     """
     rollout, loss, parallel = config.rollout, config.loss, config.parallel
-    prompts, samples = rollout.rollout_batch_size, rollout.n_samples_per_prompt
+    num_prompts, group_size = rollout.rollout_batch_size, rollout.n_samples_per_prompt
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp = parallel.context_parallel_size
     shared, packed = (f" CP{cp}", f" x CP {cp}, packed") if cp > 1 else ("", ", packed")
     sizes = [
-        Size("prompts per step (P)", prompts, "--rollout-batch-size"),
-        Size("responses per prompt (G)", samples, "--n-samples-per-prompt"),
-        Size("responses per step", prompts * samples, "P x G, each of weight 1/(P x G)"),
+        Size("prompts per step (P)", num_prompts, "--rollout-batch-size"),
+        Size("responses per prompt (G)", group_size, "--n-samples-per-prompt"),
+        Size("responses per step", num_prompts * group_size, "P x G, each of weight 1/(P x G)"),
         Size(
             "corrections per step",
-            f"≤ {prompts * samples * corrections:,}",
+            f"≤ {num_prompts * group_size * corrections:,}",
             "--ibpo-corrections for each wrong response",
         ),
         Size(
             "updates per step",
             loss.updates_per_rollout,
-            f"optimizer steps, of {counted(prompts // loss.num_steps_per_rollout, 'prompt')} each",
+            f"optimizer steps, of {counted(num_prompts // loss.num_steps_per_rollout, 'prompt')} each",
         ),
         Size("epochs per step", loss.num_epochs_per_rollout, "passes over the responses of a step"),
         Size("response tokens", f"≤ {rollout.rollout_max_response_len:,}", "--rollout-max-response-len"),

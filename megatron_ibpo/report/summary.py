@@ -76,7 +76,7 @@ def summarise(
             None.
         reward: mean training reward of the first and of the last five steps, or of the two halves of a
             shorter run, the step in the middle left out.
-    break_even: whether corrections paid, by the run's own figures (`report.correction_value`).
+    break_even: whether corrections paid, by the run's own figures.
     prediction_error: predicted over measured seconds of a step and of its parts, less 1; None without either.
     seconds_* are of this process: a resumed run counts from there.
 
