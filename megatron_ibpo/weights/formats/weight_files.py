@@ -55,7 +55,7 @@ def find_weights(hf_dir: Path, *, allow_pickle: bool = False) -> tuple[str, dict
             f"{hf_dir} holds its weights as pickles only ({present}), a format that can run code; "
             "take a safetensors version of the model, or --allow-pickle to read them weights-only"
         )
-    file_of = None
+    file_of: dict[str, str] | None = None
     if present != single:
         try:
             file_of = dict(read_json_file(hf_dir / present)["weight_map"])
