@@ -209,15 +209,15 @@ def _parse_task(spec: str) -> _Task:
         raise DataError(f"{spec}: reasoning_gym has no task {name!r}{nearest(name, DATASETS)}")
     fields = {field.name: field for field in dataclasses.fields(DATASETS[name][1])}
     try:
-        given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+        settings = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     except ValueError as error:
         raise DataError(f"{spec}: parameters must read name=value&name=value ({error})") from error
-    compact = given.pop("compact", "0")
+    compact = settings.pop("compact", "0")
     if compact not in ("0", "1"):
         raise DataError(f"{spec}: compact must be 0 or 1, not {compact!r}")
-    levels, over = _levels(given.pop("level", None), given.pop("over", None), spec)
+    levels, over = _levels(settings.pop("level", None), settings.pop("over", None), spec)
     parameters = {}
-    for key, text in given.items():
+    for key, text in settings.items():
         if key in ("seed", "size"):
             raise DataError(f"{spec}: {key} cannot be given: items are drawn endlessly by --data-seed")
         if key not in fields:

@@ -69,32 +69,32 @@ def _shuffled(table: Table, order: TableOrder, reader: Reader) -> Callable[[int]
 
 
 def _in_order(table: Table, counted: RowCounts, reader: Reader) -> Callable[[int], Prompt]:
-    kept: list[Place] = []
+    usable: list[Place] = []
     rest = _places(table, counted)
 
     def prompt_at(position: int) -> Prompt:
         passed_over = 0
-        while len(kept) <= position and passed_over < MOST_PASSED_OVER:
+        while len(usable) <= position and passed_over < MOST_PASSED_OVER:
             place = next(rest, None)
             if place is None:
                 break
             if _prompt(table, reader, place) is not None:
-                kept.append(place)
+                usable.append(place)
                 passed_over = 0
             else:
                 passed_over += 1
-        if not kept:
+        if not usable:
             raise _nothing_left(reader)
-        prompt = _prompt(table, reader, kept[position % len(kept)])
-        assert prompt is not None  # such a row was kept
+        prompt = _prompt(table, reader, usable[position % len(usable)])
+        assert prompt is not None  # it made one before
         return replace(prompt, index=position)
 
     return prompt_at
 
 
 def _nothing_left(reader: Reader) -> DataError:
-    left = "; ".join(reader.tally.lines())
-    return DataError(f"{reader.source.location}: next to no prompt is left ({left})")
+    reasons = "; ".join(reader.tally.lines())
+    return DataError(f"{reader.source.location}: next to no prompt is left ({reasons})")
 
 
 def _places(table: Table, counted: RowCounts) -> Iterator[Place]:
@@ -117,13 +117,13 @@ def _checked(table: Table, order: TableOrder, reader: Reader) -> tuple[str, ...]
     ids: set[int] = set()
     for place in dict.fromkeys(places):
         looked.prompt(place, partial(table.where, *place), partial(_row_with_new_id, table, place, ids))
-    left = looked.tally.lines()
+    left_out = looked.tally.lines()
     count = len(set(places))
     note = f"{reader.source.location}: large, so {count} rows are checked now and the others when drawn"
     return (
         note,
         *layout_notes(reader.source, [layout]),
-        *(f"of the rows checked now, {line}" for line in left),
+        *(f"of the rows checked now, {line}" for line in left_out),
     )
 
 
@@ -173,10 +173,10 @@ def _row_with_new_id(table: Table, place: Place, ids: set[int]) -> Row:
 
 def _check_id(row: Row, ids: set[int]) -> None:
     """Add the row's id to `ids`, as a hash, since ids may be many."""
-    if (own := row.get("id")) is not None:
-        key = derive_seed(json.dumps(own, default=str))
+    if (row_id := row.get("id")) is not None:
+        key = derive_seed(json.dumps(row_id, default=str))
         if key in ids:
-            raise DataError(f"id {own!r} is also that of an earlier row")
+            raise DataError(f"id {row_id!r} is also that of an earlier row")
         ids.add(key)
 
 

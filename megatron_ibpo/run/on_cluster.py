@@ -209,7 +209,9 @@ def _kept_samples(resolved: ResolvedConfig, data: RunData, policy: str) -> KeptS
     """Open the samples that an earlier start of the same evaluation stored, to resume from."""
     config, operator = resolved.config, resolved.foundation.method.operator
     digest = policy_digest(resolved.foundation.hf_dir)
-    settings = {own.name: set_settings(own, config, operator, digest) for own in data.eval_sets}
+    settings = {
+        eval_set.name: set_settings(eval_set, config, operator, digest) for eval_set in data.eval_sets
+    }
     return KeptSamples(config.run.run_dir, policy, settings)
 
 

@@ -52,7 +52,7 @@ class RunData:
     @property
     def first_prompts(self) -> list[Prompt]:
         """Prompts of training and of evaluation whose labels are checked before engines start."""
-        held_out = [prompt for own in self.eval_sets for prompt in own.prompts[:CHECKED_AT_START]]
+        held_out = [prompt for eval_set in self.eval_sets for prompt in eval_set.prompts[:CHECKED_AT_START]]
         if self.prompts is None:
             return held_out
         ready = self.prompts.ready
@@ -63,7 +63,7 @@ class RunData:
     def notes(self) -> tuple[str, ...]:
         """Lines to show about the sources of prompts: recognised layouts, rows left out."""
         of_training = () if self.prompts is None else self.prompts.notes
-        of_evaluation = tuple(note for own in self.eval_sets for note in own.notes)
+        of_evaluation = tuple(note for eval_set in self.eval_sets for note in eval_set.notes)
         # both may read one file
         return tuple(dict.fromkeys(self.template_notes + of_training + of_evaluation))
 

@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import JSON_BYTES, check_user_file, read_json_file
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import (
@@ -28,16 +27,10 @@ from megatron_ibpo.models.weight_map import (
     is_ignored,
 )
 from megatron_ibpo.weights.formats.directories import HashedFile
-from megatron_ibpo.weights.formats.integrity import MANIFEST, is_inside
+from megatron_ibpo.weights.formats.integrity import MANIFEST
 from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
 from megatron_ibpo.weights.formats.mxfp4 import BLOCKS, SCALES, PackedSlice
-from megatron_ibpo.weights.formats.weight_files import (
-    INDEX,
-    PICKLED_INDEX,
-    PICKLED_SINGLE,
-    SINGLE,
-    without_weights,
-)
+from megatron_ibpo.weights.formats.weight_files import INDEX, SINGLE, find_weights
 from megatron_ibpo.weights.layout.regions import TensorMeta
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
@@ -51,8 +44,6 @@ WEIGHTS = (
 """Ends of file names that are not copied along with a checkpoint's configuration and tokenizer."""
 
 
-_PARTS_OF = {SINGLE: "model-*-of-*.safetensors", PICKLED_SINGLE: "pytorch_model-*-of-*.bin"}
-"""Single file → pattern of the files of a checkpoint in several."""
 _ROWS = 4096
 """Rows of a head that are compared at a time."""
 
@@ -70,69 +61,23 @@ class Checkpoint:
         """
         self.directory = hf_dir
         self._files: OpenFiles[Any] = OpenFiles(self._open)
-        for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED_SINGLE)):
-            present = next((name for name in (index, single) if (hf_dir / name).is_file()), None)
-            if present is None:
-                continue
-            if single == PICKLED_SINGLE and not allow_pickle:
-                raise CheckpointError(
-                    f"{hf_dir} holds its weights as pickles only ({present}), a format that can run code; "
-                    "take a safetensors version of the model, or --allow-pickle to read them weights-only"
-                )
-            self._stored_in = self._read_index(index) if present == index else self._read_single(single)
-            self._refuse_others(present, single)
-            self.packed = [
-                name.removesuffix(BLOCKS)
-                for name in self._stored_in
-                if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in self._stored_in
-            ]
-            """Names of tensors in MXFP4, which are read as bfloat16."""
-            parts = {name + part for name in self.packed for part in (BLOCKS, SCALES)}
-            self.file_of = {name: file for name, file in self._stored_in.items() if name not in parts}
-            self.file_of |= {name: self._stored_in[name + BLOCKS] for name in self.packed}
-            return
-        raise CheckpointError(without_weights(hf_dir))
+        present, file_of = find_weights(hf_dir, allow_pickle=allow_pickle)
+        self._stored_in = (
+            dict.fromkeys(self._files.get(present).keys(), present) if file_of is None else file_of
+        )
+        self.packed = [
+            name.removesuffix(BLOCKS)
+            for name in self._stored_in
+            if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in self._stored_in
+        ]
+        """Names of tensors in MXFP4, which are read as bfloat16."""
+        parts = {name + part for name in self.packed for part in (BLOCKS, SCALES)}
+        self.file_of = {name: file for name, file in self._stored_in.items() if name not in parts}
+        self.file_of |= {name: self._stored_in[name + BLOCKS] for name in self.packed}
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of its tensors."""
         return iter(self.file_of)
-
-    def _read_index(self, index: str) -> dict[str, str]:
-        path = self.directory / index
-        try:
-            file_of = dict(read_json_file(path)["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is malformed: {type(error).__name__}: {error}") from None
-        ending = ".bin" if index == PICKLED_INDEX else ".safetensors"
-        for name, file in file_of.items():
-            if not is_inside(file) or not file.endswith(ending):
-                raise CheckpointError(
-                    f"{path}: {name[:200]} should be in {shown(file)}, which is not a {ending} file of "
-                    "this directory; download the checkpoint again, or rebuild its index"
-                )
-        missing = sorted({file for file in file_of.values() if not (self.directory / file).is_file()})
-        if missing:
-            raise CheckpointError(
-                f"{self.directory}: {listed(missing)} named in {index} but missing; download the "
-                "checkpoint again"
-            )
-        return file_of
-
-    def _read_single(self, single: str) -> dict[str, str]:
-        return dict.fromkeys(self._files.get(single).keys(), single)
-
-    def _refuse_others(self, present: str, single: str) -> None:
-        """Refuse a directory that programs read differently: beside an index that does not name it,
-        transformers reads the single file; beside a single file without an index, vLLM reads all parts."""
-        neighbours = (
-            [self.directory / single] if present != single else self.directory.glob(_PARTS_OF[single])
-        )
-        stale = sorted({path.name for path in neighbours if path.is_file()} - {*self._stored_in.values()})
-        if stale:
-            raise CheckpointError(
-                f"{self.directory}: {listed(stale)} beside {present}, which does not name "
-                f"{'it' if len(stale) == 1 else 'them'}: two sets of weights; remove the older one"
-            )
 
     def _open(self, file: str) -> Any:
         path = self.directory / file
