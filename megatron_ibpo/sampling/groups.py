@@ -43,7 +43,7 @@ class Batch:
     groups: list[Group]
     """Groups in the order of the prompts, with corrections attached."""
     sampled: list[Sample]
-    """All samples for it, in the same order, discarded ones included."""
+    """Samples drawn for the batch, in the same order, including discarded ones."""
     metrics: dict[str, float]
     """Metrics of `fill_batch`."""
     attempts: tuple[int, ...]

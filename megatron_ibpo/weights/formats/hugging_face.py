@@ -29,8 +29,7 @@ from megatron_ibpo.models.weight_map import (
 )
 from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.integrity import MANIFEST, is_inside
-from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
-from megatron_ibpo.weights.formats.mxfp4 import BLOCKS, SCALES, PackedSlice
+from megatron_ibpo.weights.formats.mapped_tensors import BLOCKS, SCALES, OpenFiles, PackedSlice
 from megatron_ibpo.weights.formats.weight_files import (
     INDEX,
     PICKLED_INDEX,

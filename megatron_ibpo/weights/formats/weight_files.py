@@ -9,7 +9,7 @@ SINGLE = "model.safetensors"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 PICKLED_SINGLE = "pytorch_model.bin"
 RECIPE = "warm_start.json"
-"""How a tiny policy was made. Its `make` is the command that writes the weights."""
+"""Record of how a tiny policy was made. Its `make` is the command that writes the weights."""
 
 
 def has_weights(hf_dir: Path) -> bool:
