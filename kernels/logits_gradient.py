@@ -21,7 +21,8 @@ def logits_gradient_kernel(
     row_stride, out_row_stride, num_columns, num_out_columns, vocab_start,
     TEMPERATURE_PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program; out may be the logits. Columns from num_columns to num_out_columns become 0."""
+    """Write the gradient of one row per program; out may be the logits. Columns from num_columns to
+    num_out_columns become 0."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + (row if TEMPERATURE_PER_ROW else 0)).to(tl.float32)
     c = tl.load(coefficients_ptr + row) / temperature

@@ -20,9 +20,9 @@ def row_logprobs(
     vocab_range: tuple[int, int],
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """As `megatron_ibpo.loss.logprobs.row_functions` says. Saved are the temperature, [1] or [N] fp32, and
-    8 bytes per row for `write_gradient`, which reads the logits once and writes once; for restricted rows
-    4 bytes per id, and the sets.
+    """Compute log-probs as `megatron_ibpo.loss.logprobs.row_functions` says. Saved are the temperature, [1]
+    or [N] fp32, and 8 bytes per row for `write_gradient`, which reads the logits once and writes once; for
+    restricted rows 4 bytes per id, and the sets.
 
     Raises:
         ValueError: a target that no shard has, or that is not in its row's set. On a GPU the device asserts,
@@ -56,7 +56,7 @@ def write_gradient(
     coefficients_N: Tensor,
     vocab_range: tuple[int, int],
 ) -> None:
-    """As `megatron_ibpo.loss.logprobs.row_functions` says."""
+    """Write the gradient as `megatron_ibpo.loss.logprobs.row_functions` says."""
     temperature, shift_N, total_N, *saved_of_sets = saved
     of_rows: dict[str, Any] = {"temperature": temperature, "shift_N": shift_N, "total_N": total_N}
     of_rows["vocab_range"] = vocab_range

@@ -97,7 +97,7 @@ def row_statistics_kernel(
     row_stride, num_rows, num_columns, vocab_start,
     TEMPERATURE_PER_ROW: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. out [4, N] fp32: shift, total, target, moment."""
+    """Compute the statistics of one row per program. out [4, N] fp32: shift, total, target, moment."""
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row
     if mask_ptr is not None and tl.load(mask_ptr + row) == 0:

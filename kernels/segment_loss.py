@@ -48,7 +48,8 @@ def segment_sums_kernel(
     num_sequences, pointers, parameters,
     TOKEN_TERM: tl.constexpr, KL: tl.constexpr, ADVANTAGE_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a program. out [4, S] fp32: response tokens, Σ log-ratio, Σ KL, Σ token term.
+    """Compute the sums of one sequence per program. out [4, S] fp32: response tokens, Σ log-ratio,
+    Σ KL, Σ token term.
 
     With mean_log_ratio_ptr the token term sees that of the sequence in place of the token's own, and only the
     last of the four is written.
@@ -91,7 +92,7 @@ def sequence_loss_kernel(
     num_sequences, constant, kl_coef, pointers, parameters,
     SEQUENCE_TERM: tl.constexpr, HAS_TOKEN_TERM: tl.constexpr, AGGREGATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program over all sequences: the loss, and by what each scales its tokens' derivatives."""
+    """Compute, in one program, the loss and the factor of each sequence on its tokens' derivatives."""
     divisor = tl.zeros((BLOCK,), tl.float32) + constant
     if AGGREGATION == 1:
         tokens = tl.zeros((BLOCK,), tl.float32)
@@ -141,7 +142,7 @@ def token_coefficients_kernel(
     TOKEN_TERM: tl.constexpr, SEQUENCE_RATIO: tl.constexpr, KL: tl.constexpr,
     ADVANTAGE_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One sequence a program: the gradient of the loss by each log-prob, KL estimates, token clips."""
+    """Compute the gradient by each log-prob, KL estimates and token clips of one sequence per program."""
     sequence = tl.program_id(0)
     begin, end = tl.load(cu_ptr + sequence), tl.load(cu_ptr + sequence + 1)
     slope = tl.load(slope_ptr + sequence)

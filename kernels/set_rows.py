@@ -38,8 +38,8 @@ def set_statistics_kernel(
     row_stride, num_rows, num_columns, vocab_start,
     TEMPERATURE_PER_ROW: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. out as in `row_statistics_kernel`; a shard without any of the ids has a total of 0.
-    Rows without a set are left alone."""
+    """Compute the statistics of one row per program. out as in `row_statistics_kernel`; a shard without any
+    of the ids has a total of 0. Rows without a set are left alone."""
     row = tl.program_id(0).to(tl.int64)
     start, stop = tl.load(starts_ptr + row), tl.load(stops_ptr + row)
     if start == stop:
@@ -77,8 +77,8 @@ def set_gradient_kernel(
     out_row_stride, num_columns, vocab_start,
     TEMPERATURE_PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: the gradient at the ids of its set. The rest of the row is 0 already, and all of it
-    where the coefficient is."""
+    """Write the gradient of one row per program at the ids of its set. The rest of the row is 0 already, and
+    all of it where the coefficient is."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + (row if TEMPERATURE_PER_ROW else 0)).to(tl.float32)
     c = tl.load(coefficients_ptr + row) / temperature

@@ -1,24 +1,90 @@
 """A comparison of the source that a term became with the term: value, derivative and clip.
 
-The source runs in torch (`term_language.py`), so that it needs no GPU and no Triton. What a GPU's own
-functions round otherwise is for the tests that run there.
+The source runs in torch, through stand-ins for the functions of `triton.language` that it uses, so that it
+needs no GPU and no Triton. (`tl.minimum` drops NaN as Triton's does, and numbers are float32.) What a GPU's
+own functions round otherwise is for the tests that run there.
 """
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from megatron_ibpo.kernels.term_calls import MOVED_BY_LOGPROB, TermError, input_names, place
-from megatron_ibpo.kernels.term_language import run_source
+from megatron_ibpo.kernels.term_tables import IMPORTS
 from megatron_ibpo.kernels.term_trials import TermResults, results_in_torch, row_of, trial_inputs
 from megatron_ibpo.kernels.traced_terms import traced_source
 
-__all__ = ["Agreement", "Disagreement", "compare_with_torch"]
+__all__ = ["Agreement", "Disagreement", "compare_with_torch", "run_source"]
+
+
+class _Pointer:
+    """A tensor whose rows are loaded, as `pointer + row`."""
+
+    def __init__(self, values: Tensor, row: Tensor | None = None):
+        self.values, self.row = values, row
+
+    def __add__(self, row: Tensor) -> "_Pointer":
+        return _Pointer(self.values, row)
+
+
+def _load(pointer: _Pointer, mask: Tensor, other: float) -> Tensor:
+    assert pointer.row is not None
+    return torch.where(mask, pointer.values[pointer.row], other)
+
+
+def _float(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float32)
+
+
+def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
+    return lambda x: function(_float(x))
+
+
+def _extremum(
+    with_nan: Callable[[Tensor, Tensor], Tensor], without: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[..., Tensor]:
+    def extremum(x: Any, y: Any, propagate_nan: bool = False) -> Tensor:
+        return (with_nan if propagate_nan else without)(_float(x), _float(y))
+
+    return extremum
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp, "exp2": torch.exp2, "log": torch.log, "log2": torch.log2, "sqrt": torch.sqrt,
+    "abs": torch.abs, "sin": torch.sin, "cos": torch.cos, "erf": torch.erf, "sigmoid": torch.sigmoid,
+    "floor": torch.floor, "ceil": torch.ceil, "zeros_like": torch.zeros_like,
+}  # fmt: skip
+LANGUAGE = SimpleNamespace(
+    **{name: _unary(function) for name, function in _FUNCTIONS.items()},
+    minimum=_extremum(torch.minimum, torch.fmin),
+    maximum=_extremum(torch.maximum, torch.fmax),
+    where=lambda met, first, second: torch.where(met, first, second),
+    load=_load,
+    PropagateNan=SimpleNamespace(ALL=True, NONE=False),
+)
+
+
+def run_source(
+    source: str, passed: Sequence[Tensor], loaded: Sequence[Tensor], parameters: Sequence[float]
+) -> tuple[Tensor, ...]:
+    """Return what the source of a traced term computes: (value, derivative, clipped).
+
+    Args:
+        passed: the inputs that it takes, [N] float32 tensors.
+        loaded: the inputs that it loads, in the order of their pointers.
+    """
+    names: dict[str, Any] = {"tl": LANGUAGE, "triton": SimpleNamespace(jit=lambda function: function)}
+    exec(compile(source.replace(IMPORTS, "", 1), "<traced term>", "exec"), names)
+    row = torch.arange(len(passed[0]))
+    pointers, numbers = tuple(map(_Pointer, loaded)), tuple(map(_float, parameters))
+    return names["term"](*passed, pointers, row, row >= 0, numbers)
+
 
 LENGTHS = (1, 2, 5)
 """Numbers of rows that torch computes apart, too."""
@@ -31,7 +97,7 @@ ROUNDING = 1.2e-7
 
 
 class Agreement(NamedTuple):
-    """How well a term's source agrees with torch."""
+    """The agreement of a term's source with torch."""
 
     rows: int
     error: float
@@ -47,7 +113,7 @@ class _Term(NamedTuple):
 
     function: Any
     inputs: Mapping[str, Tensor]
-    """Those that it reads, [N]."""
+    """Inputs that it reads, [N]."""
     parameters: Mapping[str, float]
 
     def refuse(self, result: str, wrong: Tensor, computed: Tensor, expected: Tensor) -> NoReturn:

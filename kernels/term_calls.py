@@ -33,8 +33,8 @@ MOST_SECONDS = 10.0
 ROWS = 7
 """Length of the inputs in trial calls."""
 HARMLESS = ("dtype.__get__", "device.__get__", "ndim.__get__", "dim", "is_floating_point", "is_complex")
-"""What a term may ask of a tensor to become a kernel: nothing here depends on data or on how many rows a
-micro-batch has."""
+"""Functions of a tensor that a term may call to become a kernel: nothing here depends on data or on how
+many rows a micro-batch has."""
 SIZES = ("shape.__get__", "size", "numel", "nelement", "__len__", "stride", "nbytes.__get__")
 
 

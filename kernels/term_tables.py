@@ -24,18 +24,18 @@ ARITHMETIC = {
     aten.maximum: f"tl.maximum({{}}, {{}}, {PROPAGATE_NAN})",
     aten.fmin: "tl.minimum({}, {})", aten.fmax: "tl.maximum({}, {})",
 }  # fmt: skip
-"""Of two floats, a float."""
+"""Operators from two floats to a float."""
 COMPARISONS = {
     aten.lt: "{} < {}", aten.gt: "{} > {}", aten.le: "{} <= {}", aten.ge: "{} >= {}",
     aten.eq: "{} == {}", aten.ne: "{} != {}",
 }  # fmt: skip
-"""Of two floats, a bool."""
+"""Operators from two floats to a bool."""
 LOGICAL = {
     aten.logical_and: "{} & {}", aten.logical_or: "{} | {}", aten.logical_xor: "{} ^ {}",
     aten.bitwise_and: "{} & {}", aten.bitwise_or: "{} | {}", aten.bitwise_xor: "{} ^ {}",
     aten.mul: "{} & {}", aten.add: "{} | {}", aten.minimum: "{} & {}", aten.maximum: "{} | {}",
 }  # fmt: skip
-"""Of two bools, a bool."""
+"""Operators from two bools to a bool."""
 UNARY = {
     aten.exp: "tl.exp({})", aten.exp2: "tl.exp2({})", aten.log: "tl.log({})", aten.log2: "tl.log2({})",
     aten.sqrt: "tl.sqrt({})", aten.rsqrt: "1.0 / tl.sqrt({})", aten.reciprocal: "1.0 / {}", aten.neg: "-{}",
@@ -45,9 +45,9 @@ UNARY = {
     aten.relu: f"tl.maximum({{}}, 0.0, {PROPAGATE_NAN})",
     aten.floor: "tl.floor({})", aten.ceil: "tl.ceil({})",
 }  # fmt: skip
-"""Of a float, a float."""
+"""Operators from a float to a float."""
 TESTS = {aten.isnan: "{0} != {0}", aten.isinf: "tl.abs({}) == float('inf')", aten.logical_not: "{} == (0.0)"}
-"""Of a float, a bool."""
+"""Operators from a float to a bool."""
 IDENTITIES = (
     aten.detach, aten.detach_copy, aten.alias, aten.alias_copy, aten.clone, aten.lift_fresh_copy, aten.view,
     aten.view_copy, aten.expand, aten.expand_copy,

@@ -34,11 +34,11 @@ RANDOM_ROWS = 200
 
 
 class TermResults(NamedTuple):
-    """What a term is at each row, [N]."""
+    """Results of a term at each row, [N]."""
 
     value: Tensor
     derivative: Tensor
-    """By the policy's log-prob."""
+    """Derivative by the policy's log-prob."""
     clipped: Tensor | None
 
 

@@ -63,7 +63,7 @@ OURS = f"{__name__.partition('.')[0]}."
 NUMBER = re.compile(r"\(\d[\d.e+-]*\)|float\('\w+'\)")
 
 _sources: dict[tuple[Any, ...], str | TermError] = {}
-"""What was made of each record of a term's calls: a key that holds all numbers that the term read."""
+"""Source or error for each record of a term's calls, a key that holds all numbers that the term read."""
 
 
 def traced_term(

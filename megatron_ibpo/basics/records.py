@@ -204,7 +204,7 @@ class Correction:
     """True if the rewrite test fired: a full rewrite earns no bonus."""
     reference_leakage: bool = False
     """True if it copies a reference's answer without a derivation of its own
-    (`megatron_ibpo.credit.leakage`)."""
+    (`megatron_ibpo.credit.edits`)."""
     unmodified_share: float = 0.0
     """Share of the tokens of y_i that the canonical alignment with the corrected response keeps."""
 
@@ -253,7 +253,7 @@ class TrainSequence:
     kind: Literal["response", "correction"] = "response"
     off_policy: bool = False
     """True if it was sampled from another prompt than this one. Its rollout log-probs then do not apply, and
-    its loss is the shaped surrogate (`megatron_ibpo.loss.off_policy`) in place of the variant's."""
+    its loss is the shaped surrogate (`megatron_ibpo.loss.segments`) in place of the variant's."""
     temperature: float = 1.0
     reward: float | None = None
     """Shaped reward at the end of the sequence, from which a critic's returns are computed."""

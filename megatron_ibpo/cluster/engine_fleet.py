@@ -1,17 +1,114 @@
-"""The engine processes of a run: which of them can work, and how they share GPUs with the trainers."""
+"""The engine processes of a run: which of them can work, how they share GPUs with the trainers, and their
+updates with the trainers' weights."""
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron_ibpo.cluster.engine_handles import Member
+from megatron_ibpo.cluster.actor import Host, result
+from megatron_ibpo.cluster.deaths import ProcessDiedError
+from megatron_ibpo.cluster.engine_handles import SLACK_S, Member, RemoteLink
 from megatron_ibpo.cluster.engine_processes import LOOK_EVERY_S, EngineProcesses, Reasons
-from megatron_ibpo.cluster.engine_updates import catch_up
+from megatron_ibpo.engines import EngineError
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 log = logging.getLogger(__name__)
+
+
+def catch_up(
+    processes: EngineProcesses, engines: Sequence[int], order: UpdateOrder
+) -> tuple[int, int, Reasons]:
+    """Give `engines` the current weights according to `order`, in a second pass to those that fail in the
+    first: a living engine can take part again, and a dead one answers so at once. One whose process the
+    sampler replaces meanwhile takes part no more, since its successor is still being built. Return (bytes
+    sent, bytes of their shards, engines that failed twice or were replaced)."""
+    hosts = {index: processes.members[index].host for index in engines}
+    sent, needed, failed = _pass(processes, hosts, order)
+    retried = {
+        index: hosts[index] for index in sorted(failed) if processes.members[index].host is hosts[index]
+    }
+    if failed:
+        log.warning(
+            "\n".join(f"engine {index} has no weights yet: {reason}" for index, reason in failed.items())
+        )
+    if not retried:
+        return sent, needed, failed
+    sent_again, needed_again, failed_again = _pass(processes, retried, order)
+    replaced = {index: reason for index, reason in failed.items() if index not in retried}
+    return sent + sent_again, needed + needed_again, replaced | failed_again
+
+
+def _pass(
+    processes: EngineProcesses, hosts: Mapping[int, Host], order: UpdateOrder
+) -> tuple[int, int, Reasons]:
+    """Connect the trainers to those of `hosts` that are new to them, and send the weights to all. Return as
+    `catch_up`."""
+    ranks = range(len(processes.placement.trainers))
+    strangers = [index for index in hosts if not processes.members[index].connected]
+    dead: Reasons = {}
+    if strangers:
+        arguments = [(_links(processes, rank, hosts, strangers), strangers) for rank in ranks]
+        dead = _reasons(processes, processes.trainers.call_each("connect", arguments))
+        _set_connected(processes, hosts, {index: index not in dead for index in strangers})
+    present = [index for index in hosts if index not in dead]
+    if not present:
+        return 0, 0, dead
+    orders = [(_links(processes, rank, hosts, present), present, order) for rank in ranks]
+    passes = processes.trainers.call_each("send", orders)
+    dead |= _reasons(processes, [done.failures for done in passes])
+    _set_connected(processes, hosts, dict.fromkeys(dead, False))
+    return sum(done.num_bytes for done in passes), passes[0].needed_bytes, dead
+
+
+def _set_connected(
+    processes: EngineProcesses, hosts: Mapping[int, Host], connected: Mapping[int, bool]
+) -> None:
+    """Note to which engines the trainers are connected, except for those that were replaced meanwhile."""
+    for index, value in connected.items():
+        member = processes.members[index]
+        if member.host is hosts[index]:
+            member.connected = value
+
+
+def draft_acceptance(
+    processes: EngineProcesses, members: Sequence[Member], timeout: float
+) -> dict[str, float]:
+    """Return the share of drafted tokens that engines accepted since the last call; empty if they draft
+    none. An engine that dies during the call is noticed when it is next used."""
+    if not processes.settings.drafts:
+        return {}
+    hosts = [member.host for member in members]
+    calls = [(host, host.call("call", "drafts", timeout=timeout)) for host in hosts]
+    drafted = accepted = 0
+    for host, ref in calls:
+        try:
+            counts = result(ref, host.name, timeout + SLACK_S)
+        except (EngineError, ProcessDiedError) as error:
+            log.debug("%s: %s", host.name, error)
+            continue
+        drafted, accepted = drafted + counts[0], accepted + counts[1]
+    return {"draft_acceptance": accepted / drafted} if drafted else {}
+
+
+def _links(
+    processes: EngineProcesses, rank: int, hosts: Mapping[int, Host], engines: Sequence[int]
+) -> dict[int, RemoteLink]:
+    """Return those of `engines` that this rank is connected to."""
+    owners = processes.placement.owners
+    return {index: RemoteLink(hosts[index]) for index in engines if owners[index] == rank}
+
+
+def _reasons(processes: EngineProcesses, parts: Sequence[Mapping[int, str]]) -> Reasons:
+    """Return every engine that a rank found dead; its owner knows the reason best."""
+    owners = processes.placement.owners
+    reasons: Reasons = {}
+    for rank, part in enumerate(parts):
+        for index, reason in part.items():
+            if index not in reasons or owners[index] == rank:
+                reasons[index] = reason
+    return reasons
 
 
 @dataclass

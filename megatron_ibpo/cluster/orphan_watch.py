@@ -12,8 +12,8 @@ from megatron_ibpo.basics.entry_point import FAILED
 LOOK_EVERY_S = 0.2
 ASK_EVERY_S = 5.0
 MOST_UNANSWERED = 4
-"""In a row, each after a wait and a time-out of `ASK_EVERY_S`. Ray ends the process after 60 s, in its own
-words."""
+"""Calls in a row without an answer that end this process; each takes a wait and a time-out of `ASK_EVERY_S`.
+Ray ends the process after 60 s, in its own words."""
 
 
 @contextmanager

@@ -40,11 +40,11 @@ class Credit:
     memory: Memory = field(default_factory=dict)
     """Memory for the context of the next step (`CreditContext.memory`)."""
     parts: StepCredit | None = None
-    """What the explanations are made of."""
+    """Inputs of the explanations."""
 
     @cached_property
     def explanations(self) -> list[GroupExplanation]:
-        """How the advantage of every sample came about, group by group. Written when it is first read."""
+        """Explanations of the advantage of every sample, by group. Written when first read."""
         return [] if self.parts is None else explain_step(self.parts)
 
 

@@ -11,9 +11,8 @@ from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import NOT_NEGATIVE, UNIT, Config, at_least, or_word, within
 from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, part_in_prompt
 from megatron_ibpo.credit.correction_advantages import degenerate_correction_groups
-from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites
+from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites, note_reference_leakage
 from megatron_ibpo.credit.explanation import Line, number
-from megatron_ibpo.credit.leakage import note_reference_leakage
 from megatron_ibpo.credit.metrics import correction_metrics
 from megatron_ibpo.credit.operator import (
     CreditContext,

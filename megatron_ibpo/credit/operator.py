@@ -170,7 +170,7 @@ class Operator(ABC):
     ibpo_joint: bool = True
     """Train on the samples requested for the responses."""
     ibpo_joint_on: Literal["all", "successful"] = "all"
-    """Which of them: all, or those that are right and no rewrite."""
+    """Corrections to train on: all, or only right ones that are no rewrite."""
     ibpo_correction_weight: float = 1.0
     """Weight of such a sample relative to a response."""
     ibpo_correction_group: Literal["prompt", "pair"] = "prompt"

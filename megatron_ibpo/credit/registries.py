@@ -24,11 +24,11 @@ from megatron_ibpo.credit.estimators import (
     maxrl,
     needs_critic,
 )
-from megatron_ibpo.credit.gae import Critic
 from megatron_ibpo.credit.importance import SpanMasking
 from megatron_ibpo.credit.operator import NoOperator, Operator
 from megatron_ibpo.credit.self_teacher import SelfTeacher
 from megatron_ibpo.credit.token_credit import TokenCredit, uniform
+from megatron_ibpo.credit.value_credit import Critic
 from megatron_ibpo.credit.wrong_weight import WrongWeight, WrongWeightByLength
 
 OPERATORS: dict[str, type[Operator]] = {

@@ -50,7 +50,7 @@ class StepCredit:
     notes: Mapping[SampleKey, list[Line]]
     """Lines of a critic on the advantages of its sequences."""
     token_note: str
-    """What the token credit's factors are."""
+    """Meaning of the token credit's factors."""
 
 
 def check_words(groups: Sequence[Group], judgement: Judgement) -> None:

@@ -26,7 +26,7 @@ class TokenFactors:
     """Factors for every response of every group; None: all ones."""
     metrics: dict[str, float] = field(default_factory=dict)
     note: str = ""
-    """What the factors are, for a reader of a response that has some."""
+    """Meaning of the factors, shown with a response that has some."""
 
 
 TokenCredit = Callable[[Sequence[Group], Advantages, CreditContext], TokenFactors]

@@ -5,7 +5,7 @@ trained on as off-policy samples of the plain prompt (--ibpo-plain-prompt).
 sample of another distribution, as are the stronger model's samples in LUFFY (arXiv 2504.14945) and the
 refinements in Critique-GRPO (arXiv 2506.03106). It joins the group of x, its advantage is relative to all
 rewards of that group, and the loss takes the shaped surrogate of its tokens
-(`megatron_ibpo.loss.off_policy`) over the whole vocabulary: what top-k and top-p left behind x̃ is not what
+(`megatron_ibpo.loss.segments`) over the whole vocabulary: what top-k and top-p left behind x̃ is not what
 they would have left behind x, and may lack a token that x̃ alone made likely. x̃ is not trained on.
 """
 

@@ -1,13 +1,16 @@
-"""Advantages of tokens by an estimator that reads a critic's values."""
+"""Advantages of tokens by an estimator that reads a critic's values, such as generalised advantage estimation
+(arXiv 1506.02438, eq. 16)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from megatron_ibpo.basics.records import Flags, TrainSequence, Weights
+from megatron_ibpo.config import UNIT
 from megatron_ibpo.credit.estimators import ValueEstimator
-from megatron_ibpo.credit.explanation import Line, SampleKey
+from megatron_ibpo.credit.explanation import MINUS, Line, SampleKey, number
 from megatron_ibpo.credit.operator import CreditContext, require_tool
 
 
@@ -74,3 +77,64 @@ def _spread(values: Weights, loss_mask: Flags) -> Weights:
     out = np.zeros(len(loss_mask))
     out[loss_mask] = values
     return out
+
+
+@dataclass(frozen=True)
+class Critic:
+    """The estimator of PPO (`estimators.ValueEstimator`)."""
+
+    gae_gamma: Annotated[float, UNIT] = 1.0
+    """γ of generalised advantage estimation. 1: only the end is rewarded, and it should not count less for a
+    long response."""
+    gae_lambda: Annotated[float, UNIT] = 0.95
+    """λ of generalised advantage estimation: 0 uses the critic's next value, 1 the reward."""
+
+    needs_critic: ClassVar[bool] = True
+
+    def of_values(
+        self, sequences: Sequence[TrainSequence], values: Sequence[Weights]
+    ) -> tuple[list[Weights], list[Weights]]:
+        """Return (advantages, returns). Advantages are scaled to mean 0 and population std 1 over all trained
+        tokens of the step; the return of a token is its unscaled advantage plus its value."""
+        rewards = [sequence.reward for sequence in sequences if sequence.reward is not None]
+        advantages = generalised_advantages(values, rewards, gamma=self.gae_gamma, lam=self.gae_lambda)
+        flat = np.concatenate(advantages)
+        mean, std = flat.mean(), flat.std()
+        scaled = [(a - mean) / (std + 1e-8) if std > 0 else np.zeros_like(a) for a in advantages]
+        return scaled, [a + v for a, v in zip(advantages, values, strict=True)]
+
+    def explain_values(self, unscaled: Weights) -> str:
+        """Return the advantage of a token in words.
+
+        Args:
+            unscaled: return minus value of every trained token of the step.
+        """
+        scaled = (
+            f"(A_t {MINUS} {number(unscaled.mean())}) / {number(unscaled.std())}, over all tokens of the step"
+        )
+        factors = f"γ = {number(self.gae_gamma)} and λ = {number(self.gae_lambda)}"
+        return f"{scaled}; A_t by GAE with {factors} from the critic's values"
+
+
+def generalised_advantages(
+    values: Sequence[Weights], rewards: Sequence[float], *, gamma: float, lam: float
+) -> list[Weights]:
+    """Return A_t = Σ_k (γλ)^k δ_{t+k} of every token of every response, δ_t = γ V_{t+1} - V_t; at the last
+    token the reward replaces γ V.
+
+    Args:
+        values: V_t of each response before its token t, not empty.
+        rewards: reward at the end of each response. A truncated response has ended too.
+    """
+    width = max(map(len, values), default=0)
+    values_ST, rewards_S = np.zeros((len(values), width)), np.asarray(rewards, np.float64)
+    for row, response_values in zip(values_ST, values, strict=True):
+        row[width - len(response_values) :] = (
+            response_values  # aligned at their ends, so that one loop serves all
+        )
+    out_ST, advantages_S, after_S = np.zeros_like(values_ST), np.zeros(len(values)), rewards_S
+    for t in reversed(range(width)):
+        advantages_S = after_S - values_ST[:, t] + gamma * lam * advantages_S
+        out_ST[:, t] = advantages_S
+        after_S = gamma * values_ST[:, t]
+    return [row[width - len(response_values) :] for row, response_values in zip(out_ST, values, strict=True)]

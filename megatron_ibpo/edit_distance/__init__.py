@@ -8,8 +8,14 @@ depend on the number of threads, and forks are safe.
 AVX-512, AVX2 or plain C++ is chosen at run time; IBPO_EDIT_DISTANCE_ISA=avx512|avx2|portable forces one.
 """
 
-from megatron_ibpo.edit_distance.alignments import Opcode, opcodes, unmodified_mask
-from megatron_ibpo.edit_distance.distances import SATURATED, batch_distance, distance
+from megatron_ibpo.edit_distance.distances import (
+    SATURATED,
+    Opcode,
+    batch_distance,
+    distance,
+    opcodes,
+    unmodified_mask,
+)
 from megatron_ibpo.edit_distance.inputs import read_ids
 from megatron_ibpo.edit_distance.rewrites import RewriteTest, rewrite_test
 

@@ -58,10 +58,11 @@ class AsyncEngine(Protocol):
 
 
 class Engine(Protocol):
-    """One engine in the process that owns it. A run's processes build it as `Class(settings, log, again)`:
-    its `EngineSettings`, the path of its log, and whether it replaces one that died. `parameters`, a
-    dataclass of its flags, and its static methods `make_settings`, `start_timeout`, `needs` and `precision`
-    take the place of vLLM's, and `model_problems` says why it cannot compute a model (`engines.registry`).
+    """One engine in the process that owns it. A run's processes build it as `Class(settings, log,
+    is_restart)`: its `EngineSettings`, the path of its log, and whether it replaces one that died.
+    `parameters`, a dataclass of its flags, and its static methods `make_settings`, `start_timeout`, `needs`
+    and `precision` take the place of vLLM's, and `model_problems` says why it cannot
+    compute a model (`engines.registry`).
 
     A sample's log-probs are those of the distribution that was sampled from. A class that fills in
     `Sample.sampling_mask` where top-k or top-p cut it (`SampleRequest.is_cut`) has a static method

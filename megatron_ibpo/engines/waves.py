@@ -40,7 +40,7 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class WaveSampler:
-    """What all waves of an engine have in common."""
+    """Settings that all waves of an engine share."""
 
     eos_token_ids: Sequence[int]
     """A response ends with one of these."""

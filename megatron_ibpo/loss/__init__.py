@@ -6,10 +6,8 @@ from megatron_ibpo.loss.head_loss import head_logprobs, head_policy_loss
 from megatron_ibpo.loss.linear_loss import CHUNK_ROWS, linear_packed_logprobs, linear_policy_loss
 from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective, make_objective
-from megatron_ibpo.loss.packed_rows import LossRows, RowIndex
-from megatron_ibpo.loss.sampling_sets import SamplingSets
-from megatron_ibpo.loss.segments import weighted_value
-from megatron_ibpo.loss.sequence_loss import LossStats, policy_loss
+from megatron_ibpo.loss.packed_rows import LossRows, RowIndex, SamplingSets
+from megatron_ibpo.loss.segments import LossStats, policy_loss, weighted_value
 from megatron_ibpo.loss.term_checks import check_calls, check_terms
 from megatron_ibpo.loss.variants import VARIANTS, Parameter, Variant, resolve_variant
 

@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
-from megatron_ibpo.loss.off_policy import shaped_surrogate
 from megatron_ibpo.loss.packed_rows import LossRows, sum_over_ranks
-from megatron_ibpo.loss.segments import divisors
+from megatron_ibpo.loss.segments import divisors, shaped_surrogate
 from megatron_ibpo.loss.term_inputs import SequenceInputs, TokenInputs, apply_term, further_inputs
 
 

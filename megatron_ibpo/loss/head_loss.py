@@ -15,8 +15,7 @@ from megatron_ibpo.loss.linear_loss import check_head, move_to_front
 from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.packed_rows import LossRows
-from megatron_ibpo.loss.segments import checked_rows
-from megatron_ibpo.loss.sequence_loss import LossStats, loss_of_logprobs
+from megatron_ibpo.loss.segments import LossStats, checked_rows, loss_of_logprobs
 
 
 def head_policy_loss(

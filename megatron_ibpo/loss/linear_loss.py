@@ -25,10 +25,8 @@ from megatron_ibpo.loss.backend import LossBackend, choose_backend
 from megatron_ibpo.loss.coefficients import ChunkCoefficients, RowCoefficients, Step, schedule
 from megatron_ibpo.loss.logprobs import own_vocab_range, row_functions, whole_vocab_range
 from megatron_ibpo.loss.objective import Objective
-from megatron_ibpo.loss.packed_rows import GradientPlaces, LossRows
-from megatron_ibpo.loss.sampling_sets import SamplingSets
-from megatron_ibpo.loss.segments import checked_rows, segment_loss
-from megatron_ibpo.loss.sequence_loss import LossStats
+from megatron_ibpo.loss.packed_rows import GradientPlaces, LossRows, SamplingSets
+from megatron_ibpo.loss.segments import LossStats, checked_rows, segment_loss
 
 CHUNK_ROWS = 4096
 """Response rows whose logits are held at once: enough for the products to run at full speed."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ibpo.loss.backend import LossBackend, choose_backend
-from megatron_ibpo.loss.sampling_sets import SamplingSets
+from megatron_ibpo.loss.packed_rows import SamplingSets
 
 CHUNK_BYTES = 64 * 1024**2
 """Bytes of fp32 logits held at once."""

@@ -1,16 +1,35 @@
-"""The loss from the log-probs of packed rows: the part of every variant that knows of sequences.
+"""The loss over packed sequences from the log-probs of their rows: the part of every variant that knows of
+sequences, and one entry point for torch and the Triton kernels.
 
 All values are floats [N] and [S], so this plain torch is the definition on every device; the Triton kernels
 of `kernels/segment_loss.py` do the same in three launches.
 """
 
+import math
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megatron_ibpo.loss.backend import choose_backend
+from megatron_ibpo.loss.logprobs import packed_logprobs
 from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
-from megatron_ibpo.loss.off_policy import shaped_surrogate
 from megatron_ibpo.loss.packed_rows import LossRows, sum_over_ranks
 from megatron_ibpo.loss.term_inputs import SequenceInputs, TokenInputs, apply_term, further_inputs
+
+GAMMA = 0.1
+"""γ, as published: a token of probability .1 has half of the surrogate's height."""
+
+
+def shaped_surrogate(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """Return -A·f(π) of each token, f(p) = p / (p + γ), which is sigmoid(log p - log γ).
+
+    The probability under the policy in training replaces the ratio: the token's source is assumed to have
+    been certain of it. The gradient by log p, -A·γp/(p + γ)², is largest at p = γ and fades for tokens that
+    the policy writes anyway. No clip.
+    """
+    return -advantages * torch.sigmoid(logprobs - math.log(GAMMA))
 
 
 def segment_loss(
@@ -185,3 +204,83 @@ def _kl_estimate(logprobs_N: Tensor, rows: LossRows, objective: Objective) -> Te
         return None
     gap = logprobs_N - rows.ref_logprobs_N.to(logprobs_N.dtype)
     return KL_ESTIMATORS[objective.kl](torch.where(rows.response_mask_N, gap, 0.0))
+
+
+@dataclass(frozen=True)
+class LossStats:
+    """Statistics of the loss; nothing here carries a gradient."""
+
+    logprobs_N: Tensor
+    """Log-prob of each response token under the current policy; 0 in other rows."""
+    entropy_N: Tensor
+    """Entropy (nats) of the distribution in each response row, over its sampling set; 0 in other rows."""
+    mean_log_ratio_S: Tensor
+    """Mean over response tokens of log π - log π_old; exp of it is GSPO's s_i."""
+    clipped: Tensor
+    """bool, [N] for variants with a token term, otherwise [S]: True where the clip takes effect."""
+    kl_N: Tensor | None
+    """KL estimate of each response token against ref_logprobs_N, 0 in other rows; None without
+    ref_logprobs_N."""
+
+
+def policy_loss(
+    logits_NV: Tensor,
+    rows: LossRows,
+    objective: Objective,
+    *,
+    tp_group: Any = None,
+    vocab_range: tuple[int, int] | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, LossStats]:
+    """Return Σ_i sequence_weights_i · loss_i over S packed sequences, and its statistics.
+
+    Args:
+        logits_NV: [N, V] this rank's vocabulary columns; row t predicts rows.targets_N[t].
+        tp_group, vocab_range, inplace: as in `packed_logprobs`.
+
+    Under context parallelism (rows.cp_group) loss and [S] statistics are the same on every rank, and the
+    gradient is that of the whole loss. It costs one all-reduce of two floats per sequence, three with a token
+    term, one more with a KL penalty; gspo-token takes another one.
+
+    Returns:
+        (scalar loss, LossStats). Sequences without response rows have a loss of exactly 0; so has the policy
+        term of those with advantage 0, whatever their ratio.
+
+    Raises:
+        ValueError: shapes that do not fit, cut sequences, a target outside the vocabulary or its sampling
+            set, a backend that cannot be used.
+    """
+    rows = checked_rows(rows, len(logits_NV), objective)
+    backend = choose_backend(objective.backend, logits_NV.device, logits_NV.dtype).name
+    logprobs_N, entropy_N = packed_logprobs(
+        logits_NV,
+        rows.targets_N,
+        response_mask_N=rows.response_mask_N,
+        temperature_N=rows.temperature_of_row(),
+        sampling_sets=rows.sampling_sets,
+        tp_group=tp_group,
+        vocab_range=vocab_range,
+        inplace=inplace,
+        backend=backend,
+    )
+    assert entropy_N is not None
+    return loss_of_logprobs(logprobs_N, entropy_N, rows, objective, backend)
+
+
+def loss_of_logprobs(
+    logprobs_N: Tensor, entropy_N: Tensor, rows: LossRows, objective: Objective, backend: str
+) -> tuple[Tensor, LossStats]:
+    """Return the loss, differentiable in the log-probs, and its statistics.
+
+    Args:
+        rows: as `LossRows.checked` returns them.
+        backend: name of the implementation in use.
+    """
+    if backend == "triton" and rows.off_policy_S is None:  # the kernel has no shaped surrogate
+        from megatron_ibpo.kernels.segment_loss import triton_segment_loss
+
+        further_N = further_inputs(rows, objective.variant.token_inputs, entropy_N, torch.float32)
+        loss, mean_log_ratio_S, clipped, kl_N = triton_segment_loss(logprobs_N, rows, objective, further_N)
+    else:
+        loss, mean_log_ratio_S, clipped, kl_N = segment_loss(logprobs_N, rows, objective, entropy_N)
+    return loss, LossStats(logprobs_N.detach(), entropy_N, mean_log_ratio_S, clipped, kl_N)

@@ -66,7 +66,7 @@ class Variant:
     params: Mapping[str, Parameter] = field(default_factory=dict)
     """Parameters by name: keyword arguments of both terms."""
     aggregation: Literal["sequence-mean", "token-mean", "constant"] = "sequence-mean"
-    """How token values become one loss, unless the caller says: see `Objective`."""
+    """Default aggregation of token values into one loss; see `Objective`."""
     sequence_ratio: bool = False
     """Hand the token term the sequence's mean log-ratio instead of the token's own. Its value counts, the
     gradient goes through the token's own log-prob (arXiv 2507.18071, eq. 13)."""
@@ -87,7 +87,7 @@ class Variant:
 
     @property
     def further_inputs(self) -> tuple[str, ...]:
-        """Those of `token_inputs` that are made only for terms that read them, in the kernels' order."""
+        """Return the `token_inputs` that are made only for terms that read them, in the kernels' order."""
         return tuple(name for name in FURTHER_INPUTS if name in self.token_inputs)
 
     @property
@@ -213,7 +213,7 @@ def nll(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _GSPO = {"eps_low": Parameter(3e-4, 0.0, 1.0), "eps_high": Parameter(4e-4, 0.0)}
-"""As the field uses with a length-normalised ratio (arXiv 2507.18071, section 5.1)."""
+"""The variant that the field uses with a length-normalised ratio (arXiv 2507.18071, section 5.1)."""
 _PPO = {"eps_low": Parameter(0.2, 0.0, 1.0), "eps_high": Parameter(0.2, 0.0)}
 _DUAL = {"bound": Parameter(3.0, above=1.0)}
 """At a bound of 1 or less a wrong response would have no gradient even on-policy."""

@@ -95,36 +95,22 @@ def layer_entries(shape: ModelShape, layer: int) -> list[Entry]:
 @lru_cache(maxsize=2)  # the same in every layer
 def _experts(shape: ModelShape) -> tuple[Entry, ...]:
     hidden, size = shape.hidden_size, shape.expert_hidden_size
-    gate_up_size = 2 * size
+    double = 2 * size
     return (
-        *_expert_entries(
-            shape,
-            "linear_fc1.weight",
-            "gate_up_proj",
-            (hidden, gate_up_size),
-            (gate_up_size, hidden),
-            _gate_up,
-            _in_turn,
+        *_entries(
+            shape, "linear_fc1.weight", "gate_up_proj", (hidden, double), (double, hidden), _gate_up, _in_turn
         ),
-        *_expert_entries(
-            shape,
-            "linear_fc1.bias",
-            "gate_up_proj_bias",
-            (gate_up_size,),
-            (gate_up_size,),
-            _deinterleave,
-            _interleave,
+        *_entries(
+            shape, "linear_fc1.bias", "gate_up_proj_bias", (double,), (double,), _deinterleave, _interleave
         ),
-        *_expert_entries(
+        *_entries(
             shape, "linear_fc2.weight", "down_proj", (size, hidden), (hidden, size), _transposed, _transposed
         ),
-        *_expert_entries(
-            shape, "linear_fc2.bias", "down_proj_bias", (hidden,), (hidden,), _identity, _identity
-        ),
+        *_entries(shape, "linear_fc2.bias", "down_proj_bias", (hidden,), (hidden,), _identity, _identity),
     )
 
 
-def _expert_entries(
+def _entries(
     shape: ModelShape,
     megatron: str,
     hf: str,

@@ -17,10 +17,12 @@ from megatron_ibpo.models.delta_net.shape import (
     MOE_DEFAULTS,
     DeltaNetShape,
     delta_net_fields,
+    in_projection,
+    mixed_entries,
     mixer_cost,
+    mtp_entries,
 )
 from megatron_ibpo.models.delta_net.spec import layer_spec, megatron_fields, mtp_layer_spec
-from megatron_ibpo.models.delta_net.weight_map import in_projection, mixed_entries, mtp_entries
 from megatron_ibpo.models.shape import Fields, expert_fields
 from megatron_ibpo.models.weight_map import ROWS, Cut, Entry, Piece, concatenate
 

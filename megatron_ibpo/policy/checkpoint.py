@@ -23,8 +23,8 @@ from megatron_ibpo.policy.mtp import Mtp
 from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.formats.integrity import check_integrity
 from megatron_ibpo.weights.formats.load import check_finite
+from megatron_ibpo.weights.formats.peft import check_same_adapters
 from megatron_ibpo.weights.formats.run_state import read_layout
-from megatron_ibpo.weights.formats.same_adapters import check_same_adapters
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint, read_metadata
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 

@@ -165,9 +165,7 @@ def infer(
     if not parallel_state.is_pipeline_last_stage():
         return []
     pairs = zip(packs, response_values(batches, outputs), strict=True)
-    return [
-        sequence_values for arrays, values_R in pairs for sequence_values in split_sequences(arrays, values_R)
-    ]
+    return [values for arrays, values_R in pairs for values in split_sequences(arrays, values_R)]
 
 
 def accumulate_gradients(
@@ -206,16 +204,11 @@ def accumulate_gradients(
 
 def _on_host(observed: Sequence[Observed]) -> list[dict[str, float]]:
     """Return the observed values as plain numbers, copied from the device at once."""
-    tensors = [
-        value.double() for metrics in observed for value in metrics.values() if isinstance(value, Tensor)
-    ]
+    tensors = [value.double() for row in observed for value in row.values() if isinstance(value, Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else ())
     return [
-        {
-            name: next(numbers) if isinstance(value, Tensor) else float(value)
-            for name, value in metrics.items()
-        }
-        for metrics in observed
+        {name: next(numbers) if isinstance(value, Tensor) else float(value) for name, value in row.items()}
+        for row in observed
     ]
 
 

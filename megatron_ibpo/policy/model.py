@@ -1,4 +1,5 @@
-"""Builds this rank's part of the Megatron model from a ModelShape."""
+"""Builds this rank's part of the Megatron model from a ModelShape, and gives the parts of its output layer to
+code that needs the head's weight and not its logits."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -7,6 +8,12 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
 
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelShape, padded_vocab_size
@@ -296,3 +303,30 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
             "moe_shared_expert_gate": shape.shared_expert_gate,
         }
     return fields | family_module(shape.family).megatron_fields(shape)
+
+
+def whole_hidden_states(*, hidden_states: Tensor, output_layer: Any, **_: Any) -> Tensor:
+    """Act as GPTModel's `output_processor`: return [1, N, H], every row on every tensor-parallel rank.
+
+    As in the output layer, the backward pass sums the gradients of the ranks' columns.
+    """
+    if output_layer.sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden_states).transpose(0, 1)
+    return copy_to_tensor_model_parallel_region(hidden_states).transpose(0, 1)
+
+
+def head_weight(model: Any) -> Tensor:
+    """Return [V / TP, H], this rank's rows of the output layer of a GPTModel's last stage, tied or not."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
+def own_vocabulary(width: int, vocab_size: int) -> dict[str, Any]:
+    """Return this rank's columns of the vocabulary as arguments for the functions of `megatron_ibpo.loss`;
+    `width` counts its columns with padding."""
+    start = parallel_state.get_tensor_model_parallel_rank() * width
+    return {
+        "tp_group": parallel_state.get_tensor_model_parallel_group(),
+        "vocab_range": (start, min(start + width, vocab_size)),
+    }

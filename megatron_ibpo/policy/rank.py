@@ -23,7 +23,7 @@ from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo
 from megatron_ibpo.policy.model import build_model, build_value_model
-from megatron_ibpo.policy.mtp_model import build_mtp
+from megatron_ibpo.policy.mtp import build_mtp
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
 from megatron_ibpo.policy.reference import load_reference
 from megatron_ibpo.policy.reports import About, SendReport

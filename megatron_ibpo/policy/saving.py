@@ -34,7 +34,7 @@ from megatron_ibpo.policy.trainer import Trainer
 from megatron_ibpo.weights.formats.directories import disk_error, publish
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
 from megatron_ibpo.weights.formats.integrity import write_integrity
-from megatron_ibpo.weights.formats.peft import DIRECTORY, Adapters, save_peft
+from megatron_ibpo.weights.formats.peft import DIRECTORY, Adapters, describe_adapters, save_peft
 from megatron_ibpo.weights.formats.retention import (
     Keep,
     partial_of,
@@ -43,7 +43,6 @@ from megatron_ibpo.weights.formats.retention import (
     step_name,
 )
 from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
-from megatron_ibpo.weights.formats.same_adapters import describe_adapters
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 SMALL_FILES_BYTES = 4 * 1024**2

@@ -37,9 +37,8 @@ from megatron_ibpo.policy.forward_backward import (
 from megatron_ibpo.policy.gradient_norm import gradient_norm, take_step
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics
 from megatron_ibpo.policy.loss_objective import aggregation, backend_in_use, check_loss, run_objective
-from megatron_ibpo.policy.mtp import Mtp, mtp_metrics
-from megatron_ibpo.policy.mtp_model import MtpModel
-from megatron_ibpo.policy.output_layer import head_weight, own_vocabulary, whole_hidden_states
+from megatron_ibpo.policy.model import head_weight, own_vocabulary, whole_hidden_states
+from megatron_ibpo.policy.mtp import Mtp, MtpModel, mtp_metrics
 from megatron_ibpo.policy.packing import (
     PackedArrays,
     PackedBatch,

@@ -271,11 +271,11 @@ def as_opened(prompt: Prompt, responses: Sequence[Sample]) -> Prompt:
     """
     if prompt.environment is None:
         return prompt
-    opened = next((r.prompt_token_ids for r in responses if len(r.token_ids)), prompt.token_ids)
-    head = len(opened) - len(prompt.tail_ids)
-    if not np.array_equal(opened[max(0, head) :], prompt.tail_ids):
+    opening_ids = next((r.prompt_token_ids for r in responses if len(r.token_ids)), prompt.token_ids)
+    head = len(opening_ids) - len(prompt.tail_ids)
+    if not np.array_equal(opening_ids[max(0, head) :], prompt.tail_ids):
         raise ValueError(
             f"{prompt.environment}: its opening must end with a user message, after which the chat "
             "template begins the policy's turn; corrections would have no place otherwise"
         )
-    return replace(prompt, token_ids=opened, head_length=head)
+    return replace(prompt, token_ids=opening_ids, head_length=head)

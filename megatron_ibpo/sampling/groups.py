@@ -16,7 +16,7 @@ DrawRound = Callable[[int], Sequence[tuple[Prompt, Sequence[SampleRequest]]]]
 """Round 0, 1, … of a step → its prompts, each with the requests for its responses."""
 
 
-OnSample = Callable[[Sample], None]
+OnSample = Callable[[Sample], None] | None
 """Called with each new sample once it is scored."""
 
 
@@ -43,7 +43,7 @@ class Batch:
     groups: list[Group]
     """Groups in the order of the prompts, with corrections attached."""
     sampled: list[Sample]
-    """All samples for it, in the same order, discarded ones included."""
+    """Samples drawn for the batch, in the same order, including discarded ones."""
     metrics: dict[str, float]
     """Metrics of `fill_batch`."""
     attempts: tuple[int, ...]
@@ -92,11 +92,7 @@ class GroupSampler:
     memory: Memory | None = None
 
     async def respond(
-        self,
-        prompt: Prompt,
-        requests: Sequence[SampleRequest],
-        attempt: int = 0,
-        on_sample: OnSample | None = None,
+        self, prompt: Prompt, requests: Sequence[SampleRequest], attempt: int = 0, on_sample: OnSample = None
     ) -> Drawn:
         """Return the scored responses to a prompt."""
         engine = self.sampler.place(requests)
@@ -105,9 +101,7 @@ class GroupSampler:
         group = Group(as_opened(prompt, responses), responses)
         return Drawn(group, attempt, engine, self.rules.usable(group), self.rules.preferred(group))
 
-    async def follow_up(
-        self, drawn: Drawn, context: CreditContext, on_sample: OnSample | None = None
-    ) -> None:
+    async def follow_up(self, drawn: Drawn, context: CreditContext, on_sample: OnSample = None) -> None:
         """Sample the operator's follow-ups for a group whose responses are scored."""
         group = drawn.group
         drawn.is_followed_up = True
@@ -120,9 +114,7 @@ class GroupSampler:
         samples = await self._scored_samples(group.prompt, requests, keys, drawn.engine, on_sample)
         self.operator.attach(group, follow_ups, samples)
 
-    async def reconsider(
-        self, drawn: Drawn, context: CreditContext, on_sample: OnSample | None = None
-    ) -> None:
+    async def reconsider(self, drawn: Drawn, context: CreditContext, on_sample: OnSample = None) -> None:
         """Sample the follow-ups of a group that is usable but not preferred, if they may make it
         preferred."""
         after_credit = self.rules.after_credit
@@ -137,7 +129,7 @@ class GroupSampler:
         requests: Sequence[SampleRequest],
         keys: Sequence[SampleKey],
         engine: int,
-        on_sample: OnSample | None,
+        on_sample: OnSample,
     ) -> list[Sample]:
         """Return a scored sample for every request; stored ones are not sampled again."""
         memory = self.memory

@@ -14,9 +14,9 @@ from megatron_ibpo.basics.records import Floats, TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.loss import LossRows, choose_backend, policy_loss
 from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.policy.logits_check import tensor_per_expert, transformers_model
 from megatron_ibpo.policy.loss_objective import aggregation, run_objective
 from megatron_ibpo.policy.planning import weighted_mean_length
-from megatron_ibpo.policy.transformers_reference import tensor_per_expert, transformers_model
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.one_rank import (
     largest_difference,

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from megatron_ibpo.basics.compiler_stand_ins import stand_in_for_compiler
+from megatron_ibpo.engines.vllm.slim_imports import stand_in_for_compiler
 stand_in_for_compiler()
 weight = torch.nn.Parameter(torch.ones(2))
 torch.optim.Adam([weight]).zero_grad()  # imports the compiler, for one decorator

@@ -19,7 +19,7 @@ from chaos.journal_audit import audit
 from chaos.processes import by_kind, gone_within, of_place, send
 from chaos.trial import AGENTS, ENGINES, FLAGS, HANGS_S, RESPONSES, STEPS, StuckError, Trial, within
 from megatron_ibpo.cluster.deaths import MOST_DEATHS
-from megatron_ibpo.cluster.engine_restarts import WITHIN_S
+from megatron_ibpo.cluster.engines import WITHIN_S
 from megatron_ibpo.cluster.ray_session import QUIET
 from support.simulated_cluster import simulated_cluster
 

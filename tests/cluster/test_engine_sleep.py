@@ -12,8 +12,9 @@ from unittest import mock
 
 import pytest
 
-from megatron_ibpo.cluster import engine_fleet, engine_handles, engine_processes, engine_updates
+from megatron_ibpo.cluster import engine_fleet, engine_handles, engine_processes
 from megatron_ibpo.cluster.deaths import ProcessDiedError, exit_reason, record_peak_memory
+from megatron_ibpo.cluster.engine_fleet import catch_up
 from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
 from megatron_ibpo.cluster.engine_processes import EngineProcesses
 from megatron_ibpo.cluster.engines import Engines
@@ -124,7 +125,7 @@ def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(eng
 
 def use_trainers(engines, call_each, monkeypatch):
     """Have updates go to stand-ins for the trainers, who are asked by `call_each`."""
-    monkeypatch.setattr(engine_fleet, "catch_up", engine_updates.catch_up)
+    monkeypatch.setattr(engine_fleet, "catch_up", catch_up)
     engines.fleet.processes.trainers.call_each = call_each
     placement = engines.fleet.processes.placement
     placement.owners, placement.trainers = [0, 0, 0], ["a slot"]

@@ -26,10 +26,10 @@ from megatron_ibpo.credit import (
     leaves_gradient,
 )
 from megatron_ibpo.credit.estimators import group_z_score, maxrl, needs_critic
-from megatron_ibpo.credit.gae import Critic
 from megatron_ibpo.credit.metrics import response_metrics, sampled_metrics
 from megatron_ibpo.credit.pairing import draw_references
 from megatron_ibpo.credit.train_sequences import plain_prompt_sequences, train_sequences
+from megatron_ibpo.credit.value_credit import Critic
 from megatron_ibpo.data import DataError, PromptSuffixes
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.run.checks import check_loss_of_run, check_run

@@ -100,12 +100,12 @@ def test_an_update_that_was_cut_off_is_refused_and_the_engine_lives(lost):
 @pytest.mark.engine
 @pytest.mark.parametrize(("version", "fits"), [("0.32.0", True), ("0.32.1+cpu", True), ("0.33.0", False)])
 def test_a_change_is_made_to_the_version_that_it_was_written_for(monkeypatch, version, fits):
-    from megatron_ibpo.engines.vllm import version_guard
+    from megatron_ibpo.engines.vllm import fixes
 
     made = []
-    monkeypatch.setattr(version_guard, "VERSION", version)
+    monkeypatch.setattr(fixes, "VERSION", version)
 
-    @version_guard.written_for("0.32")
+    @fixes.written_for("0.32")
     def change():
         made.append(version)
 
@@ -119,11 +119,11 @@ def test_a_change_is_made_to_the_version_that_it_was_written_for(monkeypatch, ve
 
 @pytest.mark.engine
 def test_every_change_is_guarded():
-    from megatron_ibpo.engines.vllm import fixes, gpt_oss_updates
+    from megatron_ibpo.engines.vllm import fixes
 
     changes = [fixes._sleep_beside_others, fixes._repack_experts_on_update, fixes._close_up_single_rows]
     changes += [fixes._hold_generators_of_discarded_tokens, fixes._cache_prompts_alone]
-    changes += [fixes._read_single_tokens_as_prompts, gpt_oss_updates.take_updates_whole]
+    changes += [fixes._read_single_tokens_as_prompts, fixes.take_updates_whole]
     assert all(hasattr(change, "__wrapped__") for change in changes)
 
 

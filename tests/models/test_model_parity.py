@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import LOCAL
-from megatron_ibpo.policy.transformers_reference import tensor_per_expert
+from megatron_ibpo.policy.logits_check import tensor_per_expert
 from support import tiny_models
 from support.layouts import layout
 from support.model_passes import gradients_of, loaded

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from megatron_ibpo.engines.vllm.settings import drafts_with_mtp
 from megatron_ibpo.models import check_layout, read_hf_config
-from megatron_ibpo.policy.transformers_reference import tensor_per_expert
+from megatron_ibpo.policy.logits_check import tensor_per_expert
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned

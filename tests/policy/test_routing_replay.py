@@ -11,7 +11,7 @@ from megatron_ibpo.basics.records import expert_ids, no_expert
 from megatron_ibpo.config import ConfigError, check_config
 from megatron_ibpo.engines.vllm.routing_record import RoutingRecord
 from megatron_ibpo.policy.forward_backward import infer
-from megatron_ibpo.policy.output_layer import whole_hidden_states
+from megatron_ibpo.policy.model import whole_hidden_states
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.policy.packing import packed
 from megatron_ibpo.policy.planning import plan_forward, plan_update

@@ -37,7 +37,7 @@ TYPES = {
 
 def compile_kernel(kernel, capability, num_warps, types, constants, params):
     """(SASS, resource usage) of one kernel; pointers, strides and widths divide by 16."""
-    signature, fixed, attributes = {"parameters": ("fp32",) * params, "others": ()}, {}, {}
+    signature, fixed, attributes = {"parameters": ("fp32",) * params, "pointers": ()}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"

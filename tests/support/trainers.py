@@ -34,7 +34,7 @@ def built(world, hf_dir, config, *, value=False, **how):
 
 def open_trainer(world, hf_dir, config, reference=None):
     from megatron_ibpo.models.backends import LOCAL
-    from megatron_ibpo.policy.mtp_model import build_mtp
+    from megatron_ibpo.policy.mtp import build_mtp
     from megatron_ibpo.policy.reference import load_reference
     from megatron_ibpo.policy.trainer import Trainer
     from megatron_ibpo.weights.formats.load import load_mtp

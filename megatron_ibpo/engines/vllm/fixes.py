@@ -1,25 +1,52 @@
 """Fixes of vLLM's workers: on CPUs, of updates of experts and tied heads, prompts of one token, seeded
-requests whose prompt is read in parts, and the prefix cache of models with delta nets; on GPUs, of sleep.
-
-gpt-oss has its own (`gpt_oss_updates`).
-"""
+requests whose prompt is read in parts, and the prefix cache of models with delta nets; on GPUs, of sleep;
+and of updates of gpt-oss. Each is made to the version of vLLM that it was written for, and to no other."""
 
 import logging
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.version import __version__ as VERSION
 
 from megatron_ibpo.engines.vllm.drafts import MARK
-from megatron_ibpo.engines.vllm.version_guard import written_for
+
+
+def written_for(version: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Return a decorator of a function that changes vLLM.
+
+    Args:
+        version: beginning of the version that it was written for. With another one the function raises
+            RuntimeError and changes nothing.
+    """
+
+    def guard(change: Callable[[], None]) -> Callable[[], None]:
+        @wraps(change)
+        def guarded() -> None:
+            if not f"{VERSION}.".startswith(f"{version}."):
+                raise RuntimeError(
+                    f"vLLM {VERSION}: {change.__module__}.{change.__name__} was written for vLLM {version}, "
+                    f"and without it {VERSION} may sample wrongly; install {version}, or read what it fixes"
+                )
+            change()
+
+        return guarded
+
+    return guard
+
 
 log = logging.getLogger(__name__)
 GREW = "Memory usage increased after sleeping."
@@ -193,3 +220,52 @@ def _sleep_beside_others() -> None:
             log.warning("another process took memory of the GPU while its engine went to sleep")
 
     worker.sleep = sleep_beside_others
+
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+EXPERTS = (
+    ".experts.gate_up_proj",
+    ".experts.gate_up_proj_bias",
+    ".experts.down_proj",
+    ".experts.down_proj_bias",
+)
+"""Suffixes of tensors that hold all experts of a layer."""
+SINKS = ".self_attn.sinks"
+
+
+@written_for("0.32")
+def take_updates_whole() -> None:
+    """Make all of gpt-oss pass through vLLM's loaders."""
+    model_class: Any = GptOssForCausalLM
+    load_weights = model_class.load_weights
+
+    def load_by_loaders(self: Any, weights: Weights) -> set[str]:
+        sinks: set[str] = set()
+        return load_weights(self, _split_experts(self, weights, sinks)) | sinks
+
+    model_class.load_weights = load_by_loaders
+
+
+def _split_experts(model: Any, weights: Weights, loaded: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights with one tensor per expert and without sinks, which are loaded here."""
+    for name, tensor in weights:
+        if name.endswith(EXPERTS):
+            prefix, _, kind = name.rpartition(".")
+            for expert in range(tensor.shape[0]):
+                yield f"{prefix}.{expert}.{kind}", tensor[expert]
+        elif name.endswith(SINKS):
+            loaded |= _load_sinks(model, name.replace(".self_attn.", ".attn."), tensor)
+        else:
+            yield name, tensor
+
+
+def _load_sinks(model: Any, name: str, sinks_H: torch.Tensor) -> set[str]:
+    """Return the parameter that took this worker's heads; none if it belongs to a layer of another worker."""
+    parameter = dict(model.named_parameters()).get(name)
+    if parameter is None:
+        return set()
+    heads = parameter.shape[0]
+    local_sinks = sinks_H.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
+    getattr(parameter, "weight_loader", default_weight_loader)(parameter, local_sinks)
+    return {name}

@@ -1,4 +1,4 @@
-"""Which of vLLM's two model runners samples, and what this project assumes of each.
+"""The choice between vLLM's two model runners, and what this project assumes of each.
 
 vLLM 0.32 takes the second where Triton has a back end: on GPUs, not on CPUs
 (`VllmConfig.use_v2_model_runner`). VLLM_USE_V2_MODEL_RUNNER=0 or 1 overrides that. The tests run the first

@@ -13,10 +13,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from megatron_ibpo.engines.vllm.engine_process import NCCL_BACKEND
-from megatron_ibpo.engines.vllm.fixes import fix_cpu, fix_gpu
-from megatron_ibpo.engines.vllm.gpt_oss_updates import take_updates_whole
-from megatron_ibpo.engines.vllm.loading import Drafter, Loading
-from megatron_ibpo.engines.vllm.receivers import GlooWeightTransferEngine, NcclWorker
+from megatron_ibpo.engines.vllm.fixes import fix_cpu, fix_gpu, take_updates_whole
+from megatron_ibpo.engines.vllm.receivers import Drafter, GlooWeightTransferEngine, Loading, NcclWorker
 
 
 class WorkerExtension:

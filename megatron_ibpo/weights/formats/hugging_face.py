@@ -28,8 +28,7 @@ from megatron_ibpo.models.weight_map import (
 )
 from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.integrity import MANIFEST
-from megatron_ibpo.weights.formats.mapped_tensors import OpenFiles
-from megatron_ibpo.weights.formats.mxfp4 import BLOCKS, SCALES, PackedSlice
+from megatron_ibpo.weights.formats.mapped_tensors import BLOCKS, SCALES, OpenFiles, PackedSlice
 from megatron_ibpo.weights.formats.weight_files import INDEX, SINGLE, find_weights
 from megatron_ibpo.weights.layout.regions import TensorMeta
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed

@@ -51,7 +51,7 @@ def load_mtp(model: Any, policy: list[Any], shape: ModelShape, hf_dir: Path) -> 
     """Fill this rank's part of the multi-token prediction layer from the checkpoint in `hf_dir`.
 
     Args:
-        model: result of `policy.mtp_model.build_mtp`.
+        model: result of `policy.mtp.build_mtp`.
         policy: result of `build_model`.
 
     Raises:

@@ -16,7 +16,7 @@ PICKLED_SINGLE = "pytorch_model.bin"
 _PARTS_OF = {SINGLE: "model-*-of-*.safetensors", PICKLED_SINGLE: "pytorch_model-*-of-*.bin"}
 """Single file → pattern of the files of a checkpoint in several."""
 RECIPE = "warm_start.json"
-"""How a tiny policy was made. Its `make` is the command that writes the weights."""
+"""Record of how a tiny policy was made. Its `make` is the command that writes the weights."""
 
 
 def has_weights(hf_dir: Path) -> bool:
