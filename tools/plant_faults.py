@@ -75,9 +75,10 @@ class Trial:
             path.write_text(source)
         rows = json.loads(saved.read_text())["checks"] if saved.exists() else []
         wrong = [row for row in rows if row["verdict"] == "wrong"]
-        seen = {row["check"].partition(":")[0] for row in wrong}
-        is_right = bool(seen & {*self.caught_by}) if self.caught_by else bool(rows) and not wrong
-        print(f"{self.name}: {sorted(seen) or 'nothing wrong'}{'' if is_right else ', NOT AS IT SHOULD'}")
+        wrong_checks = {row["check"].partition(":")[0] for row in wrong}
+        is_right = bool(wrong_checks & {*self.caught_by}) if self.caught_by else bool(rows) and not wrong
+        note = "" if is_right else ", NOT AS IT SHOULD"
+        print(f"{self.name}: {sorted(wrong_checks) or 'nothing wrong'}{note}")
         return {
             "name": self.name, "caught_by": list(self.caught_by), "as_expected": is_right, "wrong": wrong,
             "not_checked": [row["check"] for row in rows if row["verdict"] == "not checked"],
@@ -102,21 +103,24 @@ def changed_model(copy: Path, changes: dict[str, Any]) -> Path:
 def read_trials() -> list[Trial]:
     """Return every setting without a fault, and then all faults."""
     listed = yaml.safe_load(LIST.read_text())
-    settings = {name: (tuple(own["flags"]), own.get("model")) for name, own in listed["settings"].items()}
+    settings = {
+        name: (tuple(entry["flags"]), entry.get("model")) for name, entry in listed["settings"].items()
+    }
     trials = [
-        Trial(name, *own, Mutant(name, "", "README.md", (), None, None)) for name, own in settings.items()
+        Trial(name, flags, model, Mutant(name, "", "README.md", (), None, None))
+        for name, (flags, model) in settings.items()
     ]
     for entry in listed["faults"]:
         flags, model = settings[entry["under"]]
-        own = (*flags, *entry.get("flags", ()))
-        trials.append(Trial(entry["name"], own, model, mutant_of(entry), tuple(entry["caught_by"])))
+        flags = (*flags, *entry.get("flags", ()))
+        trials.append(Trial(entry["name"], flags, model, mutant_of(entry), tuple(entry["caught_by"])))
     return trials
 
 
 def main(arguments: Arguments) -> int:
     """Plant the faults; return the exit status."""
     stored = json.loads(arguments.save.read_text())["trials"] if arguments.save.exists() else []
-    results = {own["name"]: own for own in stored}
+    results = {result["name"]: result for result in stored}
     if arguments.table:
         print(*table(results), sep="\n")
         return DONE
@@ -127,8 +131,8 @@ def main(arguments: Arguments) -> int:
     with copied(1) as (copy,):
         for trial in chosen:
             results[trial.name] = trial.run(copy, all_checks=not arguments.only)
-            kept = [results[own.name] for own in trials if own.name in results]
-            content = {"machine": machine(), "trials": kept}
+            in_order = [results[trial.name] for trial in trials if trial.name in results]
+            content = {"machine": machine(), "trials": in_order}
             arguments.save.write_text(json.dumps(content, indent=1) + "\n")
     return FAILED if any(not results[trial.name]["as_expected"] for trial in chosen) else DONE
 
@@ -155,9 +159,9 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "\n| settings without a fault | right | wrong | not checked | seconds |\n" + "|---" * 5 + "|"
     for name in listed["settings"]:
         if name in results:
-            own = results[name]
-            wrong, unchecked = len(own["wrong"]), len(own["not_checked"])
-            counts = (own["rows"] - wrong - unchecked, wrong, unchecked, own["seconds"])
+            result = results[name]
+            wrong, unchecked = len(result["wrong"]), len(result["not_checked"])
+            counts = (result["rows"] - wrong - unchecked, wrong, unchecked, result["seconds"])
             yield f"| {' | '.join([name, *map(str, counts)])} |"
 
 

@@ -61,6 +61,18 @@ def test_rows_are_in_the_order_of_the_checks_and_json_has_them_all():
     assert table(rows).endswith(f"{len(CHECKS)} right, 0 wrong, 0 not checked")
 
 
+@pytest.mark.slow
+def test_the_small_model_of_packed_weights_says_that_its_own_are_not_packed(tmp_path):
+    """gpt-oss is published in MXFP4: vLLM would look for kernels of that format."""
+    from megatron_ibpo.verify.cut_down import cut_down  # imports torch
+
+    published = ROOT / "examples/models/gpt_oss_20b"
+    assert "quantization_config" in json.loads((published / "config.json").read_text())
+    small = json.loads((cut_down(published, tmp_path / "small", seed=0) / "config.json").read_text())
+    assert "quantization_config" not in small
+    assert (small["model_type"], small["num_hidden_layers"]) == ("gpt_oss", 2)
+
+
 def verify(directory, *flags, timeout=700):
     """Return (exit status, rows of verify.json, output) of the command."""
     save = directory / "verify.json"
