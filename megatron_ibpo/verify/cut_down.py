@@ -36,9 +36,7 @@ def cut_down(hf_dir: Path, target: Path, seed: int) -> Path:
 
     config = AutoConfig.from_pretrained(hf_dir).get_text_config()
     if hasattr(config, "quantization_config"):
-        del (
-            config.quantization_config
-        )  # the small weights are not packed
+        del config.quantization_config  # the small weights are not packed
     _shrink(config)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
