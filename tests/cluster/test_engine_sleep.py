@@ -67,7 +67,7 @@ def engines(monkeypatch):
     monkeypatch.setattr(engine_fleet, "catch_up", catch_up)
     processes: Any = EngineProcesses(
         trainers=SimpleNamespace(
-            all=lambda method, *_: events.append(("trainers", method)),
+            call_all=lambda method, *_: events.append(("trainers", method)),
             close=lambda: events.append(("trainers", "close")),
         ),
         placement=SimpleNamespace(engines=("a slot", "a slot")),
