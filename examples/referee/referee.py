@@ -203,7 +203,7 @@ def _row(verdict: Verdict) -> str:
 
 
 def predict(
-    study: StudyFile, save: Path, bursts: Path, metric: str = "adam", steps: int = 12, prompts: int = 96
+    study: StudyFile, save: Path, bursts: Path, metric: str = "adam", steps: int = 12, responses: int = 64
 ) -> None:
     """Write what the referee predicts, and the studies of short training that test it.
 
@@ -213,12 +213,12 @@ def predict(
         bursts: directory for predictions.json and one study for each policy and group size.
         metric: as in `judge`.
         steps: steps of each method; larger costs of a method are met by fewer prompts in each.
-        prompts: responses in a step of the baseline.
+        responses: number of responses in a step of the baseline.
     """
     read = read_study([study])
     cells = dict(verdicts(read, save, metric))
     plain = json.loads(json.dumps(cells, default=asdict))
-    write_bursts(read, plain, bursts, steps=steps, responses=prompts)
+    write_bursts(read, plain, bursts, steps=steps, responses=responses)
 
 
 def check(bursts: tyro.conf.Positional[Path]) -> None:

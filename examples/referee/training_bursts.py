@@ -17,20 +17,17 @@ from scipy import stats
 from megatron_ibpo.study.plan import Study
 from megatron_ibpo.study.statistics import estimate
 
-METHODS = (
-    "gspo",
-    "wrong-weight",
-    "ibpo",
-    "ibpo-shaping-only",
-    "ibpo-joint-.1",
-    "plain-prompt",
-    "plain-prompt-gated",
-)
+METHODS = ("gspo", "wrong-weight", "ibpo", "ibpo-shaping-only", "plain-prompt", "plain-prompt-gated")
 """Methods that are trained; the others are coefficients on the same gradients."""
 SEEDS = (0, 1)
 CURRENCY = "free"
 """Operations as the run's own meter counts them."""
-TRAINING = {"lr": 3.0e-4, "eval-interval": 100, "eval-num-prompts": 512}
+TRAINING = {
+    "lr": 3.0e-4,
+    "eval-interval": None,
+    "eval-num-prompts": 512,
+    "eval-other-temperatures": [],
+}
 PREDICTIONS = "predictions.json"
 
 
