@@ -44,7 +44,7 @@ class Measures:
     cost: Array
     """[currencies, N] operations."""
 
-    def only(self, places: Array) -> "Measures":
+    def only(self, places: npt.NDArray[np.intp]) -> "Measures":
         """Return the measures at some of the prompts."""
         return Measures(
             self.signal[:, places],

@@ -87,17 +87,16 @@ class SequenceGradients:
     def sum(self, queries: Sequence[GradientQuery], coefficients: Sequence[float]) -> Tensor:
         """Return [size]: the sum of the gradients, each times its coefficient. Cheaper than `each`."""
         total = torch.zeros(self.size)
+        gradient = grad(self._weighted)
         for places in _batches(queries):
             factors = torch.tensor([coefficients[place] for place in places], dtype=torch.float32)
-            inputs = _padded([queries[place] for place in places])
-            values = vmap(self._value, in_dims=(None, 0, 0, 0, 0, 0))
-
-            def weighted(parameters: Parameters, factors: Tensor = factors, inputs=inputs, values=values):  # type: ignore[no-untyped-def]
-                return (values(parameters, *inputs) * factors).sum()
-
-            of_batch = grad(weighted)(self._parameters)
+            of_batch = gradient(self._parameters, factors, _padded([queries[place] for place in places]))
             total += torch.cat([of_batch[name].flatten() for name in self._parameters])
         return total
+
+    def _weighted(self, parameters: Parameters, factors: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
+        values = vmap(self._value, in_dims=(None, 0, 0, 0, 0, 0))(parameters, *inputs)
+        return (values * factors).sum()
 
     def _value(
         self,

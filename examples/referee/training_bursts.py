@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import yaml
 from scipy import stats
 
 from megatron_ibpo.study.plan import Study
 from megatron_ibpo.study.statistics import estimate
 
+Array = npt.NDArray[np.float64]
 METHODS = ("gspo", "wrong-weight", "ibpo", "ibpo-shaping-only", "plain-prompt", "plain-prompt-gated")
 """Methods that are trained; the others are coefficients on the same gradients."""
 SEEDS = (0, 1)
 CURRENCY = "free"
 """Operations as the run's own meter counts them."""
-TRAINING = {
+TRAINING: dict[str, Any] = {
     "lr": 3.0e-4,
     "eval-interval": None,
     "eval-num-prompts": 512,
@@ -48,13 +50,13 @@ def write_bursts(
         for size in sorted({int(name.rpartition("@")[2]) for name in methods}):
             chosen = {name: methods[f"{name}@{size}"] for name in METHODS}
             prompts = {
-                name: max(1, round(responses / size / entry["verdict"]["cost"][CURRENCY]))
+                name: max(1, round(responses / size / entry["cost"][CURRENCY]))
                 for name, entry in chosen.items()
             }
             price = methods[f"{study.baseline}@{size}"]["operations"][CURRENCY]
             cell = f"{task.name}@{size}"
             predictions[cell] = {
-                name: entry["verdict"]["efficiency"][CURRENCY] | {"prompts": prompts[name]}
+                name: entry["efficiency"][CURRENCY] | {"prompts": prompts[name]}
                 for name, entry in chosen.items()
             }
             content = {
@@ -71,54 +73,56 @@ def write_bursts(
             del content["common"]["data-seed"]  # type: ignore[attr-defined]  # each seed has its own
             path = directory / f"{cell}.yaml"
             path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    text = json.dumps(_rounded(predictions), indent=1)
+    text = json.dumps(predictions, indent=1)
     (directory / PREDICTIONS).write_text(text + "\n", encoding="utf-8")
 
 
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    return round(value, 3) if isinstance(value, float) else value
+def outcomes(directory: Path, cell: str) -> Array:
+    """Return [seeds, methods]: accuracy after the bursts of the seeds that every method has finished."""
+
+    def accuracies(seed: int) -> list[float]:
+        paths = [directory / cell / "runs" / method / f"seed_{seed}" / "summary.json" for method in METHODS]
+        if not all(path.exists() for path in paths):
+            return []
+        ends = [json.loads(path.read_text(encoding="utf-8")).get("accuracy_end") for path in paths]
+        return [] if None in ends else ends
+
+    return np.array([found for seed in SEEDS if (found := accuracies(seed))])
 
 
-def outcomes(directory: Path, cell: str) -> dict[str, list[float]]:
-    """Return method → accuracy after the burst of each seed, for methods with all seeds."""
-    found: dict[str, list[float]] = {}
-    for method in METHODS:
-        paths = [directory / cell / "runs" / method / f"seed_{seed}" / "summary.json" for seed in SEEDS]
-        if all(path.exists() for path in paths):
-            found[method] = [json.loads(path.read_text(encoding="utf-8"))["accuracy_end"] for path in paths]
-    return found
-
-
-def agreement(predicted: Sequence[float], measured: Sequence[float]) -> float:
+def agreement(predicted: Array, measured: Array) -> float:
     """Return Kendall's τ (b, for ties)."""
     return float(stats.kendalltau(predicted, measured).statistic)
 
 
 def check_bursts(directory: Path) -> str:
-    """Return the table of predictions and outcomes, and τ over the cells whose bursts are complete."""
+    """Return the table of predictions and outcomes, and how well they agree over the cells."""
     predictions = json.loads((directory / PREDICTIONS).read_text(encoding="utf-8"))
-    lines = ["| cell | τ | " + " | ".join(METHODS) + " |", "|---" * (len(METHODS) + 2) + "|"]
-    taus, between, signs = [], [], []
+    lines = ["| cell | seeds | τ | " + " | ".join(METHODS) + " |", "|---" * (len(METHODS) + 3) + "|"]
+    taus, of_prices, of_seeds, signs = [], [], [], []
     for cell, of_cell in predictions.items():
-        trained = outcomes(directory, cell)
-        if len(trained) < len(METHODS):
+        trained_SM = outcomes(directory, cell)
+        if not len(trained_SM):
             continue
-        expected = [of_cell[method]["value"] for method in METHODS]
-        reached = [float(np.mean(trained[method])) for method in METHODS]
+        expected = np.array([of_cell[method]["value"] for method in METHODS])
+        reached = trained_SM.mean(axis=0)
         taus.append(agreement(expected, reached))
-        between.append(agreement(*([trained[method][seed] for method in METHODS] for seed in range(2))))
-        signs += [(own > 1) == (end > reached[0]) for own, end in zip(expected[1:], reached[1:], strict=True)]
+        of_prices.append(agreement(np.array([of_cell[method]["prompts"] for method in METHODS]), reached))
+        if len(trained_SM) > 1:
+            of_seeds.append(agreement(*trained_SM[:2]))
+        signs += ((expected[1:] > 1) == (reached[1:] > reached[0])).tolist()
         row = [f"{own:.2f}, {end:.3f}" for own, end in zip(expected, reached, strict=True)]
-        lines.append(f"| {cell} | {taus[-1]:.2f} | " + " | ".join(row) + " |")
-    if len(taus) < 2:
-        return "\n".join([*lines, "", "fewer than two cells are complete"])
-    overall, ceiling = estimate(taus), estimate(between)
+        lines.append(f"| {cell} | {len(trained_SM)} | {taus[-1]:.2f} | " + " | ".join(row) + " |")
     return "\n".join([
         *lines,
         "",
-        f"τ {overall.mean:.2f} [{overall.low:.2f}, {overall.high:.2f}] over {len(taus)} cells; between the "
-        f"seeds of the bursts {ceiling.mean:.2f} [{ceiling.low:.2f}, {ceiling.high:.2f}]; "
-        f"right signs against the baseline {np.mean(signs):.2f} of {len(signs)}",
+        f"τ {_mean(taus)} over {len(taus)} cells; of a ranking by price alone {_mean(of_prices)}; between "
+        f"seeds {_mean(of_seeds)}; right signs against the baseline: {sum(signs)} of {len(signs)}",
     ])  # fmt: skip
+
+
+def _mean(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return "unknown"
+    found = estimate(values)
+    return f"{found.mean:.2f} [{found.low:.2f}, {found.high:.2f}]"
