@@ -177,7 +177,7 @@ def toy():
     compass = make_compass(prompt_at, answers, gradients, num_star=160, num_scores=80, longest=2)
     methods = {name: contender(name) for name in METHODS}
     records = record_prompts(
-        [prompt_at(index) for index in range(120)], list(methods.values()), answers, gradients, compass
+        [prompt_at(index) for index in range(100)], list(methods.values()), answers, gradients, compass
     )
     return methods, records, compass
 
@@ -238,6 +238,7 @@ def loss_of(table, sequence):
     return policy_loss(logits, rows, make_objective("gspo", backend="torch"))[0]
 
 
+@pytest.mark.slow
 def test_gradients_of_sequences_equal_single_backward_passes():
     gradients, model = transformers_gradients(TINY), transformers_model(TINY, torch.float32)
     rng = np.random.default_rng(0)
