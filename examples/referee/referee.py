@@ -20,11 +20,11 @@ import tyro
 from frozen_policy import FrozenPolicy, open_space
 from gradient_records import Compass, load, make_compass, packed, record_prompts
 from gradient_records import save as save_file
+from megatron_ibpo.basics.compiler_stand_ins import stand_in_for_compiler
 from referee_page import SIZES, judge_tasks, page, prompt_at
 from sequence_gradients import transformers_gradients
 from training_bursts import check_bursts, write_bursts
 
-from megatron_ibpo.basics.compiler_stand_ins import stand_in_for_compiler
 from megatron_ibpo.basics.entry_point import guarded
 from megatron_ibpo.study.plan import Study, Task
 from megatron_ibpo.study.study_files import read_study
