@@ -140,7 +140,7 @@ class FrozenPolicy:
         Raises:
             RuntimeError: the verifier failed on one; a missing reward is not a reward of 0.
         """
-        samples = self._sampler.run(self._sampler.answers(requests))
+        samples = self._sampler.run(self._sampler.answer_all(requests))
         for (prompt, _), sample in zip(requests, samples, strict=True):
             if sample.reward is None:
                 raise RuntimeError(f"prompt {prompt.index}: the verifier failed: {sample.reward_error}")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from megatron_ibpo.loss.off_policy import shaped_surrogate
-from megatron_ibpo.policy.transformers_reference import transformers_model
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from megatron_ibpo.basics.records import TokenIds, TrainSequence, Weights
+from megatron_ibpo.loss.segments import shaped_surrogate
+from megatron_ibpo.policy.logits_check import transformers_model
 
 Parameters = dict[str, Tensor]
 Logits = Callable[[Parameters, Tensor], Tensor]
