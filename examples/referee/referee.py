@@ -20,7 +20,6 @@ import tyro
 from frozen_policy import FrozenPolicy, open_space
 from gradient_records import Compass, load, make_compass, packed, record_prompts
 from gradient_records import save as save_file
-from megatron_ibpo.basics.compiler_stand_ins import stand_in_for_compiler
 from referee_page import SIZES, judge_tasks, page, prompt_at
 from sequence_gradients import transformers_gradients
 from training_bursts import check_bursts, write_bursts
@@ -142,7 +141,6 @@ def check(bursts: tyro.conf.Positional[Path]) -> None:
 
 
 def main() -> int:
-    stand_in_for_compiler()
     commands: dict[str, Any] = {"record": record, "judge": judge_methods, "predict": predict, "check": check}
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
     return 0

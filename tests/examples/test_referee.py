@@ -19,7 +19,7 @@ from gradient_records import (
     response_requests,
     unpacked,
 )
-from megatron_ibpo.policy.transformers_reference import transformers_model
+from megatron_ibpo.policy.logits_check import transformers_model
 from method_verdicts import judge, measure, prices
 from sequence_gradients import (
     GradientQuery,
