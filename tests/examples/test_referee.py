@@ -19,7 +19,6 @@ from gradient_records import (
     response_requests,
     unpacked,
 )
-from megatron_ibpo.policy.logits_check import transformers_model
 from method_verdicts import judge, measure, prices
 from sequence_gradients import (
     GradientQuery,
@@ -34,6 +33,7 @@ from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.credit import Vocabulary, credit_of, find_method
 from megatron_ibpo.loss import LossRows, make_objective, policy_loss
 from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.policy.logits_check import transformers_model
 from support.credit_cases import context
 from support.paths import ROOT
 from support.samples import sample_of
