@@ -80,15 +80,7 @@ def build_model(
             f"divide packed sequences over ranks if attention has sinks, as in {shape.family}; use 1"
         )
     backend = spec.make_backend(libraries)
-    core = transformer_config(
-        shape,
-        config,
-        use_te=libraries.transformer_engine,
-        fused=fused_parts(libraries, shape, config, device),
-    )
-    core.use_cpu_initialization = device == "cpu"
-    core.init_model_with_meta_device = device == "meta"
-    core.moe_permute_fusion &= device == "cuda"  # creates tensors on the GPU
+    core = device_config(shape, config, device, libraries)
     numbers = range(core.virtual_pipeline_model_parallel_size or 1)
     rows = padded_vocab_size(shape, config.parallel)
     with torch.device(device), current_device(device), blaming(MODEL, config.model.model_override):
@@ -199,6 +191,22 @@ def transformer_config(
     core.context_parallel_size = config.parallel.context_parallel_size
     core.delta_net_cp = config.parallel.delta_net_cp
     core.fused = fused
+    return core
+
+
+def device_config(
+    shape: ModelShape, config: Config, device: Literal["cpu", "cuda", "meta"], libraries: Backends
+) -> Any:
+    """Return the result of `transformer_config` for a model that these libraries build on a device."""
+    core = transformer_config(
+        shape,
+        config,
+        use_te=libraries.transformer_engine,
+        fused=fused_parts(libraries, shape, config, device),
+    )
+    core.use_cpu_initialization = device == "cpu"
+    core.init_model_with_meta_device = device == "meta"
+    core.moe_permute_fusion &= device == "cuda"  # creates tensors on the GPU
     return core
 
 

@@ -47,10 +47,9 @@ from megatron_ibpo.policy.forward_backward import Loss, Observed, make_trainable
 from megatron_ibpo.policy.gradient_norm import gradient_norm, take_step
 from megatron_ibpo.policy.model import (
     current_device,
-    fused_parts,
+    device_config,
     head_weight,
     own_vocabulary,
-    transformer_config,
     whole_hidden_states,
 )
 from megatron_ibpo.policy.packing import PackedBatch
@@ -107,15 +106,7 @@ def build_mtp(
     balances its experts, since it only has to predict what the policy samples. Its activations are never
     recomputed as a whole, not even under --recompute-granularity full: it is one layer.
     """
-    core = transformer_config(
-        shape,
-        config,
-        use_te=libraries.transformer_engine,
-        fused=fused_parts(libraries, shape, config, device),
-    )
-    core.use_cpu_initialization = device == "cpu"
-    core.init_model_with_meta_device = device == "meta"
-    core.moe_permute_fusion &= device == "cuda"
+    core = device_config(shape, config, device, libraries)
     core.moe_router_load_balancing_type, core.moe_aux_loss_coeff = "none", 0.0
     core.mtp_num_layers = config.model.mtp_num_layers
     with torch.device(device), current_device(device):
