@@ -125,22 +125,22 @@ def judge(method: Measures, baseline: Measures, star_scores: Array, metric: str 
 
     def interval(statistic: Callable[["_Moments", "_Moments"], Array]) -> Interval:
         points, prompts, blocks = (
-            statistic(own, other)
-            for own, other in zip(_moments(method, row), _moments(baseline, row), strict=True)
+            statistic(moments, base)
+            for moments, base in zip(_moments(method, row), _moments(baseline, row), strict=True)
         )
         return _jackknifed(float(points[0]), [prompts, blocks])
 
     def efficiency(currency: int) -> Interval:
-        def ratio(own: _Moments, other: _Moments) -> Array:
-            signal = own.signal / other.signal
-            return signal * abs(signal) * other.noise / own.noise * other.cost[currency] / own.cost[currency]
+        def ratio(moments: _Moments, base: _Moments) -> Array:
+            signal, price = moments.signal / base.signal, moments.cost[currency] / base.cost[currency]
+            return signal * abs(signal) * base.noise / moments.noise / price
 
         return interval(ratio)
 
     return Verdict(
-        signal=interval(lambda own, other: own.signal / other.signal),
-        noise=interval(lambda own, other: own.noise / other.noise),
-        euclidean_noise=interval(lambda own, other: own.squared_norm / other.squared_norm),
+        signal=interval(lambda moments, base: moments.signal / base.signal),
+        noise=interval(lambda moments, base: moments.noise / base.noise),
+        euclidean_noise=interval(lambda moments, base: moments.squared_norm / base.squared_norm),
         cosine=_cosine(method.projections[0], star_scores),
         cost={
             name: float(method.cost[place].mean() / baseline.cost[place].mean())

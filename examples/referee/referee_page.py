@@ -42,7 +42,7 @@ def judge_tasks(study: Study, directory: Path, metric: str) -> Iterator[tuple[st
             space = open_space(study, task, SIZES, Path(scratch))
         contents = [load(path) for path in paths]
         compass = load(directory / task.name / "compass.pt")
-        records = [unpacked(each, prompt_at(space)) for content in contents for each in content["prompts"]]
+        records = [unpacked(entry, prompt_at(space)) for content in contents for entry in content["prompts"]]
         star_scores = (compass["star"] @ compass["scores"].T).double().numpy()
         cell = rounded(_judge_task(space, records, star_scores, study.baseline, metric))
         seconds = compass["seconds"] + sum(content["seconds"] for content in contents)
@@ -52,28 +52,30 @@ def judge_tasks(study: Study, directory: Path, metric: str) -> Iterator[tuple[st
 def _judge_task(
     space: Space, records: Sequence[PromptRecord], star_scores: Any, baseline: str, metric: str
 ) -> dict[str, Any]:
-    measures = {name: measure(each, records) for name, each in space.contenders.items()}
-    right = np.array([sum(each.probes) for each in records])
+    measures = {name: measure(contender, records) for name, contender in space.contenders.items()}
+    right = np.array([sum(record.probes) for record in records])
     strata = {
         name: np.flatnonzero((right >= least) & (right <= most)) for name, (least, most) in STRATA.items()
     }
     methods: dict[str, Any] = {}
-    for name, own in measures.items():
-        other = measures[f"{baseline}@{name.rpartition('@')[2]}"]
-        verdict = judge(own, other, star_scores, metric)
+    for name, of_method in measures.items():
+        of_baseline = measures[f"{baseline}@{name.rpartition('@')[2]}"]
+        verdict = judge(of_method, of_baseline, star_scores, metric)
         by_stratum = {
-            stratum: judge(own.only(places), other.only(places), star_scores, metric).efficiency["free"]
+            stratum: judge(of_method.only(places), of_baseline.only(places), star_scores, metric).efficiency[
+                "free"
+            ]
             for stratum, places in strata.items()
             if len(places) >= FEWEST
         }
-        operations = {currency: own.cost[place].mean() for place, currency in enumerate(CURRENCIES)}
+        operations = {currency: of_method.cost[place].mean() for place, currency in enumerate(CURRENCIES)}
         methods[name] = asdict(verdict) | {
             "operations": operations,
-            "strata": {stratum: asdict(each) for stratum, each in by_stratum.items()},
+            "strata": {stratum: asdict(interval) for stratum, interval in by_stratum.items()},
         }
     return {
         "prompts": len(records),
-        "solves": float(np.mean([each.probes for each in records])),
+        "solves": float(np.mean([record.probes for record in records])),
         "corrections_succeed": _correction_success(records),
         "strata": {stratum: len(places) for stratum, places in strata.items()},
         "methods": methods,
@@ -84,9 +86,9 @@ def _correction_success(records: Sequence[PromptRecord]) -> float:
     """Return the share of right samples among those sampled under other prompts than the plain one."""
     outcomes = [
         sample.correct
-        for each in records
-        for sample in each.samples.values()
-        if len(sample.prompt_token_ids) != len(each.prompt.token_ids)
+        for record in records
+        for sample in record.samples.values()
+        if len(sample.prompt_token_ids) != len(record.prompt.token_ids)
     ]
     return float(np.mean(outcomes)) if outcomes else math.nan
 
@@ -94,7 +96,7 @@ def _correction_success(records: Sequence[PromptRecord]) -> float:
 def rounded(value: Any) -> Any:
     """Return plain values with four digits; None for NaN, which JSON does not have."""
     if isinstance(value, Mapping):
-        return {key: rounded(each) for key, each in value.items()}
+        return {key: rounded(entry) for key, entry in value.items()}
     if isinstance(value, float):
         return float(f"{value:.4g}") if math.isfinite(value) else None
     return value
@@ -121,9 +123,12 @@ def page(task: str, cell: Mapping[str, Any]) -> str:
 
 def _row(verdict: Mapping[str, Any]) -> str:
     names = ("signal", "noise", "euclidean_noise", "cosine")
-    cells = [*(verdict[name] for name in names), *(verdict["efficiency"][each] for each in CURRENCIES)]
+    cells = [
+        *(verdict[name] for name in names),
+        *(verdict["efficiency"][currency] for currency in CURRENCIES),
+    ]
     return " | ".join(
-        f"{_number(each['value'])} [{_number(each['low'])}, {_number(each['high'])}]" for each in cells
+        f"{_number(cell['value'])} [{_number(cell['low'])}, {_number(cell['high'])}]" for cell in cells
     )
 
 

@@ -87,7 +87,7 @@ def outcomes(directory: Path, cell: str) -> Array:
         ends = [json.loads(path.read_text(encoding="utf-8")).get("accuracy_end") for path in paths]
         return [] if None in ends else ends
 
-    return np.array([found for seed in SEEDS if (found := accuracies(seed))])
+    return np.array([of_seed for seed in SEEDS if (of_seed := accuracies(seed))])
 
 
 def agreement(predicted: Array, measured: Array) -> float:
@@ -111,7 +111,10 @@ def check_bursts(directory: Path) -> str:
         if len(trained_SM) > 1:
             of_seeds.append(agreement(*trained_SM[:2]))
         signs += ((expected[1:] > 1) == (reached[1:] > reached[0])).tolist()
-        row = [f"{own:.2f}, {end:.3f}" for own, end in zip(expected, reached, strict=True)]
+        row = [
+            f"{efficiency:.2f}, {accuracy:.3f}"
+            for efficiency, accuracy in zip(expected, reached, strict=True)
+        ]
         lines.append(f"| {cell} | {len(trained_SM)} | {taus[-1]:.2f} | " + " | ".join(row) + " |")
     return "\n".join([
         *lines,
@@ -124,5 +127,5 @@ def check_bursts(directory: Path) -> str:
 def _mean(values: Sequence[float]) -> str:
     if len(values) < 2:
         return "unknown"
-    found = estimate(values)
-    return f"{found.mean:.2f} [{found.low:.2f}, {found.high:.2f}]"
+    mean = estimate(values)
+    return f"{mean.mean:.2f} [{mean.low:.2f}, {mean.high:.2f}]"

@@ -9,7 +9,7 @@ import pytest
 from support.paths import ROOT
 
 pytestmark = pytest.mark.lint
-BOUND = 11.3
+BOUND = 10.6
 """Most vague names of 1,000. Lower it when names get better."""
 VAGUE = set(
     """
