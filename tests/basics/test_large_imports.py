@@ -6,7 +6,7 @@ from megatron_ibpo.basics.large_imports import uncollected
 
 
 @pytest.mark.parametrize("set_before", [gc.enable, gc.disable])
-def test_the_collector_rests_during_imports_and_is_then_as_it_was(set_before):
+def test_imports_pause_the_garbage_collector_and_restore_its_state(set_before):
     set_before()
     before = gc.isenabled()
     with uncollected():

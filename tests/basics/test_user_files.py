@@ -36,7 +36,7 @@ def put_ten_gigabytes(path):
     os.truncate(path, 10**10)  # which take no room on the disk
 
 
-def test_what_is_no_file_of_its_kind_is_refused_before_it_is_read(tmp_path, monkeypatch):
+def test_a_file_of_the_wrong_kind_is_refused_before_reading(tmp_path, monkeypatch):
     def rows(path):
         return open_source(str(path), tokenizer, DataConfig(), split="train")
 
@@ -76,7 +76,7 @@ def test_what_is_no_file_of_its_kind_is_refused_before_it_is_read(tmp_path, monk
             read(path)
 
 
-def test_a_file_is_refused_by_its_size_and_a_pipe_in_the_place_of_a_journal(tmp_path):
+def test_oversized_files_and_pipes_are_refused(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"12345")
     assert read_user_file(path, 5) == b"12345"
@@ -105,7 +105,7 @@ def test_ids_of_a_tokenizer_are_bounded(tmp_path):
             load_tokenizer(hf)
 
 
-def test_a_model_that_would_compute_nonsense_is_refused_at_the_doors_of_plans_and_runs(tmp_path, capfd):
+def test_plans_and_runs_refuse_a_model_with_an_impossible_setting(tmp_path, capfd):
     says = "rms_norm_eps must be above 0 and below 1, is 0"
     named = ["--hf-checkpoint", str(changed(tmp_path / "hf", "config.json", rms_norm_eps=0))]
     assert search(["--gpus", "8", "--hardware", "h100", *named]) == 2

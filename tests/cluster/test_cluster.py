@@ -84,7 +84,7 @@ def port():
         return probe.getsockname()[1]
 
 
-def test_a_ray_of_the_runs_own_listens_on_loopback_is_for_no_other_user_and_leaves_nothing(scratch):
+def test_a_local_ray_is_private_and_leaves_no_files(scratch):
     """Ray would keep a token in the home and make its own directory writable for every user."""
     home, temporary = scratch / "home", scratch / "t"
     home.mkdir()
@@ -100,7 +100,7 @@ def test_a_ray_of_the_runs_own_listens_on_loopback_is_for_no_other_user_and_leav
 
 
 @slow
-def test_where_tmpdir_is_too_long_ray_starts_elsewhere_and_a_killed_driver_leaves_nothing_of_it(scratch):
+def test_a_long_tmpdir_moves_ray_which_dies_with_its_driver(scratch):
     long = scratch / ("x" * (40 - len(f"{scratch}/")))
     long.mkdir()
     process = python("-c", OWN_RAY, "wait", env={"TMPDIR": str(long)})
@@ -124,7 +124,7 @@ def test_where_tmpdir_is_too_long_ray_starts_elsewhere_and_a_killed_driver_leave
         ("raylet", "SIGKILL", "raylet on this machine has died"),
     ],
 )
-def test_when_a_server_of_its_ray_dies_or_hangs_a_process_ends_with_a_line(scratch, server, sent, words):
+def test_a_dead_or_hanging_ray_server_ends_the_run(scratch, server, sent, words):
     often = "from megatron_ibpo.cluster import orphan_watch; orphan_watch.ASK_EVERY_S = 1.0"
     environment = {"TMPDIR": str(scratch)}
     process = python("-c", often + OWN_RAY, "wait", env=environment, stderr=subprocess.PIPE)
@@ -148,7 +148,8 @@ def test_a_token_of_the_users_is_kept(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_the_named_variables_are_written_since_native_threads_read_the_others(monkeypatch):
+def test_only_the_named_environment_variables_are_written(monkeypatch):
+    """Native threads read the others meanwhile."""
     monkeypatch.setenv("KEPT", "1")
     written = []
     for name in ("putenv", "unsetenv"):
@@ -180,7 +181,7 @@ def test_a_ray_that_does_not_start_is_started_once_more(scratch):
 
 
 @slow
-def test_a_ray_that_does_not_start_twice_is_no_bad_input(scratch):
+def test_a_ray_that_fails_to_start_is_no_bad_input(scratch):
     """A job that ends with status 2 is not queued again."""
     train = "from megatron_ibpo.commands.train import main; sys.exit(main(sys.argv[1:]))"
     flags = ("--config", RECIPE, "--run-dir", str(scratch / "run"))
@@ -200,7 +201,7 @@ RECIPE = str(ROOT / "examples/recipes/tiny_qwen3_next_ibpo.yaml")
 
 
 @slow
-def test_a_cluster_of_another_version_is_refused_with_both_versions_and_what_to_do(tmp_path):
+def test_a_cluster_of_another_ray_version_is_refused(tmp_path):
     train = "import ray, sys; ray.__version__ = '2.55.1'; from megatron_ibpo.commands.train import main; "
     with simulated_cluster(1) as cluster:
         flags = ["--config", RECIPE, "--run-dir", str(tmp_path / "run"), "--ray-address", cluster.address]
@@ -229,7 +230,7 @@ def nothing_left(scratch):
 
 
 @slow
-def test_nodes_form_a_cluster_for_one_command_that_asks_for_a_token_and_all_end_with_it(scratch, port):
+def test_nodes_with_the_token_form_a_cluster_for_one_command(scratch, port):
     in_a_cluster = """
 import os, ray, subprocess, sys, time
 from pathlib import Path
@@ -257,7 +258,7 @@ with open_ray(os.environ["RAY_ADDRESS"], num_cpus=1):
     assert nothing_left(scratch)
 
 
-def test_a_node_without_the_token_says_how_to_give_it_one(monkeypatch, tmp_path, capfd):
+def test_a_node_without_the_token_learns_how_to_get_it(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(cluster_nodes, "TOKEN_WAIT_S", 0.0)
     monkeypatch.setattr(cluster_nodes, "LOOK_EVERY_S", 0.01)
     with pytest.raises(ClusterError, match=r"waited . s for .*/\.ray_token, which node 0 .*; put RUN_DIR on"):
@@ -269,7 +270,7 @@ def test_a_node_without_the_token_says_how_to_give_it_one(monkeypatch, tmp_path,
 
 
 @slow
-def test_a_node_with_another_token_is_refused_and_ctrl_c_while_waiting_ends_everything(scratch, port):
+def test_another_token_is_refused_and_a_signal_ends_waiting_nodes(scratch, port):
     lead = nodes(0, port, scratch, "true")
     follower = nodes(1, port, scratch, env={"RAY_AUTH_TOKEN": "b" * 32})
     output = ended(follower, 2)
@@ -287,7 +288,7 @@ def test_nodes_that_do_not_come_are_no_bad_input(scratch, port):
     assert f"the traceback is in {log}" in output, "since there is no directory of the run yet"
 
 
-def test_a_name_of_node_0_becomes_an_address_that_other_nodes_reach(monkeypatch):
+def test_the_name_of_node_0_becomes_a_reachable_address(monkeypatch):
     known = {"node0": ["fd00::7", "127.0.1.1", "10.0.0.7"], "alone": ["127.0.1.1"]}
 
     def resolve(host, port, **_):
@@ -330,7 +331,7 @@ def test_a_port_that_is_taken_is_said_at_once(monkeypatch, capsys):
 
 
 @slow
-def test_a_signal_goes_on_to_the_command_which_takes_its_time(scratch, port):
+def test_the_command_gets_the_signal_and_time_to_finish(scratch, port):
     finishes = 'sleep 60 & trap "kill $!; sleep 2; echo finished; exit 5" TERM; echo ready; wait'
     lead = nodes(0, port, scratch, "sh", "-c", finishes, num_nodes=1)
     assert lead.stdout.readline() == "ready\n"
@@ -387,7 +388,7 @@ def test_trainers_on_two_nodes(start, tmp_path, flags, expected):
 
 @pytest.mark.engine
 @slow
-def test_a_lost_node_is_waited_for_and_nothing_is_sampled_twice(cluster, start, tmp_path):
+def test_a_run_awaits_a_lost_node_and_samples_nothing_twice(cluster, start, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "log"
 
     def wait_for(words, seconds):

@@ -91,7 +91,7 @@ def killed(engines):
     return [event[0] for event in engines.events if event[1] == "killed"]
 
 
-def test_engines_that_wake_get_the_weights_that_they_had_before_and_wake_once(engines):
+def test_waking_engines_get_their_last_weights_once(engines):
     engines.fleet.order = replace(engines.fleet.order, version=3)
     engines.wake()
     assert engines.events == [update(0, 1, version=3)]
@@ -100,7 +100,7 @@ def test_engines_that_wake_get_the_weights_that_they_had_before_and_wake_once(en
     assert len(engines.events) == 1
 
 
-def test_an_engine_that_does_not_sleep_or_stands_still_is_ended_by_force(engines, monkeypatch):
+def test_an_engine_that_cannot_sleep_or_stands_still_is_killed(engines, monkeypatch):
     engines.wake()
     engines.events.clear()
     engines.fleet.members[1].host.faults.add("sleep")
@@ -113,7 +113,7 @@ def test_an_engine_that_does_not_sleep_or_stands_still_is_ended_by_force(engines
     assert killed(engines) == ["engine 1", "engine 0"]
 
 
-def test_an_update_ends_the_engines_that_died_in_it_and_not_their_successors(engines, monkeypatch):
+def test_an_update_kills_its_dead_engines_but_not_their_successors(engines, monkeypatch):
     def update(*_):
         engines.fleet.members[1].host = Process("successor", engines.events)  # the sampler noticed first
         return 0, 0, {0: "it hangs", 1: "it has ended"}
@@ -132,7 +132,7 @@ def use_trainers(engines, call_each, monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [1, 2])
-def test_an_engine_that_fails_in_an_update_gets_the_weights_in_a_second_pass(engines, monkeypatch, fails):
+def test_an_engine_that_failed_an_update_gets_a_second_pass(engines, monkeypatch, fails):
     """Engine 1 fails so often. The one that took the weights is not asked again."""
     passes = []
 
@@ -151,7 +151,7 @@ def test_an_engine_that_fails_in_an_update_gets_the_weights_in_a_second_pass(eng
     assert killed(engines) == (["engine 1"] if fails == 2 else [])
 
 
-def test_the_successor_of_an_engine_that_died_in_an_update_is_not_asked_for_it(engines, monkeypatch):
+def test_the_second_pass_skips_the_successor_of_a_dead_engine(engines, monkeypatch):
     """The sampler replaces engine 1 between the first pass, in which it fails, and the second."""
     asked = []
 
@@ -169,7 +169,7 @@ def test_the_successor_of_an_engine_that_died_in_an_update_is_not_asked_for_it(e
     assert [engines.fleet.members[index].connected for index in (0, 1)] == [True, False]
 
 
-def test_three_deaths_within_a_minute_of_work_and_one_step_end_the_run(engines):
+def test_three_deaths_within_a_minute_and_one_step_end_training(engines):
     for version in (1, 1, 2, 2):
         engines.fleet.order = replace(engines.fleet.order, version=version)
         engines.restarts._count_death(engines.fleet.members[0])
@@ -190,7 +190,7 @@ def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, asked):
     assert engines.fleet.order.sleeping
 
 
-def test_an_engine_that_comes_up_beside_sampling_sleeps_and_wakes_to_join(engines, monkeypatch):
+def test_an_engine_revived_during_sampling_sleeps_before_it_joins(engines, monkeypatch):
     """Training waits for it: it needs the room that trainers leave while others sample."""
     up = threading.Event()
     monkeypatch.setattr(engines.fleet.processes, "start_again", lambda _: up.wait(20))
@@ -231,9 +231,7 @@ def test_an_engine_that_died_is_not_started_beside_training(engines, monkeypatch
     asyncio.run(work())
 
 
-def test_an_engine_starts_before_or_after_trainers_send_weights_to_another_and_never_beside(
-    engines, monkeypatch
-):
+def test_engine_starts_and_weight_transfers_never_overlap(engines, monkeypatch):
     """Engine 1 is up again while engine 0 starts, and a third engine dies while these two get weights."""
     steps, up, sent = [], threading.Event(), threading.Event()
 
@@ -292,7 +290,7 @@ def losing_a_trainer(engines):
 
 
 @pytest.mark.parametrize("asked", ["admit", "update_weights"])
-def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_sleeps(losing_a_trainer, asked):
+def test_a_joining_engine_sleeps_if_trainers_die_while_others_sample(losing_a_trainer, asked):
     engines = losing_a_trainer
     if asked == "update_weights":
         engines.fleet.order = replace(engines.fleet.order, sleeping=True)
@@ -310,7 +308,7 @@ def test_beside_engines_that_sample_nobody_trains_again_and_who_was_to_join_slee
     assert not any(member.absent for member in engines.fleet.members.values())
 
 
-def test_where_no_engine_is_left_trainers_start_again_and_who_joins_sleeps_with_the_rest(losing_a_trainer):
+def test_without_sampling_engines_trainers_restart_and_a_joining_engine_sleeps(losing_a_trainer):
     engines = losing_a_trainer
     del engines.fleet.members[0]
     with pytest.raises(ProcessDiedError):
@@ -362,7 +360,7 @@ def test_checkpoints_and_exports_are_gathered_while_engines_sleep(tmp_path):
     assert names(asked) == "saved saved sleep save_hf saved saved sleep save sleep save_hf"
 
 
-def test_a_process_that_has_ended_is_said_to_have_been_killed_or_to_have_crashed(tmp_path):
+def test_the_exit_reason_tells_a_kill_from_a_crash(tmp_path):
     # as Ray 2.60 writes it
     who = "The actor died.\n\tclass_name: P\n\tpid: 4711\n\tnamespace: n\n\tip: 10.0.0.7\n"
     no_word = who + "The actor is dead. Worker unexpectedly exits with a connection error code 2."

@@ -53,7 +53,7 @@ def test_colocated_engines_share_the_gpus_of_consecutive_trainers():
     assert placement.owners == [0, 2, 4, 6]
 
 
-def test_engines_of_their_own_take_the_nodes_without_trainers_first_as_a_table_says():
+def test_separate_engines_take_nodes_without_trainers_first():
     placement = placed(gpus(8, 8), 8, own(4, 8))
     assert where(placement.trainers) == [(0, 1)] * 8
     assert where(placement.engines) == [(1, 4), (1, 4)]
@@ -69,7 +69,7 @@ def test_engines_of_their_own_take_the_nodes_without_trainers_first_as_a_table_s
     assert (where(on_cpus.trainers), where(on_cpus.engines)) == ([(0, 0), (1, 0)], [(2, 0)])
 
 
-def test_what_does_not_fit_is_refused_with_what_there_is():
+def test_a_placement_that_does_not_fit_is_refused_with_details():
     for nodes, trainers, engines, words in (
         (gpus(8, 8), 32, Engines(1, colocate=True), ["--num-trainers 32", "16 GPUs", "10.0.0.1: 8"]),
         (gpus(8), 8, Engines(3, colocate=True), ["--rollout-num-gpus-per-engine 3", "10.0.0.0: 8"]),
@@ -97,7 +97,8 @@ def test_no_gpu_is_given_away_twice(counts, trainers, size, num_engines):
         assert sum(slot.gpus for slot in slots if slot.node == index) <= node.gpus
 
 
-def test_without_a_number_engines_of_their_own_get_half_of_the_gpus_as_far_as_whole_engines_go(monkeypatch):
+def test_separate_engines_get_half_of_the_gpus_by_default(monkeypatch):
+    """Rounded down to whole engines."""
     for count, size, trainers, engines in ((8, 2, 4, 2), (6, 2, 4, 1), (3, 1, 2, 1), (5, 4, 1, 1)):
         monkeypatch.setattr(reservation, "cluster_nodes", lambda count=count: gpus(count))
         asked = RolloutConfig(colocate=False, rollout_num_gpus_per_engine=size)
@@ -125,7 +126,7 @@ def test_parameters_are_counted_by_elements_whatever_dtype_they_have(models, tmp
         assert sum(trained_elements(tmp_path, read_hf_config(tmp_path)).values()) == count, dtype
 
 
-def test_a_node_that_has_too_little_is_named_with_what_needs_how_much():
+def test_a_node_with_too_little_memory_is_named():
     """Four nodes of eight GPUs. One pipeline stage a node, a quarter of the model; a stage without embeddings
     has less."""
     config = on_device(configured(NEXT_80B), read_hf_config(NEXT_80B), on_gpu=True)
@@ -177,7 +178,7 @@ def test_on_cpus_trainers_and_engines_are_in_main_memory_themselves(models):
     ("group", "file"),
     [("4:memory:/a/b\n1:cpu:/\n", "memory/{}memory.limit_in_bytes"), ("0::/a/b\n", "{}memory.max")],
 )
-def test_the_least_limit_around_a_process_is_what_it_has(tmp_path, group, file):
+def test_main_memory_is_the_smallest_limit_of_the_control_groups(tmp_path, group, file):
     assert main_memory(tmp_path, tmp_path / "none") == psutil.virtual_memory().total
     (tmp_path / "cgroup").write_text(group)
     limits = {"": "9223372036854771712", "a/": "3000000"}

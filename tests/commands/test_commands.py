@@ -45,7 +45,7 @@ def ends(capsys, work, **options):
     return status, said.removesuffix("\n")
 
 
-def test_bad_input_is_one_line_and_a_failure_names_its_log(capsys, tmp_path):
+def test_bad_input_takes_one_line_and_failures_name_their_log(capsys, tmp_path):
     assert [guarded(lambda own=own: own) for own in (None, 0, 1, 5)] == [0, 0, 1, 5]  # type: ignore[misc]
     logs = tmp_path / "logs"
     answer = ends(capsys, ConfigError("--lr: must be above 0"), logs=logs)
@@ -58,7 +58,7 @@ def test_bad_input_is_one_line_and_a_failure_names_its_log(capsys, tmp_path):
     assert kept.count("RewardErrorRateError: the verifier failed") == 2, "earlier ones stay"
 
 
-def test_a_bug_asks_for_a_report_as_does_a_foreign_value_error(capsys, tmp_path):
+def test_a_bug_asks_for_a_report(capsys, tmp_path):
     bugs = {"TypeError: unsupported operand": lambda: 1 + "a\nb", "ValueError: invalid": lambda: int("x")}
     for says, bug in bugs.items():
         status, line = ends(capsys, bug, logs=tmp_path / "gone/logs")
@@ -70,7 +70,7 @@ def test_a_bug_asks_for_a_report_as_does_a_foreign_value_error(capsys, tmp_path)
     assert ends(capsys, lambda: read_json("[NaN]")) == (BAD_INPUT, "error: NaN is no number in JSON")
 
 
-def test_a_fault_in_a_users_module_is_named_by_its_line(capsys, tmp_path):
+def test_a_fault_in_a_users_module_names_its_line(capsys, tmp_path):
     (tmp_path / "own_estimator.py").write_text("def advantages(rewards):\n    return {}[len(rewards)]\n")
     advantages = load_hook("--advantages", f"{tmp_path}/own_estimator.py:advantages")
     status, line = ends(capsys, lambda: advantages([1.0]), logs=tmp_path / "logs")
@@ -103,7 +103,7 @@ def test_other_errors_name_their_subject(capsys, tmp_path):
     assert (found, "the run's directory is gone" in line) == (BAD_INPUT, False)
 
 
-def test_an_error_in_a_rays_process_comes_with_its_traceback_there(capsys, tmp_path):
+def test_a_remote_error_keeps_its_remote_traceback(capsys, tmp_path):
     for work, status in ((lambda: read_json("[NaN]"), BAD_INPUT), (lambda: int("x"), FAILED)):
         with pytest.raises(ValueError) as raised:  # noqa: PT011 of any text
             work()
@@ -116,13 +116,13 @@ def test_an_error_in_a_rays_process_comes_with_its_traceback_there(capsys, tmp_p
         assert "in trainer 1:\n" in (tmp_path / "logs/driver.log").read_text(), (work, status)
 
 
-def test_ctrl_c_has_its_own_status_and_a_full_disk_loses_tracebacks(capsys, monkeypatch):
+def test_an_interrupt_has_its_status_and_full_disks_lose_tracebacks(capsys, monkeypatch):
     assert ends(capsys, KeyboardInterrupt(), stopped="stopped") == (INTERRUPTED, "stopped")
     monkeypatch.setattr("tempfile.mkstemp", lambda **_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     assert ends(capsys, MemoryError()) == (FAILED, "error: out of memory")
 
 
-def test_a_reader_that_goes_and_a_closed_stdout_are_no_errors():
+def test_a_closed_output_is_no_error():
     printing = """
 from megatron_ibpo.basics.entry_point import command
 raise SystemExit(command(lambda: [print(line) for line in range(100_000)] and 0)())
@@ -228,7 +228,7 @@ def chosen(hf_dir, nodes, gpus, memory=80.0, *flags):
     return choice.recipe.stem, choice.trainers_per_node, words.get("--tensor-model-parallel-size")
 
 
-def test_the_recipe_follows_kind_and_size_of_the_model_and_number_of_gpus(monkeypatch):
+def test_the_recipe_follows_the_model_and_the_number_of_gpus(monkeypatch):
     def taken(model, *gpus, memory=80):
         shape = read_hf_config(MODELS / model)
         return {choosing.choose_recipe(shape, number, memory).name for number in gpus}
@@ -249,7 +249,7 @@ def test_the_recipe_follows_kind_and_size_of_the_model_and_number_of_gpus(monkey
     assert find_devices(2, 4, shapes[2]) == Devices(2, 4, 80.0), "what the user names"
 
 
-def test_small_models_run_on_any_devices_and_too_large_ones_are_refused(tmp_path):
+def test_small_models_run_anywhere_and_too_large_ones_are_refused(tmp_path):
     cpu, tiny_next = ("small_cpu", 1, None), "tiny_qwen3_next_ibpo"
     for model, nodes, gpus, expected in (
         ("tiny_qwen3", 1, 0, cpu),
@@ -268,19 +268,19 @@ def test_small_models_run_on_any_devices_and_too_large_ones_are_refused(tmp_path
 
 
 @pytest.mark.parametrize(("recipe", "model", "memory"), [(k, *v) for k, v in ONE_GPU.items()], ids=[*ONE_GPU])
-def test_a_recipe_for_one_gpu_is_unchanged_for_its_model_and_card(recipe, model, memory):
+def test_one_gpu_recipes_are_unchanged_for_their_model_and_card(recipe, model, memory):
     reported = memory * 0.995  # GiB, as nvidia-smi says
     choice = choose(MODELS / model, Devices(1, 1, reported))
     assert (choice.recipe.stem, choice.layout) == (recipe, ())
 
 
-def test_a_plan_chooses_the_recipe_for_the_memory_that_the_user_names(capsys):
+def test_a_dry_run_chooses_by_the_memory_named_by_flags(capsys):
     model = ["--hf-checkpoint", str(MODELS / "qwen3_0_6b"), "--gpus-per-node", "1", "--", "--dry-run"]
     assert choosing.main([*model, "--dry-run-gpu-memory-gib=24"]) == 0
     assert "qwen3_0_6b_one_gpu.yaml" in capsys.readouterr().out
 
 
-def test_a_layout_saves_the_memory_needed_and_the_users_flags_win():
+def test_layouts_save_memory_where_needed_and_explicit_flags_win():
     model, small_cache = MODELS / "qwen3_4b", ("--vllm-kv-cache-bytes", str(6 * 1024**3))
     offloaded = choose(MODELS / "qwen3_1_7b", Devices(1, 1, 24.0)).layout
     assert offloaded == ("--use-precision-aware-optimizer", "--optimizer-cpu-offload"), "nothing else fits"
@@ -295,7 +295,7 @@ def test_a_layout_saves_the_memory_needed_and_the_users_flags_win():
         chosen(MODELS / "qwen3_32b", 1, 1, 24.0)
 
 
-def test_the_choice_is_printed_with_the_demonstration_task_of_a_model_without_data(tmp_path, capsys):
+def test_the_choice_is_printed_with_the_demonstration_task(tmp_path, capsys):
     shutil.copytree(TINY, tmp_path / "mine")
     mine = ["--hf-checkpoint", str(tmp_path / "mine"), "--gpus-per-node", "0", "--"]
     assert choosing.main(mine) == 0

@@ -52,7 +52,7 @@ def parsed(tmp_path):
     return parse
 
 
-def test_flags_are_flat_and_typed_and_win_over_recipes_and_these_over_the_preset(parsed):
+def test_flags_win_over_recipes_and_recipes_over_presets(parsed):
     config = parsed(
         "advantage-estimator: gspo\nlr: 3e-4\nrollout_batch_size: 16",
         "rollout-batch-size: 8\nclip-grad: 2",
@@ -68,7 +68,7 @@ def test_flags_are_flat_and_typed_and_win_over_recipes_and_these_over_the_preset
     assert config.model.hf_checkpoint == Path.cwd() / "some_dir"
 
 
-def test_lengths_of_a_recipe_and_of_defaults_yield_to_the_model_and_typed_ones_do_not(tmp_path, parsed):
+def test_default_lengths_yield_to_the_model_but_explicit_ones_stay(tmp_path, parsed):
     shape = json.loads((ROOT / "examples/tiny_qwen3/config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 256}))
 
@@ -129,7 +129,7 @@ class Mine(Operator):
 MADE = Mine(2.0)  # an object that cannot be hashed
 
 
-def test_a_method_of_ones_own_has_parameters_with_the_same_rights(parsed, capsys):
+def test_parameters_of_a_users_method_have_equal_rights(parsed, capsys):
     path = f"{__name__}:Mine"
     assert parsed(f"ibpo-operator: {path}\nmine-weight: 2").algorithm.parameters == {"mine_weight": 2.0}
     config = parsed(flags=f"--ibpo-operator {path} --mine-weight 3")
@@ -234,7 +234,7 @@ def runnable(tmp_path):
     return config
 
 
-def test_no_field_takes_a_number_that_is_none_or_that_no_machine_word_holds(runnable):
+def test_no_field_accepts_nan_infinity_or_a_huge_integer(runnable):
     types = {name: {entry.type, *typing.get_args(entry.type)} for name, entry in ENTRIES.items()}
     numbers = [name for name, kinds in types.items() if {int, float} & kinds]
     for value in (float("nan"), float("inf"), float("-inf"), 10**20, -(10**20)):
@@ -249,7 +249,7 @@ def test_no_field_takes_a_number_that_is_none_or_that_no_machine_word_holds(runn
             assert f"--{name.replace('_', '-')}: must be a " in str(refused.value), value
 
 
-def test_what_cannot_work_is_refused(runnable):
+def test_settings_that_cannot_work_are_refused(runnable):
     rates = {"filter_pass_rate": (0.1, 0.9)}
     for fields in (
         {"n_samples_per_prompt": 1},  # a group of one has no advantages
@@ -280,7 +280,7 @@ def test_what_cannot_work_is_refused(runnable):
         assert "1 problem in the configuration" in str(refused.value), fields
 
 
-def test_what_a_run_does_not_read_may_be_left_out_and_all_problems_are_named_at_once(runnable, monkeypatch):
+def test_unused_settings_may_be_absent_and_all_problems_are_named(runnable, monkeypatch):
     check_run(runnable)
     runnable.data.eval_prompt_data, runnable.run.eval_num_prompts = None, 0
     check_run(runnable)
@@ -355,7 +355,7 @@ def test_every_algorithm_works_after_a_models_recipe(tmp_path, further):
             check_run(config)
 
 
-def test_named_values_are_merged_by_name_and_sources_of_prompts_are_texts_or_mappings(parsed):
+def test_named_values_merge_and_prompt_sources_may_be_mappings(parsed):
     first = "vllm-arg:\n  max-num-batched-tokens: 4096\n  enable_chunked_prefill: true"
     flags = "--vllm-arg max_num_batched_tokens=1 --vllm-arg x=a=b"
     config = parsed(first, "vllm-arg: [swap_space=1.5]", flags=flags)
@@ -389,7 +389,7 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_paths_count_from_where_the_user_stands_those_of_recipes_from_the_repository_too(elsewhere, parsed):
+def test_user_paths_start_at_the_working_directory(elsewhere, parsed):
     (elsewhere / "mine.yaml").write_text("lr: 1e-3\n")
     flags = "--config mine.yaml --hf-checkpoint examples/tiny_qwen3 --prompt-data a.jsonl --run-dir /abs "
     config = parsed(flags=flags + "--eval-prompt-data reasoning_gym://chain_sum")
@@ -412,7 +412,7 @@ def test_paths_count_from_where_the_user_stands_those_of_recipes_from_the_reposi
     assert config.run.run_dir == elsewhere / "examples", "it is written, not looked for"
 
 
-def test_hooks_are_found_where_the_user_stands_by_path_and_those_of_recipes_in_the_repository_too(elsewhere):
+def test_hooks_load_from_the_working_directory_or_the_repository(elsewhere):
     (elsewhere / "mine").mkdir()
     for folder, name in ((elsewhere, "own"), (elsewhere / "mine", "filed")):
         (folder / f"beside_{name}_hook.py").write_text("VALUE = 3\n")
@@ -460,7 +460,7 @@ def test_the_scripts_hand_over_where_the_user_stands(tmp_path):
     assert printed["hf-checkpoint"] == str(ROOT / "examples/tiny_qwen3_next_mends")
 
 
-def test_the_configuration_of_a_run_of_version_0_1_means_the_same(parsed):
+def test_a_configuration_of_version_0_1_means_the_same(parsed):
     """It wrote the parameters of all methods, and no corrections for no operator."""
     for preset, corrections in (("gspo", 0), ("ibpo", 1)):
         written = config_yaml(parse_config(["--advantage-estimator", preset]))
@@ -476,7 +476,7 @@ def test_the_configuration_of_a_run_of_version_0_1_means_the_same(parsed):
             parsed(yaml.safe_dump(older | {"ibpo-gate": True}))
 
 
-def test_the_configuration_of_a_run_from_before_engines_had_settings_of_their_own_means_the_same(parsed):
+def test_a_configuration_older_than_engine_parameters_means_the_same(parsed):
     """It wrote vLLM's settings whatever the engine was."""
     written = config_yaml(parse_config(["--rollout-backend", "vllm", "--vllm-max-num-seqs", "64"]))
     assert parsed(written).rollout.parameters["vllm_max_num_seqs"] == 64
@@ -489,7 +489,7 @@ def test_the_configuration_of_a_run_from_before_engines_had_settings_of_their_ow
         parsed("rollout-backend: lean\nvllm-dtype: float32")
 
 
-def test_naming_another_loss_variant_forgets_the_parameters_of_the_previous_one(parsed):
+def test_another_loss_variant_drops_the_previous_ones_parameters(parsed):
     base = "advantage-estimator: ibpo\neps-clip: 3e-3\nloss-param: {a: 1}"
 
     def clips(flags="", *after):
@@ -508,7 +508,7 @@ def test_naming_another_loss_variant_forgets_the_parameters_of_the_previous_one(
     assert clips("--advantage-estimator ibpo", method) == (None, None, ())
 
 
-def test_any_parameter_can_be_set_by_name_and_what_a_variant_does_not_take_is_refused():
+def test_loss_parameters_are_set_by_name_and_foreign_ones_refused():
     loss = LossConfig(loss_variant="dual-clip", eps_clip=0.1, loss_param=("bound=5", "eps_high=0.3"))
     assert loss_params(loss) == {"eps_low": 0.1, "eps_high": 0.3, "bound": 5.0}
     for fields, message in (
@@ -522,7 +522,7 @@ def test_any_parameter_can_be_set_by_name_and_what_a_variant_does_not_take_is_re
             check_loss(LossConfig(**fields))
 
 
-def test_a_variant_of_the_users_own_reads_what_it_can_have(tmp_path, monkeypatch, parsed):
+def test_a_users_loss_variant_reads_only_available_inputs(tmp_path, monkeypatch, parsed):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_loss.py").write_text("""
 from megatron_ibpo.loss import Parameter, Variant
@@ -557,9 +557,7 @@ def flags_of(text):
     return [name for name in names if name in EVERY_FLAG]
 
 
-def test_help_shows_the_common_flags_within_the_terminal_defaults_of_recipes_and_what_is_searched(
-    tmp_path, capsys, monkeypatch
-):
+def test_help_shows_common_flags_recipe_defaults_and_search_results(tmp_path, capsys, monkeypatch):
     def shown(*words, columns=100):
         monkeypatch.setenv("COLUMNS", str(columns))
         with pytest.raises(SystemExit) as ended:
@@ -588,7 +586,7 @@ def test_help_shows_the_common_flags_within_the_terminal_defaults_of_recipes_and
     assert {*flags_of(shown("--advantage-estimator", "gspo", "--help-all"))} == {*ENTRIES, *own}
 
 
-def test_wrong_flags_and_those_of_other_trainers_are_all_answered_with_flags_that_exist():
+def test_every_foreign_or_mistyped_flag_is_answered_with_real_ones():
     def answers(*words):
         with pytest.raises(ConfigError) as refused:
             parse_config(words)
@@ -606,7 +604,7 @@ def test_wrong_flags_and_those_of_other_trainers_are_all_answered_with_flags_tha
     assert "did you mean '--help-all'" in mistyped
 
 
-def test_a_name_that_is_no_setting_has_the_same_answer_on_the_command_line_in_recipes_and_in_python(tmp_path):
+def test_unknown_settings_get_one_answer_from_flags_recipes_and_python(tmp_path):
     names = {name.replace("-", "_") for flags in (*FLAGS.values(), SYNONYMS) for name in flags} - EVERY_FLAG
     misspelt = {f"{name[:2]}x{name[2:]}" for name in [*ENTRIES][::8] if len(name) > 6}
     names = sorted(names | misspelt | {key for keys in KEYS.values() for key in keys})
@@ -635,7 +633,7 @@ def test_a_name_that_is_no_setting_has_the_same_answer_on_the_command_line_in_re
         assert re.search("; here |did you mean|no such parameter", answer), name
 
 
-def test_a_recipe_of_another_trainer_is_answered_by_its_nested_keys(parsed):
+def test_a_foreign_recipe_is_answered_by_its_nested_keys(parsed):
     with pytest.raises(ConfigError) as refused:
         parsed("lr: 1\nactor_rollout_ref: {actor: {optim: {lr: 1.0e-6}, grad_clip: 1}, rollout: {n: 8}}")
     lines = str(refused.value).splitlines()

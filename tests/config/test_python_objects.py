@@ -55,7 +55,7 @@ def in_another_process(config, setting):
     return subprocess.run(command, cwd="/", env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
 
 
-def test_a_lambda_is_called_in_other_processes_with_what_it_uses(load, tmp_path):
+def test_a_lambda_runs_in_other_processes_with_its_closure(load, tmp_path):
     right = 0.75
     config = load(rm_type=lambda prompt, response, label, metadata: right * (response == label))
     done = in_another_process(config, config.data.rm_type)
@@ -70,7 +70,7 @@ def write(folder, config):
     return recipe
 
 
-def test_a_class_that_a_function_defines_and_an_estimator_are_stored(load):
+def test_local_classes_and_estimators_can_be_stored(load):
     class Game:
         def reset(self):
             return "guess"
@@ -166,7 +166,7 @@ def test_data_sets_of_the_library_are_taken(load):
         load(prompt_data=splits)
 
 
-def test_rows_replace_the_held_out_prompts_of_the_recipe_and_sources_stay_sources(load):
+def test_rows_replace_held_out_prompts_and_sources_stay_sources(load):
     assert load(prompt_data=ROWS).data.eval_prompt_data is None
     held_out = load(eval_prompt_data=ROWS).data.eval_prompt_data
     assert held_out.endswith(".jsonl")
@@ -174,7 +174,7 @@ def test_rows_replace_the_held_out_prompts_of_the_recipe_and_sources_stay_source
     assert weighted.data.prompt_data == ("reasoning_gym://chain_sum?weight=2",)
 
 
-def test_what_cannot_be_stored_is_refused_in_a_line(load):
+def test_an_unstorable_value_is_refused_in_one_line(load):
     lock = threading.Lock()
     for settings, says in (
         ({"rm_type": lambda *_: lock.locked()}, "rm_type: .*lambda.* cannot be copied .*make what"),
@@ -200,7 +200,7 @@ def test_a_stored_object_that_has_changed_since_is_not_loaded(load, tmp_path):
         load_hook("--rm-type", config.data.rm_type)
 
 
-def test_a_variant_is_taken_by_the_loss_and_by_a_run(load):
+def test_the_loss_and_a_run_accept_a_variant_object(load):
     def token_term(log_ratio, advantages, *, width):
         return clipped_surrogate(log_ratio, advantages, eps_low=width, eps_high=width)
 

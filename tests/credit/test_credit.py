@@ -94,7 +94,7 @@ def test_weights_count_every_response_of_the_step():
     }  # fmt: skip
 
 
-def test_only_successful_corrections_are_trained_on_with_the_advantage_they_have_among_all():
+def test_training_only_on_successful_corrections_keeps_their_advantages():
     """Corrections get 1 0 0: the right one has (1 - 1/3) / (√2/3) = √2, whether the others are trained on or
     not, and the reader is told why they are not."""
 
@@ -113,7 +113,7 @@ def test_only_successful_corrections_are_trained_on_with_the_advantage_they_have
     assert str(successful.explanations[0]).count("only corrections that are right and no rewrite are") == 2
 
 
-def test_what_is_switched_off_leaves_the_rest_bit_for_bit():
+def test_switching_one_part_off_leaves_the_rest_bit_for_bit():
     """Without shaping and joint training IBPO is GSPO, and either alone changes nothing of the other."""
 
     def credited(name="ibpo", **switches):
@@ -135,7 +135,7 @@ def test_what_is_switched_off_leaves_the_rest_bit_for_bit():
     assert (plain(again.sequences), again.metrics) == (plain(gspo.sequences), gspo.metrics)
 
 
-def test_a_group_without_a_wrong_response_asks_for_nothing_and_gives_no_gradient():
+def test_a_group_without_wrong_responses_gives_no_request_or_gradient():
     loop, made = Loop(fix_last), group(RIGHT, [13], [12, 13])
     made.corrections = [correction(0, response([13], 1.0))]  # of a recording; it gives way
     credit = loop.credit([made], algorithm())
@@ -177,7 +177,7 @@ def test_who_arrives_first_changes_no_credit(name, more, seed, order):
     assert in_order.metrics == at_once.metrics
 
 
-def test_what_is_asked_depends_on_seed_step_and_the_group_alone():
+def test_correction_requests_depend_on_seed_step_and_group_alone():
     def asked(groups, **draws):
         loop = Loop(fix_last)
         loop.credit(groups, algorithm(ibpo_corrections=3, ibpo_k=3), **draws)
@@ -232,7 +232,7 @@ def test_responses_that_were_cut_off_are_counted():
     assert response_metrics([made, group(RIGHT)])["truncated_responses"] == 2
 
 
-def test_a_pair_that_does_not_fit_the_context_is_skipped_and_counted_once():
+def test_a_pair_beyond_the_context_is_skipped_and_counted_once():
     """x̃ has 3 + 1 + |y| + 1 + 4 tokens, and 8 are kept for the correction: 17 + |y| must be within 20."""
     made, loop = group(RIGHT, [10, 11, 14], [10, 11, 12, 14]), Loop(fix_last)
     credit = loop.credit([made], algorithm(), max_context=20)
@@ -243,7 +243,7 @@ def test_a_pair_that_does_not_fit_the_context_is_skipped_and_counted_once():
     assert made.skipped_pairs == 1
 
 
-def test_a_lone_response_is_corrected_without_a_reference_and_a_filter_that_cannot_fire_is_shown():
+def test_a_lone_response_is_corrected_without_a_reference():
     """A distance never exceeds 1, and one alone is its own adaptive threshold."""
     for threshold in (1.0, "adaptive"):
         config = algorithm(ibpo_rewrite_threshold=threshold)
@@ -257,7 +257,7 @@ def test_a_lone_response_is_corrected_without_a_reference_and_a_filter_that_cann
     assert (only.corrections[0].references, only.corrections[0].reference_distance) == ((), None)
 
 
-def test_a_bonus_never_makes_a_wrong_response_worth_a_right_one():
+def test_a_bonus_never_lifts_wrong_responses_to_right_ones():
     """Graded rewards: .8 + .3 would pass the threshold of 1, .2 + .3 does not."""
     graded = Group(prompt(), [response([10, 14], 0.8), response([11, 14], 0.2), response([13], 1.0)])
     credit = Loop(fix_last).credit([graded], algorithm())
@@ -270,7 +270,7 @@ class Halves(Operator):
         return Judgement([[0.0, 0.5]])
 
 
-def test_what_is_no_operator_and_what_judges_out_of_range_are_refused(monkeypatch):
+def test_invalid_operators_and_phi_out_of_range_are_refused(monkeypatch):
     """tests/house/test_extending.py has operators and estimators of one's own that work."""
     for name in ("Operator", "EOS"):  # without a judge, and a number
         with pytest.raises(ValueError, match=f"--ibpo-operator {__name__}:{name}: must be a subclass of .*"):
@@ -319,7 +319,7 @@ class ByBatch:
         raise NotImplementedError
 
 
-def test_what_is_no_estimator_and_what_gives_no_numbers_are_refused(monkeypatch):
+def test_invalid_estimators_and_advantages_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"--advantages maxrl takes the log of .*, and a reward is -1"):
         maxrl([1.0, -1.0])
     with pytest.raises(ValueError, match=r"needs_critic = True and a method of_values.*only one of them"):
@@ -436,7 +436,7 @@ def test_tool_output_takes_no_part_in_lengths():
     assert all_written.sequences[0].reward == 0.0
 
 
-def test_corrections_are_compared_by_what_the_policy_wrote():
+def test_corrections_are_compared_by_the_tokens_that_the_policy_wrote():
     """y = 10 [50 51] 11 14, ŷ = 10 [60] 11 13: of three written tokens one is changed, d = 1/3, and the mask
     stands on the whole response. The correction prompt shows all of it."""
     wrong = with_tool([10, 50, 51, 11, 14], 0.0)
@@ -497,7 +497,7 @@ def test_other_prompts_are_sampled_until_the_batch_is_full():
     assert not is_informative(unsure), "a failed verifier is no wrong answer"
 
 
-def test_the_reward_of_all_that_was_sampled_is_that_before_any_group_was_dropped():
+def test_the_sampled_reward_covers_dropped_groups():
     failed = Group(prompt(), [response([13], None)])
     groups = [group([13], [13], [13]), group([14]), failed]
     assert sampled_metrics(groups) == {"responses_sampled": 5, "reward_sampled": 3 / 4}
@@ -515,7 +515,7 @@ def test_groups_that_a_filter_refuses_are_never_in_the_batch():
         filled(*plans, usable=lambda made: False)
 
 
-def test_a_group_that_none_solves_leaves_a_gradient_where_some_corrections_succeed():
+def test_an_unsolved_group_has_a_gradient_if_some_corrections_succeed():
     wrong = ([20, 21], [22, 23], [24, 25])
     for name, contents, right_corrections, leaves in (
         ("ibpo", wrong, {20}, True),
@@ -560,7 +560,7 @@ def overlong(name, *contents, rewards=None, correct=fix_last, share=0.5, **setti
         ("ibpo-shaping-only", (LONG, [10, 14]), None, [0.3, 0.3], 1),
     ],
 )
-def test_a_long_response_pays_as_long_as_it_outranks_the_wrong_ones(name, contents, graded, paid, limited):
+def test_a_length_penalty_keeps_right_responses_above_wrong_ones(name, contents, graded, paid, limited):
     _, credit = overlong(name, *contents, rewards=graded)
     assert [s.reward for s in credit.sequences] == paid
     assert [s.advantage for s in credit.sequences] == group_z_score(paid)
@@ -630,7 +630,7 @@ class CutShort(Critic):
         return [v[:-1] for v in values], values
 
 
-def test_an_estimator_that_needs_a_critic_has_one_trained_and_gives_a_number_for_each_token():
+def test_an_estimator_with_a_critic_gives_one_number_per_token():
     settings = algorithm("ppo", advantages=f"{__name__}:CutShort")
     assert (settings.trains_critic, settings.num_models) == (True, 2)
     assert (algorithm("gspo").trains_critic, algorithm("gspo").num_models) == (False, 1)
@@ -669,7 +669,7 @@ def test_questions_are_asked_in_several_ways():
         PromptSuffixes(tokenizer, ["Denke Schritt für Schritt."])
 
 
-def test_a_response_is_trained_on_as_it_was_sampled_and_corrected_as_the_question_is_asked():
+def test_a_response_trains_on_its_own_prompt_and_temperature():
     cycled = response([14], 0.0, prompt=(1, 5, 6, 27), temperature=0.7)
     made, loop = Group(prompt(), [*scored(RIGHT), cycled]), Loop(fix_last)
     sampling = {"rollout_temperature": 0.9, "rollout_top_p": 0.8, "rollout_top_k": 20}
@@ -682,7 +682,7 @@ def test_a_response_is_trained_on_as_it_was_sampled_and_corrected_as_the_questio
     assert (request.max_tokens, request.temperature, request.top_p, request.top_k) == (7, 0.9, 0.8, 20)
 
 
-def test_a_sampling_mask_goes_with_its_sample_but_not_behind_another_prompt():
+def test_a_sampling_mask_is_dropped_behind_another_prompt():
     mask = sampling_mask([[4], [5, 6]])
     given, behind = (sample_of(ids, [4, 5], sampling_mask=mask, reward=1.0) for ids in ([1, 2], [1, 9, 2]))
     whole = Group(Prompt(0, token_ids([1, 2]), 1, "", "", ""), [given], [Correction(0, (), behind)])

@@ -117,7 +117,7 @@ def comparisons(credit, groups, operator):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_reader_recomputes_every_advantage_from_the_numbers_that_are_shown(name):
+def test_the_explanation_suffices_to_recompute_every_advantage(name):
     config, credit, groups = of_case(name)
     method = find_method(config)
     text = "\n".join(map(str, credit.explanations))
@@ -197,7 +197,7 @@ class Half(Operator):
         return Judgement(phi, explanations=self.words)
 
 
-def test_a_users_operator_without_words_gets_the_general_lines_and_words_that_do_not_fit_are_refused():
+def test_an_operator_without_explanations_gets_the_general_lines():
     made, operator, config = [group(RIGHT, [14])], Half(), algorithm("gspo")
     (explained,) = Loop(corrected).credit(made, config, operator=operator).explanations
     assert str(explained.responses[1]).splitlines()[:3] == [
@@ -214,7 +214,7 @@ def test_a_users_operator_without_words_gets_the_general_lines_and_words_that_do
         Loop(corrected).credit(made, config, operator=operator)
 
 
-def test_rewards_that_differ_little_are_shown_with_the_digits_that_their_difference_needs():
+def test_close_rewards_are_shown_with_enough_digits():
     made = Group(prompt(), [response([10 + n], 0.5 + 1e-9 * n) for n in range(3)])
     credit = Loop(corrected).credit([made], algorithm("gspo"))
     value, total = shown(credit.explanations[0].responses[2])["advantage"]
@@ -223,7 +223,7 @@ def test_rewards_that_differ_little_are_shown_with_the_digits_that_their_differe
     assert total == near(value)
 
 
-def test_equal_rewards_are_said_to_teach_nothing_only_where_the_estimator_gives_nothing():
+def test_equal_rewards_teach_nothing_only_if_the_estimator_gives_zero():
     made = [Group(prompt(), [response([10, 11], 1.0), response([10, 12], 1.0)])]
     for estimator, note in ((f"{__name__}:everything", ""), ("group", "nothing to learn")):
         credit = Loop(corrected).credit(made, algorithm("gspo", advantages=estimator))

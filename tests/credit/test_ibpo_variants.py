@@ -50,7 +50,7 @@ def test_ratio_gives_the_share_of_tokens_kept():
     assert credit.metrics["shaped_reward"] == pytest.approx(1.45 / 2)
 
 
-def test_of_several_corrections_the_bonus_is_the_mean_and_the_mask_the_union():
+def test_several_corrections_give_a_mean_bonus_and_a_union_mask():
     """Of five corrections two count: they change tokens 1 and 3. Δ = .5·2/4, since the last is not scored. A
     wrong one and a rewrite do not."""
     corrected = [10, 19, 12, 14, 13], [10, 11, 12, 13], [18, 11, 12, 15], [40, 41, 42, 43, 44, 13], [13]
@@ -95,7 +95,7 @@ def test_edits_are_those_of_the_edit_script(y, y_hat):
     assert len(gradient_mask([flags])) == len(y) + 1
 
 
-def test_in_a_wrong_group_lambda_cancels_and_the_signed_mask_turns_round():
+def test_lambda_cancels_in_wrong_groups_and_the_signed_mask_inverts():
     """r' = λβ 0 0 0, and the spread of the group divides λ out. Eq. 17 then makes the wrong token likelier,
     and nothing else of the response."""
 
@@ -115,7 +115,7 @@ def test_in_a_wrong_group_lambda_cancels_and_the_signed_mask_turns_round():
         assert token_weights(one_corrected(RIGHT, WRONG, ibpo_variant=variant)) == [None, changed]
 
 
-def test_cipo_shows_the_wrong_answer_alone_and_trains_on_its_correction():
+def test_cipo_shows_the_wrong_answer_alone_and_trains_its_correction():
     """Rewards 1 0 0 0; of three corrections the first two are right."""
     loop = Loop(in_turn([13], [20, 13], [21]))
     credit = loop.credit([group(RIGHT, [14], [15], [16])], algorithm("cipo"))
@@ -156,7 +156,7 @@ THINK, END_THINK = 80, 81
 MARKS = ThinkingMarks((THINK,), (END_THINK,))
 
 
-def test_what_is_shown_of_a_solution_that_thinks():
+def test_correction_prompts_hide_the_thinking_of_a_solution():
     for prompt_ids, content, seen in (
         ((1, 2), [4, THINK, 5, END_THINK, 7, THINK, 6, END_THINK, 8], [4, 7, 8]),
         ((1, 2), [7, THINK, 5], [7]),  # never closed
@@ -171,7 +171,7 @@ def test_what_is_shown_of_a_solution_that_thinks():
     assert part_in_prompt(several, ThinkingMarks((60, 61), (60, 62))).ids.tolist() == [61, 7, 60]
 
 
-def test_hidden_thinking_is_neither_shown_nor_compared_and_keeps_its_gradient():
+def test_hidden_thinking_is_not_compared_but_keeps_its_gradient():
     """y hides four tokens and shows 10 11 14; of these ŷ keeps two of three, after other thoughts."""
     right, wrong = [THINK, 50, END_THINK, 10, 11, 13], [THINK, 51, 52, END_THINK, 10, 11, 14]
     loop, made = Loop(lambda x: [THINK, *range(53, 58), END_THINK, 10, 11, 13]), group(right, wrong)
@@ -186,7 +186,7 @@ def test_hidden_thinking_is_neither_shown_nor_compared_and_keeps_its_gradient():
     assert candidates(loop.asked[1]) == [wrong, right], "without the option it is shown whole"
 
 
-def test_agreement_is_the_share_of_steps_that_correct_responses_have_too():
+def test_agreement_is_the_share_of_steps_found_in_correct_responses():
     """Steps of `1+1=2+1=3#3`: `1+1=2`, `+1=3`, `#3`. The first wrong one has one step of three of those, the
     others none: λ = .6, r' = 1 .2 0 0 0 0 0 0 of mean .15."""
 
@@ -212,7 +212,7 @@ def test_agreement_is_the_share_of_steps_that_correct_responses_have_too():
         assert token_weights(credit.sequences[:2]) == [None, mask]
 
 
-def test_corrections_that_take_over_a_references_answer_and_nothing_else_leak():
+def test_a_correction_that_takes_over_only_the_answer_leaks():
     """Token 70 comes before the final answer, which is 13 where it is right."""
     answer, steps = 70, list(range(20, 40))
     not_yet, solved = [*steps, answer, 14], [*steps[:10], *range(40, 50), answer, 13]
@@ -255,7 +255,7 @@ def gated(groups, memory=None, correct=fix_last, **settings):
     return loop.asked, credit
 
 
-def test_the_gate_opens_where_a_correction_beats_as_many_rollouts_as_it_costs():
+def test_the_gate_opens_where_corrections_beat_rollouts_of_equal_cost():
     """By hand: x has 3 tokens, a response 5 with its end, x̃ 3 + 5 + 5 = 13. A rollout costs 3/4 + 5 + 3·8 =
     29.75, a correction 13 + 5 + 3·18 = 72: κ = 2.4202. With 1 of 4 correct p̂ = .25, and the gate opens
     where q̂ = (s + 1)/(n + 2) exceeds .60504."""
@@ -281,7 +281,7 @@ def test_the_gate_opens_where_a_correction_beats_as_many_rollouts_as_it_costs():
     assert (len(asked), credit.metrics["gated_pairs"]) == (2, 0)
 
 
-def test_what_came_of_corrections_is_remembered_by_composition_and_fades():
+def test_the_gate_remembers_correction_success_by_composition_and_forgets_slowly():
     """Of two groups without a correct one, three of four corrections succeed; nothing else is asked."""
     near, far = WRONG, [10, 11, 15]
     _, credit = gated(
@@ -321,7 +321,7 @@ def test_a_successful_correction_joins_its_group_by_hand():
     assert credit.metrics["joined_corrections"] == 1
 
 
-def test_joining_gives_a_wrong_group_something_to_compare_and_leaves_alone_what_has_no_success():
+def test_joining_gives_wrong_groups_a_contrast_and_needs_a_success():
     credit = joined(WRONG, WRONG)
     assert [s.advantage for s in credit.sequences] == pytest.approx([-1, -1, 1, 1], abs=1e-7)
     assert credit.metrics["degenerate_groups"] == 0
@@ -336,7 +336,7 @@ def test_joining_gives_a_wrong_group_something_to_compare_and_leaves_alone_what_
     assert [s.advantage for s in credit.sequences] == pytest.approx([0.425, -0.275, -0.575, 0.425])
 
 
-def test_critique_grpo_takes_one_refinement_of_a_group_a_right_one_if_there_is_one():
+def test_critique_grpo_adds_one_refinement_preferably_right():
     """Rewards 1 0 0 and that of the second refinement, 1: less their mean, .5 -.5 -.5 .5. In a group without
     a right refinement the first joins and is punished: 1 0 0 less 1/3."""
     one = {"ibpo_plain_prompt": "one", "advantages": "group-mean"}
@@ -348,7 +348,7 @@ def test_critique_grpo_takes_one_refinement_of_a_group_a_right_one_if_there_is_o
     assert wrong.sequences[2].off_policy
 
 
-def test_the_meter_counts_what_the_recipes_say_and_has_a_price_for_one_sample():
+def test_the_cost_meter_agrees_with_the_recipes():
     """|x| = 3, |y| = 5 with its end, 4 without. GSPO reads 3, writes and trains 2·5 and 2·8. A correction
     that joins reads x̃ of 3 + 2·(1 + 4), writes |y|, trains |x| + |y|. Of a reset after f = 3 tokens, K = 2
     suffixes read |x| + f once, write K(|y| - f), train K(|x| + |y|)."""
@@ -368,7 +368,7 @@ def test_the_meter_counts_what_the_recipes_say_and_has_a_price_for_one_sample():
     assert 4 * meter.of_sample(3, 5, sharing=4, trained=8) == pytest.approx(meter.spent.flops, rel=1e-12)
 
 
-def test_a_wrong_response_goes_on_where_it_leaves_a_right_one_by_hand():
+def test_a_reset_starts_where_wrong_and_right_responses_part():
     """10 11 12 14 shares 10 11 12 with the second right response, more than with the first, and 20 21 shares
     nothing. Of the former, one suffix of two is right: ½ and -½, on the suffix alone. Of the latter,
     neither."""
@@ -474,7 +474,7 @@ def test_settings_that_go_together_are_not_refused():
         check_algorithm(algorithm(), reward_threshold=0.3)
 
 
-def test_sampling_ahead_or_from_a_part_of_the_distribution_is_refused_where_credit_needs_more():
+def test_credit_that_needs_fresh_or_full_sampling_refuses_otherwise():
     gated, teacher = {"ibpo_operator": GATED}, GSPO | {"token_credit": "self-teacher"}
     for own, name, value, says in (
         (gated, "max_staleness", 1, "--ibpo-operator Gated: goes by the corrections of the steps"),
@@ -490,7 +490,7 @@ def test_sampling_ahead_or_from_a_part_of_the_distribution_is_refused_where_cred
             check_settings(config)
 
 
-def test_presets_are_what_is_published():
+def test_presets_match_the_publications():
     published = {
         "loss_variant": "gspo", "ibpo_lambda": 0.6, "ibpo_beta": 0.5, "ibpo_k": 2, "ibpo_corrections": 1,
         "ibpo_rewrite_threshold": 0.6, "ibpo_joint": True, "advantages": "group", "dynamic_sampling": False,
@@ -507,14 +507,14 @@ def test_presets_are_what_is_published():
 
 
 @given(p=st.floats(0.01, 0.99), q=st.floats(0.01, 0.99), price=st.floats(1, 6), spent=st.floats(0.5, 50))
-def test_the_law_says_which_way_finds_a_first_text_sooner_whatever_is_spent(p, q, price, spent):
+def test_the_skill_law_says_which_way_first_finds_a_success(p, q, price, spent):
     needed = skill_needed(p, price, first=True)
     by_corrections, by_responses = 1 - (1 - q) ** (spent / price), 1 - (1 - p) ** spent
     if abs(q - needed) > 1e-6 and max(by_corrections, by_responses) < 1 - 1e-9:
         assert (q > needed) == (by_corrections > by_responses)
 
 
-def test_responses_and_corrections_are_counted_by_who_else_of_the_group_is_correct():
+def test_outcomes_are_counted_by_whether_the_rest_contains_a_success():
     def group_of(outcomes, corrected):
         responses, answers = ([response([7], float(ok)) for ok in oks] for oks in (outcomes, corrected))
         wrong = [place for place, correct in enumerate(outcomes) if not correct]
@@ -587,7 +587,7 @@ def test_a_run_and_a_study_say_where_corrections_stand():
     assert [point.margin for point in points] == pytest.approx([0.5 - (1 - 0.95**3), 0.5 - 1.8])
 
 
-def test_the_law_is_asked_only_where_texts_of_corrections_are_trained_on():
+def test_only_training_on_corrected_texts_consults_the_skill_law():
     plain_prompt = ["--config", str(ROOT / "examples/algorithms/ibpo_plain_prompt.yaml")]
     learning, shaping = (["--advantage-estimator", name] for name in ("ibpo", "ibpo-shaping-only"))
     operators = [find_operator(parse_config(flags).algorithm) for flags in (learning, plain_prompt, shaping)]

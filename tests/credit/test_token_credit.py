@@ -37,7 +37,7 @@ def beside_right(*wrong, right=RIGHT):
     return Group(prompt(), [*group(right).responses, *wrong])
 
 
-def test_a_wrong_response_beside_a_right_one_counts_a_small_part():
+def test_wrong_weight_scales_wrong_responses_beside_right_ones():
     made = [group(RIGHT, [14], [15, 16])]
     credit, without = (Loop(fix_last).credit(made, gspo(name)) for name in ("wrong-weight", "uniform"))
     assert token_weights(credit.sequences) == [None, (0.075,) * 2, (0.075,) * 3]
@@ -55,14 +55,14 @@ def test_a_wrong_response_beside_a_right_one_counts_a_small_part():
     assert token_weights(credit.sequences) == [None, (0.0, 0.0, 0.0, 0.075, 0.0), None]
 
 
-def test_by_length_a_wrong_response_counts_as_two_of_its_tokens():
+def test_wrong_weight_by_length_counts_two_tokens_per_wrong_response():
     """n trained tokens with 2/n each; one token cannot count as two. Tool output is no trained token."""
     with_tool = response([50, 51, 14], 0.0, written=[False, False, True])
     made = beside_right(response([14, 15, 16], 0.0), with_tool, response([14], 0.0, "length"))
     assert weights_of(made, gspo("wrong-weight-by-length")) == [None, (0.5,) * 4, (1.0,) * 4, (1.0,)]
 
 
-def test_the_window_is_the_two_tokens_where_a_wrong_response_leaves_the_longest_shared_prefix():
+def test_the_divergence_window_starts_after_the_longest_shared_prefix():
     """Shared with the first right response: 10; with the second: 10 11 12. The window holds tokens 3 and 4,
     of which the last is the end."""
     made = group([10, 13], RIGHT, WRONG)
@@ -105,7 +105,7 @@ def test_responses_that_are_made_likelier_learn_as_a_whole(name):
 
 
 @given(st.lists(st.lists(st.integers(10, 13), min_size=1, max_size=6), min_size=2, max_size=5))
-def test_the_cut_leaves_what_no_right_response_begins_with(contents):
+def test_the_divergence_cut_keeps_tokens_outside_every_right_prefix(contents):
     """It is compared with a definition by sets of prefixes: token t is shared if some right response has all
     tokens up to it."""
     made = group(*contents)
@@ -117,7 +117,7 @@ def test_the_cut_leaves_what_no_right_response_begins_with(contents):
         assert weights == learns
 
 
-def test_by_steps_white_space_and_the_spelling_of_numbers_do_not_count():
+def test_step_matching_ignores_white_space_and_number_spelling():
     """Right: "We add 1,000" | "So 7." Wrong: "We   add 1000.0" | "So 8." They part at the second step."""
     words = ["We ", "add", " 1,000", "\n", " 1000.0", "  ", "So", " 7", ".", " 8"]  # from token 10 on
     right = response([10, 11, 12, 13, 16, 17, 18], 1.0)
@@ -139,7 +139,7 @@ def test_by_steps_white_space_and_the_spelling_of_numbers_do_not_count():
     assert [normalised(one) == normalised(other) for one, other in alike + unlike] == [True] * 4 + [False] * 4
 
 
-def test_the_random_window_is_two_neighbours_anywhere_and_comes_out_again():
+def test_the_random_window_is_uniform_and_reproducible():
     """Over 600 draws each of the three places of a response of 3 tokens and its end comes up about as often:
     200, with a standard deviation of 11.5."""
     config, made = gspo(RANDOM_WINDOW), group(RIGHT, [14, 15, 16])
@@ -171,7 +171,7 @@ def too_short(groups, advantages, context):
         (of_preset("ppo"), "needs a critic"),
     ],
 )
-def test_weights_that_do_not_fit_and_what_is_not_lent_are_named(settings, says):
+def test_bad_token_weights_and_missing_capabilities_are_named(settings, says):
     with pytest.raises(ValueError, match=says):
         Loop(fix_last).credit([group(RIGHT, [10, 14])], algorithm(**settings))
 
@@ -194,7 +194,7 @@ def taught(groups, *gaps, preset="gspo", max_context=100, **settings):
     return asked_of(groups, config, lambda query: [gap - 0.5 for gap in gaps], max_context=max_context)
 
 
-def test_what_the_teacher_finds_unlikely_is_pushed_down_more():
+def test_tokens_that_the_teacher_finds_unlikely_are_pushed_down_more():
     """a = .5 -.5 0 3 -3: m = 1 + η clip(-a, -1, 1) = .5 1.5 1 0 2, at η = ½ halfway to 1."""
     gaps = (0.5, -0.5, 0.0, 3.0, -3.0)
     full, _ = taught([group(RIGHT, WRONG)], *gaps)
@@ -289,7 +289,7 @@ def test_each_step_is_masked_once_and_the_answer_asked_for():
     assert (asked, without_gradient.metrics["importance_queries"]) == ([], 0)
 
 
-def test_the_question_is_put_as_the_response_was_sampled_and_steps_of_tools_are_no_steps():
+def test_step_questions_keep_the_sampled_prompt_and_skip_tool_output():
     """Three lines, of which the second is a tool's: the answer is asked for once as it is and once without
     the first."""
     settings = {"prompt": (1, 5, 6, 27), "temperature": 0.7}

@@ -75,7 +75,7 @@ def test_compressed_lines_are_bounded_in_number_and_in_length(case, tmp_path):
             )
 
 
-def test_files_of_a_source_share_what_may_be_read_and_are_refused_before_any_row_is(tmp_path, monkeypatch):
+def test_files_of_a_source_share_one_line_limit_checked_first(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_ibpo.data.row_prompts.parsed_row", None)
     for number in range(9):
         (tmp_path / f"train-0000{number}-of-00009.jsonl.gz").write_bytes(repeated(ROW + b"\n" * 40_000, 1))
@@ -84,9 +84,7 @@ def test_files_of_a_source_share_what_may_be_read_and_are_refused_before_any_row
     assert MOST_LINES == 262_144
 
 
-def test_lines_are_numbered_with_the_blank_ones_and_a_line_that_is_too_long_is_one_bad_row(
-    tmp_path, monkeypatch
-):
+def test_line_numbers_count_blanks_and_an_overlong_line_is_bad(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_ibpo.data.row_prompts.LONGEST_LINE", 1000)
     for name, pack in (("rows.jsonl", bytes), ("rows.jsonl.gz", gzip.compress)):
         (tmp_path / name).write_bytes(
@@ -209,7 +207,7 @@ def test_views_that_show_one_value_many_times_are_refused(tmp_path):
         arrow_tables.ArrowFile(tmp_path / "rows.arrow", ["task"]).row(0, 0)
 
 
-def test_row_groups_that_take_too_much_are_refused_at_the_start(tmp_path, monkeypatch):
+def test_oversized_row_groups_are_refused_at_the_start(tmp_path, monkeypatch):
     path = tmp_path / "rows.parquet"
     many = pa.table({"prompt": ["1+1="] * 5000, "label": ["2"] * 5000})
 
@@ -252,7 +250,7 @@ def test_compressed_arrow_files_are_refused(tmp_path, kind, compression):
         open_source(str(path), TINY, DataConfig(), split="train")
 
 
-def test_damaged_metadata_of_a_message_is_said_to_be_plain_or_raises_what_readers_catch():
+def test_damaged_message_metadata_gives_false_or_a_handled_error():
     for content in (b"", b"\0" * 64, b"\xff" * 64, bytes(range(256))):
         try:
             assert is_compressed(content) in (True, False), content
@@ -276,7 +274,7 @@ def test_benchmark_files_are_bounded_too(tmp_path):
             list(benchmark_rows(str(tmp_path / name)))
 
 
-def test_large_rows_that_are_read_one_by_one_are_no_fault_of_a_file(tmp_path, monkeypatch):
+def test_large_rows_read_one_by_one_are_no_fault(tmp_path, monkeypatch):
     path = tmp_path / "programs.jsonl"
     path.write_bytes(b"".join(b'{"x":"' + b"1" * MIB + b'"}\n' for _ in range(60)))
     monkeypatch.setattr("megatron_ibpo.evaluate.benchmark_files.RECORD_BYTES", 40 * MIB)
@@ -310,7 +308,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("case", TEMPLATES)
-def test_no_chat_template_takes_more_time_memory_or_text_than_it_may(case, monkeypatch):
+def test_chat_templates_have_limits_of_time_memory_and_text(case, monkeypatch):
     monkeypatch.setattr(
         "megatron_ibpo.data.template_process.RENDER_S", 0.5 if "0.5 s" in TEMPLATES[case][1] else 20
     )
@@ -333,7 +331,7 @@ def no_process():
     raise BlockingIOError(11, "Resource temporarily unavailable")
 
 
-def test_a_template_is_rendered_as_the_library_renders_it_and_after_its_process_was_killed():
+def test_template_rendering_equals_the_library_and_survives_a_kill():
     tokenizer, tools = family_tokenizer("qwen3"), [{"name": "calc", "description": "", "parameters": {}}]
     settings = {"enable_thinking": False}
     expected = tokenizer._rendered(QUESTION, [{"type": "function", "function": tools[0]}], True, settings)

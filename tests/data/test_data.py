@@ -64,7 +64,7 @@ PIECES = [*"0123456789+-=#?|*/()., \n", CHAIN_SUM_HEAD, "Candidate solution 1: "
 
 @given(st.lists(st.sampled_from(PIECES)))
 @settings(max_examples=50)
-def test_the_tiny_tokenizer_gives_back_every_text_of_its_alphabet_and_has_64_ids(pieces):
+def test_the_tiny_tokenizer_round_trips_its_alphabet_with_64_ids(pieces):
     text = "".join(pieces)
     ids = TINY.encode(text)
     assert len(ids) == len(pieces)
@@ -76,7 +76,7 @@ def test_the_tiny_tokenizer_gives_back_every_text_of_its_alphabet_and_has_64_ids
     assert TINY.decode([*ids, 50, *TINY.encode("5")]) == text + "<unused50>5", "what means nothing"
 
 
-def test_sentencepiece_pieces_join_without_added_spaces_and_need_an_end_which_may_be_the_first(tmp_path):
+def test_sentencepiece_joins_without_added_spaces_and_needs_an_end_token(tmp_path):
     def trained(**ids):
         lines = ("Candidate solution 1: one plus two is three.", "What is 12 + 7?", "Compare the solutions.")
         SentencePieceTrainer.train(
@@ -107,7 +107,7 @@ def test_a_vocabulary_too_small_for_the_correction_prompt_is_refused():
         CorrectionTemplate(tokenizer, 2)
 
 
-def test_a_complete_tokenizer_json_is_read_and_nothing_beside_it_and_what_cannot_be_loaded_named(tmp_path):
+def test_tokenizer_json_suffices_alone_and_unreadable_tokenizers_are_named(tmp_path):
     model = ROOT / "examples/tiny_qwen3"
     shutil.copytree(model, tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
     for beside in ("tokenizer.model", "config.json"):
@@ -127,7 +127,7 @@ def test_a_complete_tokenizer_json_is_read_and_nothing_beside_it_and_what_cannot
             load_tokenizer(tmp_path / "hf")
 
 
-def test_a_chain_sum_prompt_is_the_compact_question_and_a_line_break():
+def test_a_chain_sum_prompt_is_its_compact_question_and_newline():
     prompt = opened(CHAIN_SUM, TINY).batch(3, 4)[0]
     expression = prompt.metadata["expression"]
     assert prompt.text == CHAIN_SUM_HEAD + expression.replace(" ", "") + "="
@@ -135,7 +135,7 @@ def test_a_chain_sum_prompt_is_the_compact_question_and_a_line_break():
     assert (prompt.index, prompt.token_ids[0], prompt.label) == (12, 1, str(eval(expression)))
 
 
-def test_a_batch_depends_on_its_place_and_the_seed_alone_and_held_out_questions_are_never_trained_on():
+def test_reproducible_batches_never_contain_held_out_questions():
     once, again, of_seed_1 = (opened(CHAIN_SUM, TINY, data_seed=seed) for seed in (0, 0, 1))
     once.batch(0, 5)
     assert plain(once.batch(7, 5)) == plain(again.batch(7, 5))
@@ -183,7 +183,7 @@ def test_a_task_that_cannot_be_generated_is_refused():
             opened(spec, TINY)
 
 
-def test_an_item_that_takes_forever_is_given_up_and_one_that_fails_told(monkeypatch):
+def test_endless_items_are_given_up_and_failing_ones_named(monkeypatch):
     class Stubborn:
         size = 2**31
 
@@ -204,7 +204,7 @@ def test_an_item_that_takes_forever_is_given_up_and_one_that_fails_told(monkeypa
         opened(f"{SCHEME}gcd", TINY)
 
 
-def test_items_that_are_not_checked_at_the_start_are_when_they_are_drawn(monkeypatch):
+def test_items_unchecked_at_the_start_are_checked_when_drawn(monkeypatch):
     spec, letters = f"{ONE_DIGIT}&min_terms=2&max_terms=9", byte_level()
     with pytest.raises(DataError, match=r"item \d+: the prompt has"):
         opened(spec, letters, max_prompt_len=90)
@@ -276,7 +276,7 @@ def jsonl(path, *rows):
     return path
 
 
-def test_chat_prompts_are_the_templates_own_and_split_after_the_users_words_which_come_last(tmp_path):
+def test_chat_prompts_match_the_template_and_split_after_user_words(tmp_path):
     for content in ("Who is Ann.", "  padded \n", "aaa", "a\n<|im_end|>"):
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
         path = jsonl(tmp_path / "a.jsonl", {"label": "2", "prompt": messages})
@@ -339,7 +339,7 @@ def learned(path, chat_template, position=0, **data):
     return [tuple(map(tokenizer.decode_all, part)) for part in parts]
 
 
-def test_only_the_assistants_turns_of_a_chat_are_in_the_loss(tmp_path):
+def test_only_the_assistants_turns_of_a_chat_enter_the_loss(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": CHAT[:2]})
     prompt, between = (f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in ("1+1", "2+2"))
     whole = [(prompt, f"2<|im_end|>\n{between}4<|im_end|>", "2<|im_end|>4<|im_end|>")]
@@ -349,7 +349,7 @@ def test_only_the_assistants_turns_of_a_chat_are_in_the_loss(tmp_path):
     assert learned(path, CHATML, 1) == [(prompt, "2<|im_end|>", "2<|im_end|>")]
 
 
-def test_a_chat_with_tools_shows_them_and_the_calls_are_in_the_loss(tmp_path):
+def test_a_chat_shows_its_tools_and_learns_the_calls(tmp_path):
     calls = "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
     with_tools = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + template("{{ m.content }}" + calls)
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
@@ -362,7 +362,7 @@ def test_a_chat_with_tools_shows_them_and_the_calls_are_in_the_loss(tmp_path):
     assert loss == "<call>add</call><|im_end|>It is 2.<|im_end|>"
 
 
-def test_a_turn_that_is_shown_differently_later_is_a_sequence_of_its_own(tmp_path):
+def test_a_turn_that_later_looks_different_is_its_own_sequence(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT})
     thought = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"  # as Qwen3's
     (_, _, first), (prompt, _, second) = learned(path, template(thought + "{{ m.content }}"))
@@ -370,7 +370,7 @@ def test_a_turn_that_is_shown_differently_later_is_a_sequence_of_its_own(tmp_pat
     assert "assistant\n2<|im_end|>" in prompt
 
 
-def test_responses_end_even_where_the_template_says_no_end_and_follow_prompts_as_a_policy_writes(tmp_path):
+def test_responses_always_end_and_follow_prompts_as_in_sampling(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", {"messages": CHAT})
     without_end = CHATML.replace("<|im_end|>\n", "")
     assert [loss for _, _, loss in learned(path, without_end)] == ["2<|im_end|>", "4<|im_end|>"]
@@ -381,7 +381,7 @@ def test_responses_end_even_where_the_template_says_no_end_and_follow_prompts_as
     assert chat == ("<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n", "2<|im_end|>", "2<|im_end|>")
 
 
-def test_a_row_that_cannot_be_learned_from_is_refused_with_its_place_or_left_out_and_counted(tmp_path):
+def test_an_unusable_row_is_refused_with_its_place_or_skipped(tmp_path):
     for row, fault in (
         ({"messages": CHAT[:1]}, "field 'messages' has no turn of the assistant to learn from"),
         ({"messages": CHAT[1:]}, "the first message is the assistant's"),

@@ -116,9 +116,7 @@ def answer_to_upload(hub, path, sender, first, *rest):
     )
 
 
-def test_ids_become_snapshots_of_the_cache_and_what_cannot_be_had_is_one_line(
-    tmp_path, hub, monkeypatch, capsys
-):
+def test_hub_ids_become_snapshots_and_failures_take_one_line(tmp_path, hub, monkeypatch, capsys):
     def resolved(*words):
         config = with_local_copies(parse_config(list(words)))
         return str(config.model.hf_checkpoint), config.data.prompt_data, config.data.eval_prompt_data
@@ -199,7 +197,7 @@ def test_an_export_is_uploaded_to_a_private_repository(tmp_path, hub, capsys):
     assert "me/other: the run was stopped before its end, so nothing is uploaded" in said
 
 
-def test_what_cannot_be_uploaded_is_refused_before_the_run_starts(tmp_path, hub, monkeypatch):
+def test_an_impossible_upload_is_refused_before_the_run(tmp_path, hub, monkeypatch):
     def refusal(owner):
         with pytest.raises(HubError) as refused:
             prepare_upload(RunConfig(push_to_hub=f"{owner}/tiny"))
@@ -235,7 +233,7 @@ def test_a_path_wins_over_an_id(tmp_path, monkeypatch):
     assert own == (f"{tmp_path}/data/train.jsonl",)
 
 
-def test_ids_are_told_from_paths_and_a_snapshot_that_is_gone_is_found_again_by_its_commit():
+def test_hub_ids_differ_from_paths_and_lost_snapshots_are_named():
     for text, *parts in (
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", None, ""),
         ("a/b@refs/pr/3", "a/b", "refs/pr/3", ""),

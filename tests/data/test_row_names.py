@@ -75,9 +75,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_row_that_names_code_is_refused_before_work_starts_with_its_place_and_the_flag(
-    case, tmp_path, trap
-):
+def test_a_row_that_names_code_is_refused_before_work_starts(case, tmp_path, trap):
     path = file_of(tmp_path, [row(), HOSTILE[case]])
     key = "environment" if "environment" in json.dumps(HOSTILE[case]) else "rm_type"
     flag = f"--allowed-{key.replace('_', '-')}s"
@@ -92,7 +90,7 @@ def test_a_row_that_names_code_is_refused_before_work_starts_with_its_place_and_
     assert not trap.exists()
 
 
-def test_tables_and_functions_of_the_user_may_name_no_code_either(tmp_path, trap):
+def test_user_tables_and_row_functions_may_name_no_code(tmp_path, trap):
     parquet.write_table(
         pa.Table.from_pylist([row(rm_type=None), row(rm_type="trap:score")]), tmp_path / "rows.parquet"
     )
@@ -104,7 +102,7 @@ def test_tables_and_functions_of_the_user_may_name_no_code_either(tmp_path, trap
     assert not trap.exists()
 
 
-def test_a_later_row_of_a_large_file_has_no_reward_and_ends_no_run(tmp_path, trap, monkeypatch):
+def test_an_unchecked_row_that_names_code_has_no_reward(tmp_path, trap, monkeypatch):
     monkeypatch.setattr("megatron_ibpo.data.files.SMALL_ROWS", 3)
     monkeypatch.setattr("megatron_ibpo.data.large_files.FIRST_CHECKED", 1)
     monkeypatch.setattr("megatron_ibpo.data.large_files.SAMPLE_CHECKED", 0)
@@ -121,7 +119,7 @@ def test_a_later_row_of_a_large_file_has_no_reward_and_ends_no_run(tmp_path, tra
     assert not trap.exists()
 
 
-def test_every_way_to_a_verifier_refuses_what_the_user_has_not_named(trap):
+def test_every_path_to_a_verifier_refuses_unlisted_code(trap):
     data, hostile = DataConfig(rm_type="math", reward_workers=1), prompt_of(rm_type="trap:score")
     ways = [lambda: named_rm_types([hostile], data), lambda: functions_of(hostile, data)]
     with open_pool(data) as pool:
@@ -143,7 +141,7 @@ def test_every_way_to_a_verifier_refuses_what_the_user_has_not_named(trap):
         {"eval_prompt_data": ("own=b.jsonl?rm_type=trap:score",)},
     ],
 )
-def test_what_the_user_names_a_row_may_name_as_well(settings, trap):
+def test_a_row_may_name_code_that_the_user_names(settings, trap):
     data = DataConfig(**settings)
     assert named_rm_types([prompt_of(rm_type="trap:score"), prompt_of()], data) == [
         "trap:score", *({data.rm_type} - {"trap:score"})
@@ -152,7 +150,7 @@ def test_what_the_user_names_a_row_may_name_as_well(settings, trap):
         named_rm_types([prompt_of(rm_type="trap:score2")], data)
 
 
-def test_rows_may_choose_among_built_in_verifiers_and_allowed_ones_are_loaded_at_the_start():
+def test_rows_may_choose_built_in_and_allowed_verifiers():
     data = DataConfig(rm_type="math", allowed_rm_types=("my_rewards:score",))
     assert named_rm_types([prompt_of(rm_type="code"), prompt_of(rm_type=None)], data) == ["code", "math"]
     assert reward_functions(data)[1:] == ["my_rewards:score"]

@@ -91,7 +91,7 @@ LINES = st.lists(
 
 @given(LINES, st.integers(1, 70), st.sampled_from(["\n", "\r\n"]), st.booleans())
 @settings(max_examples=80)
-def test_blocks_of_any_size_have_the_rows_of_a_file_in_order(tmp_path_factory, lines, size, end, ends):
+def test_blocks_of_any_size_hold_all_rows_in_order(tmp_path_factory, lines, size, end, ends):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     path.write_bytes((end.join(lines) + (end if ends and lines else "")).encode())
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +103,7 @@ def test_blocks_of_any_size_have_the_rows_of_a_file_in_order(tmp_path_factory, l
     assert [table.where(*place) for place in places] == [f"{path}, line {number}" for number, _ in numbered]
 
 
-def test_every_epoch_has_all_rows_in_an_order_of_its_own_and_resuming_needs_no_state(tmp_path, any_size):
+def test_epochs_permute_all_rows_and_resume_without_state(tmp_path, any_size):
     for size in (20, 53):
         path = write(tmp_path / "rows.jsonl", rows(size))
         source = opened(path)
@@ -212,7 +212,7 @@ def test_layouts_of_known_data_sets_are_recognised_and_said(tmp_path, any_size):
         assert any("layout" in note and "label" in note for note in source.notes), (row, label)
 
 
-def test_a_label_may_be_a_list_or_an_object_in_every_layout(tmp_path, any_size):
+def test_a_label_may_be_a_list_or_an_object(tmp_path, any_size):
     question, names = "What is 1 + 1?", ["2", "two"]
     verl = {"style": "rule", "ground_truth": names}
     for number, (row, label) in enumerate((
@@ -251,7 +251,7 @@ def test_a_label_may_be_a_list_or_an_object_in_every_layout(tmp_path, any_size):
     assert opened(path, data=DataConfig(rm_type="my:score"), tokenizer=CHATTY).at(1).label == "[2, 3]"
 
 
-def test_fields_of_a_row_go_with_its_prompt_and_named_ones_win_over_a_known_layout(tmp_path):
+def test_row_fields_join_the_prompt_and_named_fields_win(tmp_path):
     row = {"prompt": "1+1=\n", "label": 2, "task": "sums", "metadata": {"level": 1}, "rm_type": "math"}
     (prompt,) = opened(write(tmp_path / "a.jsonl", [row | {"id": "a-1"}]), split="eval").batch(0, 1)
     assert prompt.token_ids.tolist() == TINY.encode_prompt("1+1=\n")
@@ -266,7 +266,7 @@ def test_fields_of_a_row_go_with_its_prompt_and_named_ones_win_over_a_known_layo
         opened(write(path, [{"problem": "1=", "solution": "clear"}]))
 
 
-def test_what_is_damaged_is_named(tmp_path):
+def test_damaged_files_are_named(tmp_path):
     text, table = as_lines(rows(50)), as_parquet(rows(50))
     with_nan = as_parquet([{"prompt": "1=", "label": 1.0}, {"prompt": "1=", "label": math.nan}])
     two_sets = {f"{name}/train-00000-of-00001.jsonl": text for name in ("main", "socratic")}
@@ -330,7 +330,7 @@ def test_the_settings_of_a_source_and_wrong_ones(tmp_path):
             opened(f"{write(tmp_path / 'a.jsonl', rows(10))}?{setting}")
 
 
-def test_a_chat_is_shown_by_the_template_with_its_settings_and_one_system_message(tmp_path):
+def test_chats_follow_template_settings_with_one_system_message(tmp_path):
     def first(*said, kwargs=None, suffix=""):
         messages = [{"role": role, "content": content} for role, content in said]
         path = write(tmp_path / "a.jsonl", [{"prompt": messages, "label": "2"}])
@@ -371,7 +371,7 @@ def test_a_cycle_has_the_shares_of_the_weights(weights):
         assert abs(Fraction(count, sum(counts)) - weight / sum(weights)) < Fraction(1, 2000)
 
 
-def test_a_mixture_has_its_weights_and_an_epoch_ends_when_every_source_has_given_all(tmp_path):
+def test_mixtures_keep_their_weights_and_end_after_every_source(tmp_path):
     def mixed(*specs):
         return open_sources(specs, TINY, DataConfig(), split="train")
 
@@ -415,7 +415,7 @@ def test_long_prompts_are_dropped_where_asked(tmp_path, any_size):
         assert plain(again.at(position)) == plain(source.at(position)), "whatever was drawn before"
 
 
-def test_duplicates_but_for_white_space_are_left_out_and_ids_of_two_rows_are_named(tmp_path, any_size):
+def test_deduplication_ignores_white_space_and_names_repeated_ids(tmp_path, any_size):
     content = [{"prompt": f"{i % 25} ={' ' * (i // 25)}", "label": str(i)} for i in range(50)]
     source = opened(write(tmp_path / "rows.jsonl", content), data=DataConfig(deduplicate=True))
     assert sorted(labels(source, 25), key=int) == numbers(25)
@@ -468,7 +468,7 @@ def test_pass_rates_are_those_of_this_policy_and_its_settings(tmp_path):
         open_pass_rates(config)
 
 
-def test_a_small_share_of_a_file_is_never_trained_on_or_the_part_that_a_data_set_has(tmp_path, monkeypatch):
+def test_held_out_rows_are_never_trained_on(tmp_path, monkeypatch):
     path = write(tmp_path / "set", {"train.jsonl": as_lines(rows(40)), "test.jsonl": as_lines(rows(7))})
     train, evaluated = (opened(path, split=split, holds_out=True) for split in ("train", "eval"))
     assert (len(train), len(evaluated)) == (40, 7)
@@ -494,7 +494,7 @@ def test_a_small_share_of_a_file_is_never_trained_on_or_the_part_that_a_data_set
     assert {*labels(opened(path, holds_out=True), 900)} == {*numbers(300)} - {*evaluated}
 
 
-def test_prompts_of_the_users_own_take_back_the_held_out_ones_of_a_recipe(tmp_path):
+def test_a_users_prompts_withdraw_the_recipes_held_out_ones(tmp_path):
     own, recipe = str(write(tmp_path / "own.jsonl", rows(9))), str(ROOT / "examples/recipes/small_cpu.yaml")
     config = parse_config(["--config", recipe, "--prompt-data", own])
     assert (config.data.eval_prompt_data, config.holds_out) == (None, True)
@@ -531,7 +531,7 @@ def test_the_small_policy_learns_the_bundled_problems(tmp_path):
     assert 0.6 < sum(row["prompts/one"] for row in steps) / (16 * len(steps)) < 0.7
 
 
-def test_the_inspection_counts_what_a_run_would_end_with(tmp_path, capsys):
+def test_inspection_reports_the_same_counts_as_a_run(tmp_path, capsys):
     make_tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     bad = [{"prompt": "x", "label": 1}, {"prompt": "1+" * 30 + "1=", "label": 1}]
     path = write(tmp_path / "a.jsonl", [*rows(20), *rows(2), *bad])

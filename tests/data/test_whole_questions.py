@@ -213,7 +213,7 @@ TOKENIZER = family_tokenizer("qwen3")
 
 
 @pytest.mark.parametrize("row", PICTURES)
-def test_a_row_with_pictures_films_or_sounds_is_refused_and_named(tmp_path, row):
+def test_a_row_with_pictures_films_or_sounds_is_refused(tmp_path, row):
     """By training and by `data`, which counts it."""
     source = written(tmp_path, PICTURES[row], CHAT)
     with pytest.raises(DataError, match=r"rows.jsonl, line 1: field '\w+' (holds|has).*read text alone"):
@@ -362,7 +362,7 @@ def test_the_pieces_of_a_demonstration_are_those_of_the_whole(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_put_into_a_prompt_has_no_space_of_its_own(kind):
+def test_text_inserted_into_a_prompt_gains_no_space(kind):
     """Headings of candidate solutions, suffixes, tails; behind an added token the tokenizer's own remains."""
     tokenizer = of_pieces(kind, INSTRUCTION)
     pieces = tokenizer.library.convert_ids_to_tokens

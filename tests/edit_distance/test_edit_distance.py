@@ -81,7 +81,7 @@ def test_ids_of_any_size_and_sign(a, b):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_every_engine_equals_rapidfuzz_around_all_edges_and_is_saturated_above_a_cutoff(isa):
+def test_every_engine_equals_rapidfuzz_and_saturates_above_the_cutoff(isa):
     pairs = pairs_of_all_kinds(seed=0, count=300, lengths=EDGES)
     arguments = both_flat(pairs)
     want = np.array([Levenshtein.distance(a.tolist(), b.tolist()) for a, b in pairs])
@@ -160,7 +160,7 @@ def canonical_alignment(a, b):
     return best[start, start][0], found + [(len(a) - k, len(b) - k) for k in range(shared, 0, -1)]
 
 
-def test_the_alignment_is_the_canonical_one_and_the_same_on_every_path():
+def test_the_alignment_is_canonical_on_every_path():
     """Pairs that are too long for the definition are bit-equal."""
     short = pairs_of_all_kinds(seed=2, count=60, lengths=[1, 20, 63, 64, 65, 130, 200])
     arguments = both_flat([*short, *pairs_of_all_kinds(seed=4, count=120, lengths=EDGES)])
@@ -176,7 +176,7 @@ def test_the_alignment_is_the_canonical_one_and_the_same_on_every_path():
         assert list(zip(*map(np.flatnonzero, own), strict=True)) == matches
 
 
-def test_a_script_turns_one_sequence_into_the_other_and_costs_the_distance():
+def test_an_edit_script_rebuilds_the_sequence_and_costs_its_distance():
     for a, b in pairs_of_all_kinds(seed=5, count=80, lengths=EDGES):
         mask, other, count = unmodified_mask([a], None, [b], None, return_other=True)
         assert mask.dtype == np.uint8, (a, b)
@@ -250,7 +250,7 @@ def test_the_adaptive_threshold_is_the_double_below_the_exact_one(distances):
 
 
 @pytest.mark.parametrize(("of_values", "of_offsets"), [(np.int32, np.int64), (np.int64, np.int32)])
-def test_takes_arrays_tensors_and_lists_of_both_widths_in_any_layout(of_values, of_offsets):
+def test_arrays_tensors_and_lists_are_accepted_in_any_layout(of_values, of_offsets):
     values, offsets = np.array([1, 2, 3, 4, 4], of_values), np.array([0, 3, 3, 5], of_offsets)
     arrays = (values, offsets, np.array([1, 3, 9, 4, 5]), np.array([0, 2, 3, 5]))
     others = [torch.tensor(own) for own in ([1, 3], [9], [4, 5])]
@@ -300,7 +300,7 @@ def exit_code_of_a_fork(work):
 
 
 @pytest.mark.parametrize("written", ["offsets", "ids"])
-def test_arrays_that_another_thread_writes_to_during_a_call_give_any_answer_but_no_fault(written):
+def test_concurrent_writes_to_the_arrays_cause_no_crash(written):
     """The process once ended in a segmentation fault within the first calls."""
     ids, offsets = np.random.default_rng(0).integers(0, 500, 64 * 600), np.arange(65) * 600
     other, steady = np.where(np.arange(ids.size) % 7, ids, 1), offsets.copy()
@@ -329,7 +329,7 @@ def test_arrays_that_another_thread_writes_to_during_a_call_give_any_answer_but_
     assert exit_code_of_a_fork(work) == 0
 
 
-def test_no_sequences_give_no_distances_and_any_number_of_threads_may_be_allowed():
+def test_empty_batches_and_any_thread_count_are_accepted():
     assert batch_distance([], [0], [], [0]).shape == (0,)
     assert batch_distance([], None, [], None).shape == (0,)
     assert [part.shape for part in unmodified_mask([], None, [], None)] == [(0,), (0,)]

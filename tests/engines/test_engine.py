@@ -63,7 +63,7 @@ def checkpoints(tmp_path_factory):
     return {f"{name} {n}": make(root / f"{name}{n}", n) for name, make in makers.items() for n in (0, 1)}
 
 
-def test_an_update_whose_trainer_died_is_ended_before_the_engine_sleeps():
+def test_an_update_whose_trainer_died_ends_before_the_engine_sleeps():
     """vLLM cannot save the buffers of a model that waits for tensors. Only GPUs sleep: vLLM is a mock."""
     engine = SamplingEngine.__new__(SamplingEngine)
     engine._llm, engine._settings = mock.Mock(), SimpleNamespace(device="cuda", tensor_parallel_size=1)
@@ -79,7 +79,7 @@ def test_an_update_whose_trainer_died_is_ended_before_the_engine_sleeps():
 
 @pytest.mark.engine
 @pytest.mark.parametrize("lost", [False, True])
-def test_an_update_that_was_cut_off_is_refused_and_the_engine_lives(lost):
+def test_a_cut_off_update_is_refused_and_the_engine_lives(lost):
     """NCCL neither raises nor delivers once a member is gone. Not run on GPUs: the group is none."""
     from megatron_ibpo.engines.vllm.receivers import NcclWorker
     from megatron_ibpo.engines.vllm.worker import WorkerExtension
@@ -99,7 +99,7 @@ def test_an_update_that_was_cut_off_is_refused_and_the_engine_lives(lost):
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("version", "fits"), [("0.32.0", True), ("0.32.1+cpu", True), ("0.33.0", False)])
-def test_a_change_is_made_to_the_version_that_it_was_written_for(monkeypatch, version, fits):
+def test_a_vllm_fix_applies_only_to_its_version(monkeypatch, version, fits):
     from megatron_ibpo.engines.vllm import fixes
 
     made = []
@@ -129,7 +129,7 @@ def test_every_change_is_guarded():
 
 @pytest.mark.engine
 @pytest.mark.parametrize("taken", [0, 100])
-def test_an_engine_goes_to_sleep_beside_a_process_that_takes_memory(monkeypatch, taken):
+def test_an_engine_sleeps_although_another_process_takes_memory(monkeypatch, taken):
     """vLLM's own `sleep` with stand-ins for the device and the allocator. The other process takes more than
     the engine gives back."""
     from vllm.v1.worker.gpu_worker import Worker
@@ -224,7 +224,7 @@ def settings(checkpoints, tmp_path):
     return resolved
 
 
-def test_prefixes_are_cached_where_that_has_been_run_or_is_asked_for(settings):
+def test_prefixes_are_cached_where_proven_or_requested(settings):
     asked = "enable-prefix-caching=true"
     for checkpoint, transport, argument, caches in (
         ("dense 0", "ipc", (), True), ("next 0", "ipc", (), False), ("next 0", "ipc", (asked,), True),
@@ -236,7 +236,7 @@ def test_prefixes_are_cached_where_that_has_been_run_or_is_asked_for(settings):
         assert "enable_prefix_caching" not in chosen.extra_arguments, "an engine is given it once"
 
 
-def test_an_engine_that_sleeps_has_none_of_the_allocators_settings_under_either_name(settings, tmp_path):
+def test_a_sleeping_engine_drops_both_allocator_variables(settings, tmp_path):
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     base = dict.fromkeys(names, "expandable_segments:True") | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     found = _environment(base, settings("dense 0"), tmp_path)
@@ -260,7 +260,7 @@ def test_on_gpus_vllm_records_routing_and_compiles_nothing(settings, tmp_path, m
 
 
 @pytest.mark.engine
-def test_on_gpus_vllm_records_what_top_k_and_top_p_left_and_it_comes_with_the_tokens(settings):
+def test_vllm_returns_sampling_masks_with_the_tokens_on_gpus(settings):
     """Not run on a GPU: the output is made of vLLM's own classes, its engine is a mock."""
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, SamplingMask, WeightVersionSpan
@@ -311,7 +311,7 @@ def test_on_gpus_vllm_records_what_top_k_and_top_p_left_and_it_comes_with_the_to
             finished(sets)
 
 
-def test_what_vllm_or_this_project_cannot_take_is_refused(settings):
+def test_settings_that_vllm_or_this_project_rejects_are_refused(settings):
     for checkpoint, transport, argument, says in (
         ("dense 0", "ipc", "enable_expert_paralel=true", "did you mean 'enable_expert_parallel'"),
         ("dense 0", "ipc", "data_parallel_size=two", "data_parallel_size=two: vLLM wants int"),
@@ -337,7 +337,7 @@ def test_what_vllm_or_this_project_cannot_take_is_refused(settings):
             settings(checkpoint, transport, argument, use_rollout_routing_replay="prefix" in argument)
 
 
-def test_experts_in_fp8_are_left_to_kernels_that_keep_nothing_over_an_update(settings):
+def test_fp8_experts_use_kernels_without_state_across_updates(settings):
     fp8 = "quantization=fp8_per_channel"
     for checkpoint, arguments, backend in (
         ("next 0", [fp8], "triton"), ("next 0", [fp8, "moe-backend=marlin"], "marlin"),
@@ -367,7 +367,7 @@ def updated(dense, checkpoints):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_samples_follow_from_seeds_with_the_logprobs_of_what_was_sampled(dense, checkpoints, temperature):
+def test_seeds_determine_samples_and_logprobs_match_a_reference(dense, checkpoints, temperature):
     requests = engine_runs.make_requests(60, temperature=temperature)
     samples, again = (dense.generate(requests, version=0, timeout=TIMEOUT) for _ in range(2))
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
@@ -390,7 +390,7 @@ def test_samples_follow_from_seeds_with_the_logprobs_of_what_was_sampled(dense, 
 
 
 @pytest.mark.engine
-def test_requests_join_while_others_run_and_finish_when_they_are_done_or_aborted(dense):
+def test_requests_join_running_ones_and_can_be_aborted(dense):
     endless = [SampleRequest(token_ids([5, 6, 7]), seed, 240) for seed in range(4)]
     whole = dense.generate(endless, version=0, timeout=TIMEOUT)
     longest = max(range(4), key=lambda number: len(whole[number].token_ids))
@@ -429,7 +429,7 @@ def test_updated_weights_are_exact_and_old_cache_entries_forgotten(updated, chec
     compare_probes(probe(engine, 3), as_loaded)
 
 
-def test_where_batches_differ_digests_alone_tell_the_same_weights_from_others():
+def test_digests_alone_compare_weights_where_batches_differ():
     one, other = (Probe([token_ids([n])], [np.array([-n], np.float32)], [{"w": "same"}]) for n in (1, 2))
     with pytest.raises(WeightMismatchError, match="greedy responses differ"):
         compare_probes(one, other)
@@ -439,7 +439,7 @@ def test_where_batches_differ_digests_alone_tell_the_same_weights_from_others():
 
 
 @pytest.mark.engine
-def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(updated, checkpoints):
+def test_running_requests_continue_on_new_weights_and_record_the_version(updated, checkpoints):
     engine, transport, before, after, _ = updated
     update(transport, engine, before, 3)
     request = SampleRequest(token_ids([5, 6, 7]), 3, 240, temperature=0.0)
@@ -477,7 +477,7 @@ def test_a_bit_that_flips_on_the_way_is_noticed(updated, monkeypatch):
 
 
 @pytest.mark.engine
-def test_weights_that_do_not_come_and_unknown_ones_are_named_first(updated, checkpoints, monkeypatch):
+def test_missing_and_unknown_weights_are_named(updated, checkpoints, monkeypatch):
     engine, _, _, source, _ = updated
     lacking, strange = (CheckpointSource(checkpoints["dense 1"]) for _ in range(2))
     del lacking.tensors["model.layers.1.mlp.down_proj.weight"]
@@ -510,7 +510,7 @@ def test_an_update_whose_trainers_died_is_begun_anew_by_others(updated):
 
 
 @pytest.mark.engine
-def test_an_engine_whose_update_fails_lives_on_and_takes_the_next_one(updated, checkpoints, monkeypatch):
+def test_an_engine_survives_a_failed_update_and_takes_the_next(updated, checkpoints, monkeypatch):
     """The connection breaks when the third bucket is to be sent: layers are loaded in part."""
     engine, _, before, after, _ = updated
     update(connect(engine, before), engine, before, 9)
@@ -537,7 +537,7 @@ def test_an_engine_whose_update_fails_lives_on_and_takes_the_next_one(updated, c
 
 
 @pytest.mark.engine
-def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended(dense):
+def test_a_killed_engine_returns_finished_samples_then_its_exit_reason(dense):
     short = SampleRequest(token_ids([5, 6]), 0, 2)
     dense.submit([(0, short)], version=10)
     assert eventually(lambda: dense._inbox.idle, seconds=TIMEOUT), "the sample is here"
@@ -554,7 +554,7 @@ def test_a_killed_engine_hands_over_what_had_finished_and_then_says_how_it_ended
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_an_fp8_engine_takes_unquantized_weights_and_becomes_a_fresh_one(checkpoints, tmp_path):
+def test_an_fp8_engine_after_an_update_equals_a_fresh_one(checkpoints, tmp_path):
     fp8, old, new = ("quantization=fp8_per_channel",), checkpoints["dense 0"], checkpoints["dense 1"]
     with (
         closing(start_engine(old, tmp_path / "old.log", "bfloat16", fp8)) as engine,
@@ -623,7 +623,7 @@ def test_corrections_of_dense_models_are_drafted_on_gpus(checkpoints, model, on_
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_corrections_alone_are_drafted_from_their_prompts_and_sampled_as_without(checkpoints, tmp_path):
+def test_only_corrections_are_drafted_and_drafting_changes_no_sample(checkpoints, tmp_path):
     """Of a random policy. Greedy tokens are the likeliest, and log-probs those of the policy."""
     hf_dir, rollout = checkpoints["dense 0"], engine_runs.make_config(tmp_path, "float32").rollout
     rollout.parameters["ibpo_draft_from_prompt"] = "on"
@@ -735,7 +735,8 @@ def test_an_engine_ends_with_its_owner_and_leaves_nothing(checkpoints, tmp_path,
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_clears_up_itself_since_its_owner_may_have_died_of_the_same(tmp_path):
+def test_a_failing_engine_removes_its_own_scratch_folder(tmp_path):
+    """Its owner may have died of the same."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     here, there = multiprocessing.Pipe()

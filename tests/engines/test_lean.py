@@ -56,7 +56,7 @@ def reference(directory, request, tokens):
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_samples_are_likeliest_or_drawn_by_what_transformers_computes(tmp_path, tie):
+def test_greedy_and_drawn_samples_match_transformers(tmp_path, tie):
     directory = make_qwen3(tmp_path / "dense", 0, tie=tie)
     engine = opened(directory)
     greedy, drawn = (make_requests(12, seed=1, temperature=temperature) for temperature in (0.0, 0.7))
@@ -69,7 +69,7 @@ def test_samples_are_likeliest_or_drawn_by_what_transformers_computes(tmp_path, 
         assert difference([sample.logprobs for sample in samples], expected).max() < 1e-5
 
 
-def test_a_sample_ends_with_the_end_of_sequence_or_at_its_length_and_follows_from_its_seed(engine):
+def test_samples_end_at_eos_or_length_and_follow_their_seed(engine):
     requests = make_requests(60, seed=2)
     samples = engine.generate(requests)
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
@@ -86,7 +86,7 @@ def test_a_sample_ends_with_the_end_of_sequence_or_at_its_length_and_follows_fro
     assert len({tuple(sample.token_ids) for sample in inside}) > 5
 
 
-def test_who_else_is_asked_and_in_which_order_changes_no_sample(checkpoint, engine):
+def test_samples_do_not_depend_on_other_requests_or_their_order(checkpoint, engine):
     requests = make_requests(20, seed=3)
     for place, changes in enumerate(({"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5})):
         requests[place] = replace(requests[place], **changes)
@@ -136,7 +136,7 @@ def nucleus(logits, request):
     return sorted(kept)
 
 
-def test_a_mask_holds_the_ids_over_which_each_log_prob_is_normalised(engine, checkpoint):
+def test_a_sampling_mask_holds_the_ids_that_normalise_each_logprob(engine, checkpoint):
     both, greedy = {"top_p": 0.9, "top_k": 20}, {"temperature": 0.0, "top_p": 0.5}
     cuts = ({"top_k": 3}, {"top_p": 0.5}, both, {"top_p": 0.95}, {}, greedy)
     asked = [
@@ -162,7 +162,7 @@ def test_a_mask_holds_the_ids_over_which_each_log_prob_is_normalised(engine, che
     assert tried > 150
 
 
-def test_tokens_as_likely_as_the_last_of_top_k_are_in_the_mask(checkpoint):
+def test_tokens_tied_with_the_last_of_top_k_are_sampled(checkpoint):
     shape = read_hf_config(checkpoint)
     weights = dict(checkpoint_weights(shape, checkpoint))
     weights["lm_head.weight"][1::2] = weights["lm_head.weight"][::2]  # pairs of equal tokens
@@ -179,7 +179,7 @@ def test_a_position_of_which_nothing_was_cut_has_no_ids(engine):
     assert not sample.sampling_mask.counts.any()
 
 
-def test_asked_from_an_event_loop_it_gives_all_under_their_numbers(engine):
+def test_the_engine_answers_an_event_loop_by_request_number(engine):
     requests = make_requests(6, seed=4)
 
     async def ask():
@@ -196,7 +196,7 @@ def test_asked_from_an_event_loop_it_gives_all_under_their_numbers(engine):
     assert found[22].token_ids.tolist() == engine.generate([requests[5]])[0].token_ids.tolist()
 
 
-def test_new_weights_are_copied_and_take_effect_and_older_and_large_ones_are_refused(checkpoint, tmp_path):
+def test_new_weights_are_copied_and_old_or_oversized_ones_refused(checkpoint, tmp_path):
     engine, request = opened(checkpoint), SampleRequest(token_ids([5, 6, 7]), 0, 20, temperature=0.0)
     with pytest.raises(EngineError, match="policy version 1, the engine has 0"):
         engine.generate([request], version=1)
@@ -217,7 +217,7 @@ def test_new_weights_are_copied_and_take_effect_and_older_and_large_ones_are_ref
 LEAN = ["--config", str(RECIPE), "--hf-checkpoint", str(TINY), "--rollout-backend", "lean"]
 
 
-def test_all_that_one_process_cannot_do_is_refused_at_once_before_it_starts():
+def test_everything_that_one_process_cannot_do_is_refused_at_once():
     processes = {"--num-trainers 2": "one process trains", "--ray-address auto": "it uses no Ray"}
     processes |= {"--load-debug-rollout-data .": "a replay samples nothing"}
     sampling = {"--max-staleness 1": "one process cannot sample while it trains"}
@@ -234,7 +234,7 @@ def test_settings_of_vllm_are_refused():
         parse_config([*LEAN, "--vllm-arg", "block_size=16"])
 
 
-def test_one_process_trains_a_dense_model_and_other_families_layouts_and_evaluations_are_refused():
+def test_one_process_trains_dense_models_only_on_one_rank():
     config = parse_config([*LEAN, "--eval-prompt-data", "reasoning_gym://leg_counting"])
     backend, foundation = InOneProcess(), read_foundation(config)
     backend.check(config, foundation.shape)
@@ -252,7 +252,7 @@ def test_one_process_trains_a_dense_model_and_other_families_layouts_and_evaluat
 
 @pytest.mark.ray
 @pytest.mark.slow  # tests/examples/test_learning.py runs one too
-def test_a_run_trains_on_what_it_samples_and_one_that_goes_on_ends_as_if_never_stopped(tmp_path):
+def test_a_resumed_lean_run_ends_as_if_never_stopped(tmp_path):
     def lean_run(run_dir, *flags):
         usual = "--rollout-backend lean --rollout-batch-size 4 --n-samples-per-prompt 4 --eval-num-prompts 8 "
         usual += "--advantage-estimator ibpo --num-rollout 3 --save"

@@ -57,7 +57,7 @@ def hybrid(tmp_path_factory):
     return (old, new), samples, across, again
 
 
-def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_update(hybrid):
+def test_a_hybrid_engine_records_its_routing_before_and_after_updates(hybrid):
     """Some choices of bfloat16 are not those of float32; chance would be 1 in 6."""
 
     def routed_by_transformers(directory, samples):
@@ -99,7 +99,7 @@ def test_a_hybrid_engine_records_what_its_model_routes_before_and_after_an_updat
 
 
 @pytest.mark.timeout(900)  # it starts three engines
-def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cached_turns_before(tmp_path):
+def test_cached_turns_change_no_bit_of_a_conversation(tmp_path):
     """vLLM keeps a delta net's state at every 64th token of a prompt."""
     old, new = (make_qwen3_next(tmp_path / str(seed), seed) for seed in (0, 1))
 
@@ -154,7 +154,7 @@ def test_the_turns_of_a_conversation_are_the_same_bits_with_and_without_the_cach
 
 
 @pytest.mark.world
-def test_a_trainer_that_replays_an_engines_choices_comes_closer_to_its_log_probs(hybrid):
+def test_replaying_an_engines_routing_brings_log_probs_closer(hybrid):
     """Under TP2 and EP2: the trainer computes in float32, the engine in bfloat16."""
     (old, _), samples, _, _ = hybrid
     rows = [

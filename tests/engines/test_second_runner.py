@@ -32,7 +32,7 @@ def test_the_runner_follows_from_the_device_unless_it_is_chosen(monkeypatch):
         assert {uses_second_runner(device) for device in ("cuda", "cpu")} == {chosen == "1"}
 
 
-def test_what_only_the_second_runner_records_is_refused_without_it(monkeypatch):
+def test_records_of_the_second_runner_are_refused_without_it(monkeypatch):
     config = Config()
     config.rollout.rollout_top_k, config.run.eval_num_prompts = 20, 0
     monkeypatch.setenv(VARIABLE, "0")
@@ -109,7 +109,7 @@ def passes(directory, samples):
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_samples_come_with_the_logprobs_ids_and_experts_of_what_was_sampled(engine, checkpoints):
+def test_samples_carry_their_logprobs_sampling_masks_and_experts(engine, checkpoints):
     requests = make_requests(8, top_k=8, top_p=0.8, temperature=0.7)
     samples = engine.generate(requests, version=0, timeout=TIMEOUT)
     for request, sample, (logits, experts) in zip(
@@ -147,7 +147,7 @@ def test_tokens_follow_from_seeds_whatever_else_the_engine_samples(engine):
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_running_requests_go_on_with_new_weights_and_say_which_token_is_whose(engine, checkpoints):
+def test_running_requests_continue_on_new_weights_and_record_the_version(engine, checkpoints):
     before, after = map(CheckpointSource, checkpoints)
     transport = connect(engine, after)
     update(transport, engine, before, 1)

@@ -94,7 +94,7 @@ def engine(checkpoint, tmp_path_factory):
         yield engine
 
 
-def test_it_samples_what_the_lean_engine_samples_under_every_temperature_and_cut(engine, checkpoint):
+def test_the_transformers_engine_samples_like_the_lean_one(engine, checkpoint):
     """Both draw with the same random numbers, so that only a rounding at a boundary could part them."""
     shape = read_hf_config(checkpoint)
     lean = LeanEngine(shape, (EOS_ID,), max_context=CONTEXT, most_at_once=64)
@@ -150,7 +150,7 @@ def test_an_aborted_request_takes_no_more_computation(checkpoint, tmp_path):
         assert len(written) < 100
 
 
-def test_new_weights_take_effect_in_place_and_older_ones_are_refused(checkpoint, tmp_path):
+def test_new_weights_load_in_place_and_old_versions_are_refused(checkpoint, tmp_path):
     other = make_qwen3(tmp_path / "other", 1)
     requests = make_requests(12, seed=1)
     with closing(started(checkpoint, tmp_path)) as engine, closing(started(other, tmp_path)) as fresh:
@@ -239,7 +239,7 @@ def test_an_engine_that_ended_says_why(checkpoint, tmp_path):
     assert "Traceback" in (tmp_path / "log").read_text()
 
 
-def test_a_model_that_vllm_does_not_compute_is_refused_with_the_name_of_this_engine(tmp_path):
+def test_vllms_refusal_of_a_model_names_the_transformers_engine(tmp_path):
     check_engine(RolloutConfig(rollout_backend=NAME))
     shape = read_hf_config(make_llama_of_16(tmp_path / "model", 0))
     rollout = RolloutConfig(rollout_backend="vllm")
@@ -252,7 +252,7 @@ def test_a_model_that_vllm_does_not_compute_is_refused_with_the_name_of_this_eng
     assert sampling_mask_obstacle(Config(rollout=ours), on_gpu=False) is None
 
 
-def test_a_run_that_names_no_engine_samples_with_this_one_where_vllm_cannot_and_says_so(tmp_path):
+def test_without_a_named_engine_a_run_falls_back_with_notice(tmp_path):
     shape = read_hf_config(make_qwen2_of_16(tmp_path / "model", 0))
     for flags, on_gpu, name in (
         ((), False, NAME),

@@ -65,7 +65,7 @@ def refusals(check, config, **more):
 
 
 @pytest.mark.parametrize(("cut", "reader"), list(product(CUTS, READERS)))
-def test_every_ratio_to_log_probs_of_a_cut_that_is_not_recorded_is_refused_by_its_flags(cut, reader):
+def test_ratios_to_truncated_log_probs_are_refused_with_their_flags(cut, reader):
     config = config_of(cut, reader)
     cut_flag, reader_flag = cut.split()[0], reader.split()[0]
     for on_gpu, way_out in ((True, "add --rollout-top-k 1000"), (False, "take --rollout-backend lean")):
@@ -83,7 +83,7 @@ def test_every_ratio_to_log_probs_of_a_cut_that_is_not_recorded_is_refused_by_it
         check_truncation(allowed, all_readers(allowed), on_gpu=False)
 
 
-def test_engines_that_record_what_was_left_are_not_refused():
+def test_engines_that_record_the_sampling_mask_are_accepted():
     for flags, on_gpu, says in (
         ("--rollout-backend lean", False, None),
         (WITH_RECORD, True, None),
@@ -111,7 +111,7 @@ def test_engines_that_record_what_was_left_are_not_refused():
         assert says is None or says in lines[0], (flags, lines)
 
 
-def test_what_the_trainer_cannot_compute_at_all_is_refused_with_and_without_a_cut():
+def test_sampling_that_the_trainer_cannot_reproduce_is_always_refused():
     for name in ("logits_processors=[a:b]", "watermark_config={}"):
         for cut in ("", WITH_RECORD):
             config = config_of("--use-tis", cut)
@@ -122,12 +122,12 @@ def test_what_the_trainer_cannot_compute_at_all_is_refused_with_and_without_a_cu
             check_truncation(config)
 
 
-def test_the_dry_run_refuses_what_a_run_refuses():
+def test_the_dry_run_refuses_truncation_as_a_run_does():
     with pytest.raises(ConfigError, match=r"--rollout-top-p with --use-tis: "):
         check_run(config_of("--rollout-top-p 0.8 --use-tis --dry-run"))
 
 
-def test_recorded_samples_without_the_record_are_not_trained_on_and_others_are():
+def test_recorded_samples_without_their_mask_are_not_trained_on():
     config = config_of("--rollout-top-p-cycle 1 0.8 --use-tis --load-debug-rollout-data", str(Path.cwd()))
     plain = sequence([1], [2, 3], advantage=1.0, weight=1.0, group=0)
     uncut, cut = (replace(plain, index=index) for index in (0, 1))

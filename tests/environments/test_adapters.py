@@ -87,7 +87,7 @@ def guess_number(environment, seed):
     return guesses, score
 
 
-def test_one_game_written_for_five_frameworks_goes_the_same_in_each(directory, monkeypatch):
+def test_one_game_plays_alike_under_five_frameworks(directory, monkeypatch):
     class SkyrlEnv:
         def get_metrics(self):
             return {}
@@ -193,7 +193,7 @@ def test_trl_methods_are_tools_and_errors_are_their_answers(made):
     environment.close()
 
 
-def test_a_trl_tool_may_fail_the_episode_and_the_environment_needs_a_reward(made):
+def test_trl_tools_may_fault_and_environments_need_a_reward(made):
     code = """
     from megatron_ibpo.environments.protocol import EpisodeFaultError
 
@@ -212,7 +212,7 @@ def test_a_trl_tool_may_fail_the_episode_and_the_environment_needs_a_reward(made
         environment.step(call("run"))
 
 
-def test_trl_reward_functions_are_added_up_with_the_environments_own_reward(directory):
+def test_trl_reward_functions_add_to_the_environments_reward(directory):
     code = """
         class Thing:
             def reset(self, word, **row): self.word = word
@@ -290,7 +290,7 @@ def test_tools_have_the_schema_that_transformers_gives_them():
     assert tool_of(search) == get_json_schema(search)["function"]
 
 
-def test_a_skyrl_environment_gets_the_row_and_its_rewards_are_added_up(made):
+def test_a_skyrl_environment_sees_its_row_and_sums_its_rewards(made):
     environment = made("""
     class Thing:
         def __init__(self, env_config=None, extras={}): self.extras = extras
@@ -311,7 +311,7 @@ def test_a_skyrl_environment_gets_the_row_and_its_rewards_are_added_up(made):
     environment.close()
 
 
-def test_a_gym_environment_ends_when_truncated_and_starts_alike_from_its_seed(made):
+def test_a_gym_environment_ends_on_truncation_and_follows_its_seed(made):
     def gym(turn, first="'Go.'"):
         return made(f"""
         import random
@@ -347,7 +347,7 @@ def test_a_gym_environment_ends_when_truncated_and_starts_alike_from_its_seed(ma
             environment.step(say("go"))
 
 
-def test_a_textarena_game_shows_new_text_and_has_its_final_reward(made):
+def test_a_textarena_game_shows_new_text_and_its_final_reward(made):
     code = """
     class Thing:
         def reset(self, num_players, seed=None): self.moves = []
@@ -387,7 +387,7 @@ def test_the_documented_calculator_is_played(directory):
     assert environment.score() == 1.0
 
 
-def test_text_goes_into_the_named_field_and_an_observation_field_is_shown():
+def test_an_openenv_client_uses_the_named_action_and_observation_fields():
     class Coding:
         def reset(self, question, label, seed, episode_id, difficulty=0):
             return Observation(output=f"{question} {label} {seed} {difficulty}")
@@ -449,7 +449,7 @@ def test_the_policy_calls_the_tools_of_a_server():
         environment.close()
 
 
-def test_a_failure_on_the_wire_is_a_fault_and_never_a_reward():
+def test_a_failure_on_the_wire_is_a_fault_without_reward():
     class Fails:
         def reset(self, **row):
             return Observation(message="How?")
@@ -483,7 +483,7 @@ def test_a_failure_on_the_wire_is_a_fault_and_never_a_reward():
     assert fault.value.kind == "wire"
 
 
-def test_a_server_that_opens_no_session_is_found_before_work_starts():
+def test_a_server_that_opens_no_session_is_found_early():
     def shout(socket):
         for text in socket:
             socket.send(text.upper())

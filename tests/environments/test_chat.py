@@ -76,7 +76,7 @@ def turn_ids(tokenizer, ends, message):
 @pytest.mark.parametrize("name", FAMILIES)
 @FEW
 @given(turns=st.lists(st.tuples(st.binary(max_size=8), st.integers(0, 9), answers), max_size=4))
-def test_an_episode_is_only_ever_appended_to_whatever_the_policy_writes(chat_of, name, turns):
+def test_an_episode_is_only_appended_to(chat_of, name, turns):
     tokenizer, chat, ends = chat_of(name)
     conversation = chat.open(QUESTION, [CALC])
     for policy, end, messages in turns:
@@ -93,7 +93,7 @@ def test_an_episode_is_only_ever_appended_to_whatever_the_policy_writes(chat_of,
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507", "llama3_2"])
 @FEW
 @given(question=words, turns=st.lists(st.tuples(arguments, words, words, words), min_size=1, max_size=3))
-def test_where_the_template_rewrites_nothing_the_ids_are_those_it_renders(chat_of, name, question, turns):
+def test_episode_ids_equal_the_rendering_of_templates_that_rewrite_nothing(chat_of, name, question, turns):
     tokenizer, chat, ends = chat_of(name)
     assert not any("writes earlier turns differently" in note for note in chat.notes)
     messages = [{"role": "system", "content": "Be brief."}, user(question)]
@@ -139,7 +139,7 @@ def test_calls_are_read_back_as_the_family_writes_them(chat_of, name, values, se
     assert chat.read(ids, [CALC]) == chat.read(ids[:-1], [CALC]) == assistant(tool_calls=calls)
 
 
-def test_reasoning_is_separate_from_the_answer_and_a_call_may_be_text(chat_of):
+def test_reasoning_is_separate_from_answers_and_calls_may_be_text(chat_of):
     for name, thought in (
         ("qwen2_5", "<think>add</think>"), ("qwen3", "<think>\nadd\n</think>\n\n"),
         ("qwen3_5", "add\n</think>\n\n"), ("glm4_5", "\n<think>add</think>\n"),
@@ -191,7 +191,7 @@ def check_message(read):
     assert [one["id"] for one in calls] == [f"call_{number}" for number in range(len(calls))]
 
 
-def test_a_turn_that_repeats_itself_is_read_as_text_at_once(chat_of):
+def test_a_repetitive_turn_is_quickly_read_as_text(chat_of):
     """Some of these take the family's parser minutes, others make it raise."""
     for name, text in (
         ("qwen3", '<tool_call>{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}</tool_call>"),
@@ -238,7 +238,7 @@ def test_repetitive_turns_are_read_in_linear_time(chat_of, name):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "plain"])
-def test_calls_are_read_within_a_limit_and_a_longer_turn_is_text(chat_of, name):
+def test_a_turn_beyond_the_reading_limit_is_text(chat_of, name):
     tokenizer, chat, ends = chat_of(name)
     (mark,), answer = tokenizer.encode("."), tokenizer.encode("</think>so<tool_call>{")
     long = [*tokenizer.encode("<think>"), *[mark] * LONGEST_READ, *answer]
@@ -250,7 +250,7 @@ def test_calls_are_read_within_a_limit_and_a_longer_turn_is_text(chat_of, name):
     assert not {"tool_calls", "malformed_tool_calls"} & {*read}
 
 
-def test_a_draft_in_thinking_that_the_template_opened_is_no_content(chat_of):
+def test_a_draft_in_template_opened_thinking_is_no_content(chat_of):
     for name, content in (("qwen3_5", ""), ("qwen2_5", "7")):
         tokenizer, chat, _ = chat_of(name)
         call = '<tool_call>{"name": "calc", "arguments": {}}</tool_call>'
@@ -273,7 +273,7 @@ def test_arguments_are_an_object_with_the_types_of_the_schema(chat_of):
     assert chat.read(tokenizer.encode(answered), []) == assistant(answered), "no call where no tools are"
 
 
-def test_the_templates_end_of_turn_is_added_unless_the_policy_wrote_it(chat_of):
+def test_the_templates_end_of_turn_is_added_once(chat_of):
     for name, end, first in (
         ("qwen3", "<|im_end|>", "\n<|im_start|>user"), ("gpt_oss", "<|return|>", "<|start|>user"),
         ("qwen3", "<|endoftext|>", "<|im_end|>\n<|im_start|>user"), ("glm4_5", "<|user|>", "\nmore"),
@@ -306,7 +306,7 @@ def test_a_template_without_tools_gets_them_as_text():
     assert shown == f"\n<|im_start|>user\n{responses}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_without_a_template_turns_are_plain_text_one_after_the_other():
+def test_without_a_template_turns_are_concatenated_text():
     tokenizer = tagged_bytes(None, ("<|end|>",), end="<|end|>")
     chat = chat_with(tokenizer, applies_template=False)
     ids = chat.open([{"role": "system", "content": "Count. "}, user("one ")], [])

@@ -145,7 +145,7 @@ def played(pool, *texts, **how):
     return asyncio.run(play(pool, *texts, **how))
 
 
-def test_an_episode_is_a_process_that_starts_alike_from_its_seed(pool):
+def test_an_episode_is_a_process_that_follows_its_seed(pool):
     async def play():
         async with episode(pool, "how many?", seed=7) as session, episode(pool, seed=7) as other:
             assert json.loads(session.opening.messages[0]["content"]) == ["how many?", "42", {"level": 1}, 7]
@@ -158,7 +158,7 @@ def test_an_episode_is_a_process_that_starts_alike_from_its_seed(pool):
     asyncio.run(play())
 
 
-def test_processes_are_forked_ahead_and_a_killed_spare_is_no_fault():
+def test_processes_are_forked_ahead_and_killed_spares_do_no_harm():
     async def pids_of_two(pool):
         async with episode(pool) as one, episode(pool) as other:
             pids = {int(await told(one, PID)), int(await told(other, PID))}
@@ -209,7 +209,7 @@ def test_where_no_process_can_live_forking_ahead_ends(users_module, tmp_path):
     assert (tmp_path / "deaths").read_text() == "x"
 
 
-def test_a_fault_has_its_kind_and_a_responses_fault_is_a_score(pool):
+def test_faults_have_their_kind_and_a_responses_fault_a_score(pool):
     for text, kind, says in (
         (KILL_SELF, "death", r"step: its process died \(SIGKILL\)"),
         ("os._exit(3)", "death", r"step: its process died \(status 3\)"),
@@ -257,7 +257,7 @@ def test_slow_calls_are_ended():
     assert fine[0] == ["1"]
 
 
-def test_an_environment_is_reset_stepped_and_scored_once_before_a_run_starts():
+def test_an_environment_is_tried_once_before_a_run_starts():
     def tried(name, *rewards):
         settings = EnvironmentConfig(environment_reward=rewards, step_timeout=1.0)
         with EnvironmentPool(settings) as pool:
@@ -292,7 +292,7 @@ def test_nothing_that_an_episode_has_started_outlives_it(pool, last, tmp_path):
     assert eventually(lambda: all(map(has_ended, pids)), seconds=10)
 
 
-def test_an_environment_without_import_or_isolation_is_refused_in_one_line(pool, monkeypatch):
+def test_an_environment_that_cannot_load_is_refused_in_one_line(pool, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     with EnvironmentPool(EnvironmentConfig(environment_sandbox=True)) as sandboxed:
         for own, target, says in (
@@ -330,7 +330,7 @@ def test_episodes_and_their_children_die_with_their_owner(users_module, tmp_path
 
 
 @needs_sandbox
-def test_a_sandboxed_environment_has_no_network_and_a_temporary_directory_only():
+def test_a_sandboxed_environment_has_no_network_and_only_temporary_files():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         socket.create_connection(address).close()

@@ -86,7 +86,7 @@ def test_a_tag_in_a_string_of_json_is_text(read, family):
 
 
 @pytest.mark.parametrize("family", IN_TAGS)
-def test_a_tag_in_a_value_is_text_or_the_call_is_malformed(read, family):
+def test_tags_in_values_are_text_or_make_calls_malformed(read, family):
     example = written(family, {"text": "1"}).rpartition("\n\n" if family == "qwen3_5" else "</think>\n")[2]
     for text in (*(f"a {tag} b" for tag in TAGS), *TAGS, example, f"a {example} b", f"a{example}b{example}c"):
         arguments = {"path": "p", "text": text}
@@ -130,7 +130,7 @@ def test_a_broken_call_is_malformed_and_makes_no_other_one(read):
 
 
 @pytest.mark.parametrize("family", IN_TAGS)
-def test_values_have_the_types_that_the_schema_allows_and_text_stays_text(read, family):
+def test_call_values_have_their_schemas_types_and_text_stays_text(read, family):
     nulls = ("count", "names", "size", "limit", "note", "optional", "nullable", "deep", "level")
     python = {"flag": ("True", True), "switch": ("False", False)} | dict.fromkeys(nulls, ("None", None))
     values = {"flag": ("false", False), "count": (" 5 ", 5), "size": ("2.5", 2.5), "names": ('["a"]', ["a"]),
@@ -156,7 +156,7 @@ def test_space_around_a_text_belongs_to_it(read, family):
         assert arguments_of(read(family, written(family, arguments))) == [arguments], repr(text)
 
 
-def test_a_draft_in_reasoning_is_no_call_even_without_an_end(read):
+def test_a_draft_call_in_reasoning_is_no_call(read):
     for family in ("qwen2_5", "qwen3", *IN_TAGS):
         thought, _, call = written(family, {"path": "p"}).rpartition("<tool_call>")
         call, opening = "<tool_call>" + call, "" if family == "qwen3_5" else "<think>"

@@ -84,7 +84,7 @@ def test_humaneval_is_read_from_its_gzipped_file(tmp_path):
         read("humaneval", path)
 
 
-def test_mbpp_in_both_of_its_files_and_only_its_test_tasks(tmp_path):
+def test_mbpp_reads_both_file_layouts_and_only_test_tasks(tmp_path):
     full = [
         {
             "text": f"Write a function that adds {n}.", "code": "def f(x): ...", "task_id": n,
@@ -148,7 +148,7 @@ def test_livecodebench_has_all_tests_and_only_contests_of_its_window(tmp_path):
     assert notes == ["livecodebench_v6: 2 rows outside of LiveCodeBench v6, 2025-02 to 2025-05 left out"]
 
 
-def test_private_tests_that_are_none_or_would_run_code_are_refused(tmp_path):
+def test_malformed_or_executable_private_tests_are_refused(tmp_path):
     class Harmful:
         def __reduce__(self):
             return Path.touch, (harmed,)
@@ -212,7 +212,7 @@ def test_unusable_fields_and_misnamed_files_are_refused(tmp_path):
 
 @needs_sandbox
 @pytest.mark.slow
-def test_the_labels_of_code_benchmarks_are_graded_by_the_code_verifier(tmp_path):
+def test_labels_of_code_benchmarks_work_with_the_code_verifier(tmp_path):
     check = "def check(candidate):\n    assert candidate(2) == 4\n"
     of_humaneval = {"task_id": "H/1", "prompt": "def twice(x):\n", "entry_point": "twice", "test": check}
     mbpp = {"task_id": 11, "text": "?", "test_list": ["assert f(1) == 2"]}

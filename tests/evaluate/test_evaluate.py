@@ -60,7 +60,7 @@ def measured(numbers, plan, *, right=1, samples=1, sampled=(1.0, 1.0, -1), answe
     return found[0], requests
 
 
-def test_failures_of_the_verifier_are_counted_and_are_no_wrong_answers():
+def test_verifier_failures_are_counted_apart_from_wrong_answers():
     def plan(number, j, request):
         if request.temperature == 0:
             return [1]
@@ -83,7 +83,7 @@ def test_failures_of_the_verifier_are_counted_and_are_no_wrong_answers():
         measured([], lambda *_: [1])
 
 
-def test_requests_are_the_same_at_every_evaluation_and_differ_within_one():
+def test_requests_repeat_between_evaluations_and_differ_within_one():
     first, again = (measured(range(3), lambda *_: [1], samples=4, sampled=(0.7, 0.9, 3))[1] for _ in range(2))
     assert plain(first) == plain(again)
     sampled = [request for request in first if request.temperature > 0]
@@ -96,7 +96,7 @@ def test_requests_are_the_same_at_every_evaluation_and_differ_within_one():
     assert [request.seed for request in alone if request.temperature > 0] == of_third
 
 
-def test_pass_at_k_is_the_chance_that_one_of_k_samples_is_right():
+def test_pass_at_k_is_the_chance_of_any_success():
     for hits, n, k in ((0, 4, 2), (4, 4, 2), (1, 4, 1), (1, 4, 2), (2, 4, 2), (1, 4, 4)):
         outcomes = [1.0] * hits + [0.0] * (n - hits)
         drawn = [any(chosen) for chosen in itertools.combinations(outcomes, k)]
@@ -107,7 +107,7 @@ def test_pass_at_k_is_the_chance_that_one_of_k_samples_is_right():
     assert measures.mean_over_prompts(measures.pass_at(np.array([[1, nan]]), 2)) is None
 
 
-def test_the_most_frequent_answer_counts_and_best_of_n_needs_no_verifier():
+def test_majority_takes_the_most_frequent_answer_and_best_the_likeliest():
     for outcomes, answers, expected in [
         ([0, 0, 1, 0], "aabc", 0), ([1, 0, 1, 0], "abab", 0.5), ([1, 1, 0, 0], "aabb", 0.5),
         # no answer, or an empty one, is no vote
@@ -137,7 +137,7 @@ def test_an_interval_covers_the_truth_nineteen_times_in_twenty():
     assert few == pytest.approx((0.5655, 1.0), abs=1e-4), "Wilson's of 5 in 5: no failure is no certainty"
 
 
-def test_an_interval_of_several_samples_is_as_wide_as_a_normal_one():
+def test_the_interval_of_several_samples_matches_the_normal_one():
     rng = np.random.default_rng(1)
     correct_PS = (rng.random((600, 4)) < rng.beta(2, 2, size=(600, 1))).astype(float)
     low, high = measures.interval(correct_PS)
@@ -198,7 +198,7 @@ def test_every_sample_is_corrected_without_a_look_at_rewards():
     assert result.corrections_skipped == 0
 
 
-def test_candidates_do_not_depend_on_scores_and_long_prompts_are_left_out():
+def test_correction_candidates_ignore_scores_and_overlong_prompts_are_skipped():
     def shown(*counts, **how):
         return [request.prompt_token_ids.tolist() for request in corrected(*counts, **how)[1]]
 
@@ -298,7 +298,7 @@ def test_samples_that_the_verifier_failed_on_are_asked_again(tmp_path, undisturb
     assert len(read_samples(tmp_path, "sums")) == 25, "one line a sample"
 
 
-def test_samples_of_other_settings_and_lines_that_are_none_are_refused(tmp_path):
+def test_stored_samples_of_other_settings_and_malformed_lines_are_refused(tmp_path):
     evaluated(tmp_path)
     path, results = samples_path(tmp_path, "sums"), tmp_path / "results.json"
     before = path.read_text()

@@ -48,7 +48,7 @@ def run_dir(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_policy_is_a_checkpoint_or_a_run_whose_settings_yield_to_flags(run_dir, tmp_path, monkeypatch):
+def test_a_policy_is_a_checkpoint_or_a_runs_export(run_dir, tmp_path, monkeypatch):
     stored = run_dir / "checkpoints/step_000020"
     (stored / "hf").mkdir(parents=True)
     for name in ("metadata.json", "run_state.json"):
@@ -77,7 +77,7 @@ def test_a_policy_is_a_checkpoint_or_a_run_whose_settings_yield_to_flags(run_dir
     assert policy_of([str(TINY)]).config.model.hf_checkpoint == TINY
 
 
-def test_a_run_sampled_in_its_trainer_is_evaluated_by_engines_with_a_note(run_dir, capsys):
+def test_a_run_sampled_in_its_trainer_is_evaluated_by_engines(run_dir, capsys):
     by_default = policy_of([str(run_dir)]).config.rollout
     recipe = run_dir / "config.yaml"
     recipe.write_text(recipe.read_text().replace("rollout-backend: null", "rollout-backend: lean"))
@@ -124,7 +124,7 @@ def rows(tmp_path, *fields):  # a simple sum each, with these fields beside it
     return path
 
 
-def test_several_sets_have_names_and_other_temperatures_are_sets_of_their_own(tmp_path):
+def test_several_sets_have_names_also_for_other_temperatures(tmp_path):
     path = rows(tmp_path, {})
     (alone,) = opened(tmp_path, path)
     assert (alone.name, alone.metrics({"accuracy": 0.5})) == ("mine", {"accuracy": 0.5})
@@ -141,7 +141,7 @@ def test_several_sets_have_names_and_other_temperatures_are_sets_of_their_own(tm
     assert list(found) == ["accuracy", "greedy", "chain_sum@0.6/accuracy", "chain_sum@0.6/greedy"]
 
 
-def test_answers_are_extracted_where_the_verifier_of_a_set_defines_them(tmp_path):
+def test_answers_are_extracted_where_the_verifier_defines_them(tmp_path):
     path = rows(tmp_path, {"level": 1, "id": "a"}, {"x": 0})
     (boxed,) = opened(tmp_path, path, rm_type="math")
     for response, answer in (
@@ -176,7 +176,7 @@ def test_tuning_and_test_halves_share_no_question(tmp_path):
         texts("test", mine)
 
 
-def test_how_a_set_is_sampled_follows_flags_then_the_preset_then_training(tmp_path):
+def test_evaluation_sampling_follows_flags_then_the_preset_then_training(tmp_path):
     flags = {"eval_preset": "qwen3-next-80b-a3b", "n_samples_per_eval_prompt": 2, "eval_top_p": 1.0}
     for settings, expected in (
         ({}, EvalSampling(1, 48, 0.9, 1.0, -1)),
@@ -325,7 +325,7 @@ def lines_of(run_dir):
 @pytest.mark.engine
 @pytest.mark.slow  # test_evaluate.py kills it at many places, with a simulated engine
 @pytest.mark.timeout(900)
-def test_a_killed_evaluation_ends_equal_to_one_of_the_converted_checkpoint(tmp_path):
+def test_a_killed_evaluation_resumes_to_the_same_results(tmp_path):
     dense = ROOT / "examples/tiny_qwen3"
     stored, whole, killed = (tmp_path / name for name in ("stored", "whole", "killed"))
     hf_to_megatron(dense, stored, ParallelConfig(), World(0, 1, torch.device("cpu"), None))

@@ -68,7 +68,7 @@ def test_a_game_is_won_by_the_number_in_time():
         assert environment.score() == {"score": score, "turns_used": len(guesses)}
 
 
-def test_prompts_are_the_same_in_every_call_with_their_values_as_labels():
+def test_agent_prompts_are_deterministic_with_their_values_as_labels():
     for prompts in (calculator, guess_number):
         assert prompts("eval") == prompts("eval")
         assert len(prompts("eval")) == 512

@@ -110,7 +110,7 @@ def start_evaluation(*words):
 
 
 @pytest.mark.slow
-def test_the_policy_of_a_run_is_evaluated_as_at_its_end(run, tmp_path):
+def test_evaluating_a_runs_policy_repeats_its_last_evaluation(run, tmp_path):
     run_dir, _ = run
     output = output_of(start_evaluation(run_dir, "--run-dir", tmp_path / "alone"))
     at_the_end = rows_of(run_dir, "evaluation")[-1]

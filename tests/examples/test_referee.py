@@ -183,7 +183,7 @@ def toy():
 
 
 @pytest.mark.parametrize("name", ["gspo", "ibpo"])
-def test_estimates_converge_to_what_enumeration_gives(toy, name):
+def test_the_referees_estimates_converge_to_exact_enumeration(toy, name):
     methods, records, _ = toy
     measured, (signal, noise, cost) = measure(methods[name], records), exact(methods[name])
     own = measured.signal[0]
@@ -193,7 +193,7 @@ def test_estimates_converge_to_what_enumeration_gives(toy, name):
     assert within(measured.cost[0], cost, measured.cost[0])
 
 
-def test_noise_behind_comparing_prompts_does_not_count_where_it_cannot_hurt(toy):
+def test_noise_orthogonal_to_the_compass_costs_no_efficiency(toy):
     """Corrections of the toy are written with parameters of their own, so joint training leaves S and V."""
     methods, records, compass = toy
     star_scores = (compass.star @ compass.scores.T).double().numpy()
@@ -264,7 +264,7 @@ def test_gradients_of_sequences_equal_single_backward_passes():
     torch.testing.assert_close(gradients.sum(queries, [1.0, -2.0, 0.5]), torch.tensor([1, -2, 0.5]) @ rows)
 
 
-def test_a_record_survives_its_file_and_refuses_what_it_lacks(toy):
+def test_a_record_survives_its_file_and_refuses_missing_samples(toy):
     methods, records, _ = toy
     again = [unpacked(packed(record), prompt_at) for record in records[:20]]
     for name, method in methods.items():

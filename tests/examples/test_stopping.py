@@ -52,7 +52,7 @@ def output_of_end(process, status, *, timeout=100, started=()):
     return output
 
 
-def test_a_run_on_one_machine_listens_on_loopback_and_ends_at_a_signal(tmp_path, scratch):
+def test_a_local_run_stays_on_loopback_and_stops_at_signals(tmp_path, scratch):
     """It goes to the whole process group, as a terminal, `kill %1` and `timeout` send it."""
     run_dir = tmp_path / "run"
     process, started = run_until(run_dir, 1, *LONG)
@@ -135,7 +135,7 @@ def test_a_run_waits_for_room_on_its_disk(small_disk, scratch):
     assert saved_steps(run_dir) == [4, 6]
 
 
-def test_a_run_on_a_full_disk_stops_with_a_summary_and_no_partial_file(small_disk, scratch):
+def test_a_full_disk_stops_a_run_without_partial_files(small_disk, scratch):
     run_dir = small_disk / "run"
     process, _ = run_until(run_dir, 2, *LONG, *ONE_TRAINER, "--save-interval", "1", "--disk-wait", "3")
     fill(small_disk)

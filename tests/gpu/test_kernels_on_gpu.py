@@ -28,7 +28,7 @@ def device():
     return "cuda"
 
 
-def test_the_kernels_are_what_auto_chooses(device):
+def test_auto_chooses_the_triton_kernels_on_gpus(device):
     chosen = choose_backend("auto", torch.device(device), torch.bfloat16)
     assert chosen.name == "triton"
 

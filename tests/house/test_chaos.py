@@ -48,7 +48,7 @@ def test_lost_samples_of_a_group_are_found(tmp_path):
     ]  # fmt: skip
 
 
-def test_only_a_run_that_cannot_continue_ends_with_status_1_and_a_line():
+def test_only_a_run_that_cannot_continue_ends_with_an_error():
     gone, said = Fault("gcs", "SIGKILL"), "error: Ray's GCS server on this machine has died\n"
     assert wrong_end(gone, 1, 5.0, said) == wrong_end(Fault("driver", "SIGKILL"), -9, 0.1, "") == []
     for fault, status, seconds, output, problem in (
@@ -69,7 +69,7 @@ def fail_on_one(world, directory):
 
 
 @pytest.mark.world
-def test_an_error_shows_the_stacks_of_hanging_ranks_and_ends_them(tmp_path, monkeypatch):
+def test_an_error_shows_and_ends_hanging_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr("support.ranks.GRACE_S", 1.0)
     with pytest.raises(RankFailed, match=r"(?s)rank 0 had not finished.* in fail_on_one.*rank 1: .*planted"):
         run_ranks(fail_on_one, 2, tmp_path)

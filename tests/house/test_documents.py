@@ -120,7 +120,7 @@ def test_every_link_between_documents_leads_somewhere():
             assert target.startswith("http") or (document.parent / target).exists(), (document, target)
 
 
-def test_every_page_is_in_the_index_and_every_algorithm_on_its_page():
+def test_every_page_is_indexed_and_every_algorithm_documented():
     assert "docs/README.md" in (ROOT / "README.md").read_text()
     index = ROOT / "docs/README.md"
     for found in {*index.parent.glob("*.md")} - {index}:
@@ -224,7 +224,7 @@ def test_vllm_is_behind_one_door():
         assert '"vllm.' not in text, f"{path}: a module of vLLM by its name as text"
 
 
-def test_tests_are_in_folders_of_rooms_and_import_no_test_file():
+def test_tests_stand_in_room_folders_and_import_no_test_file():
     files, more = sorted(TESTS.rglob("test_*.py")), {"examples", "gpu", "house", "interpreted", "tools"}
     assert {path.relative_to(TESTS).parts[0] for path in files} - {*ROOMS} - more == set()
     assert [(path.name, name) for path in files for name in imports(path) if "test_" in name] == []

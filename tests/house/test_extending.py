@@ -105,7 +105,7 @@ def test_the_filter_of_groups_and_the_estimators():
     assert found == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
 
 
-def test_an_estimator_of_a_critics_values_equals_ours_to_the_last_bit():
+def test_a_users_critic_estimator_equals_ours_bit_for_bit():
     def values(sequences):
         return [np.linspace(-0.3, s.reward, len(s.response_token_ids), dtype=np.float32) for s in sequences]
 
@@ -172,7 +172,7 @@ def test_the_engine(tmp_path, monkeypatch):
     assert (tmp_path / "engine_0.requests").read_text() == "2\n"
 
 
-def test_the_needs_of_an_engine_are_vllms_unless_its_class_says_otherwise(tmp_path):
+def test_an_engine_without_stated_needs_has_vllms(tmp_path):
     config = Config()
     config.rollout.parameters["vllm_max_num_seqs"] = 32
     usual = engine_needs(config)
@@ -202,7 +202,7 @@ class Frugal:
         check_engine(RolloutConfig(rollout_backend="vlm"))
 
 
-def test_an_engines_settings_are_flags_and_keys_of_its_runs_alone(tmp_path, capsys):
+def test_an_engines_settings_are_flags_of_its_own_runs_only(tmp_path, capsys):
     (tmp_path / "echoing.py").write_text('''
 from dataclasses import dataclass
 from typing import Annotated
@@ -302,7 +302,7 @@ def test_runs_are_stepped_resumed_and_evaluated(tmp_path):
 
 
 @pytest.mark.kernel
-def test_the_readmes_transcript_of_a_new_loss_equals_the_commands_output(tmp_path, capsys):
+def test_the_readmes_loss_transcript_equals_the_commands_output(tmp_path, capsys):
     page = (ROOT / "README.md").read_text()
     (code,) = re.findall(r"`my\.py`:\n\n```python\n(.*?)```", page, re.DOTALL)
     (transcript,) = re.findall(r"\$ bash tools/ibpo\.sh loss my\.py:MINE\n(.*?)```", page, re.DOTALL)

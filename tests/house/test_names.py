@@ -1,4 +1,7 @@
-"""Names say what a value is: few are participles or pronouns alone, and their number only falls."""
+"""Names say what a value is: few are participles or pronouns alone, and their number only falls.
+
+The name of a test is a short statement about the system.
+"""
 
 import ast
 import re
@@ -6,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from support.paths import ROOT
+from support.paths import ROOT, TESTS
 
 pytestmark = pytest.mark.lint
 BOUND = 10.6
@@ -54,3 +57,15 @@ def test_few_names_are_vague():
     vague = Counter(filter(is_vague, names))
     assert len(names) > 30_000
     assert 1000 * vague.total() / len(names) <= BOUND, vague.most_common(20)
+
+
+def has_short_statement(name):
+    """Tell whether the name of a test has at most ten words and one "and", and no "what"."""
+    statement = name.split("_")[1:]
+    return len(statement) <= 10 and statement.count("and") <= 1 and "what" not in statement
+
+
+def test_names_of_tests_are_short_statements():
+    names = [name for path in TESTS.rglob("*.py") for name in bindings(path) if name.startswith("test_")]
+    assert len(names) > 1000
+    assert [name for name in names if not has_short_statement(name)] == []

@@ -91,7 +91,7 @@ def installed(checkout, *groups, python=None, **changes):
     return pip_calls(checkout)
 
 
-def test_the_first_run_installs_in_order_and_later_ones_only_changes(checkout):
+def test_the_first_run_installs_all_and_later_ones_only_changes(checkout):
     assert installed(checkout) == ALL_CALLS
     halves = [(checkout / f".venv/.steps/packages.{half}.txt").read_text().splitlines() for half in (1, 2)]
     assert sorted(halves[0] + halves[1]) == sorted((ROOT / "requirements/cpu.txt").read_text().splitlines())
@@ -115,7 +115,7 @@ def test_the_first_run_installs_in_order_and_later_ones_only_changes(checkout):
     assert installed(checkout.rename(checkout.parent / "moved")) == ALL_CALLS[3:]
 
 
-def test_a_failed_step_is_named_and_the_next_run_continues_there(checkout):
+def test_a_failed_setup_step_is_named_and_later_resumed(checkout):
     """What pip's sources lack of torch is looked for at PyTorch's index."""
     said = refusal(checkout, FAIL_ON="packages.1", FAIL_WITH="ERROR: connection refused")
     assert "error: could not set up: packages for cpu" in said
@@ -199,7 +199,7 @@ def test_transformer_engine_is_made_where_no_index_has_its_wheels(checkout):
     assert installed(checkout, IBPO_DEVICE="cuda") == []
 
 
-def test_two_setups_at_once_do_the_work_once_and_show_progress(checkout):
+def test_two_concurrent_setups_do_the_work_once(checkout):
     script = checkout / "tools/bootstrap.sh"
     script.write_text(script.read_text().replace("say_every=60", "say_every=0.05"))
     both = [started(checkout, SLOW="0.2") for _ in range(2)]
@@ -286,7 +286,7 @@ def test_tested_versions_are_pinned_and_cpus_get_no_cuda_build():
 
 
 @pytest.mark.lint
-def test_the_image_has_the_pinned_versions_and_is_the_one_of_kuberay():
+def test_the_image_pins_versions_and_matches_kuberay():
     dockerfile = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     for copied in re.findall(r"^COPY (.*)$", dockerfile, re.MULTILINE):
         *sources, target = [word for word in copied.split() if not word.startswith("--")]

@@ -35,7 +35,7 @@ def test_a_target_outside_the_vocabulary_is_named(device):
 
 
 @pytest.mark.parametrize("name", ["spo:SPO", "spo:UNDECIDED"])
-def test_the_documented_variants_are_the_same_in_torch_and_by_the_kernel(name, tmp_path, monkeypatch):
+def test_documented_variants_agree_between_torch_and_kernel(name, tmp_path, monkeypatch):
     text = (ROOT / "docs/loss_variants.md").read_text()
     (tmp_path / "spo.py").write_text("".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))
     monkeypatch.syspath_prepend(tmp_path)

@@ -68,7 +68,7 @@ def compare(term, names, inputs, params, bound, rounding=torch.max):
 
 
 @pytest.mark.parametrize("term", TERMS)
-def test_every_term_has_the_value_slope_and_clip_that_autograd_gives(term):
+def test_traced_terms_match_autograd_in_value_slope_and_clip(term):
     """At log-ratios of every size, at the clip bounds and at both ends of float32's range."""
     names, params = TERMS[term]
     edges = [0.0, 1e-7, -1e-7, 0.5, -0.5, 3.0, -3.0, 20.0, -20.0, 79.9, -79.9, 80.1, 1e4, -1e4, 85.0, -85.0]
@@ -119,7 +119,7 @@ def test_a_parameter_that_python_needs_is_written_in():
         (lambda advantages: advantages, "reads none of log_ratio, logprobs, gap"),
     ],
 )
-def test_what_no_kernel_can_compute_is_refused_with_its_line(term, says):
+def test_terms_that_no_kernel_computes_are_refused_with_their_line(term, says):
     with pytest.raises(TermError, match=says):
         traced_source(term, TOKEN, (), {})
 

@@ -105,7 +105,7 @@ def test_a_sample_comes_back_bit_for_bit(sample):
     assert (back.key, bits_of(back.sample)) == (key, bits_of(sample))
 
 
-def test_entries_of_versions_without_masks_are_read_and_equal_those_of_today():
+def test_entries_older_than_masks_read_the_same():
     """They wrote an empty dictionary where there was routing and no details."""
     plain = make_sample(1)
     routed = replace(plain, routed_experts=np.zeros((2, 1, 1), np.uint8))
@@ -121,7 +121,7 @@ def test_entries_of_versions_without_masks_are_read_and_equal_those_of_today():
 @example(b"\x02\x80\x80\x80\x80\x08", token_ids([0]))  # the id 2**31
 @example(b"\x03\x04", token_ids([4]))  # an id twice
 @example(b"\x01", token_ids([-1]))
-def test_bytes_that_are_no_mask_are_refused_and_others_give_one_that_is_kept_alike(content, tokens):
+def test_any_bytes_are_refused_or_decode_to_a_valid_mask(content, tokens):
     try:
         mask = decoded_mask(content, tokens)
     except ValueError:
@@ -130,7 +130,7 @@ def test_bytes_that_are_no_mask_are_refused_and_others_give_one_that_is_kept_ali
     assert exactly(decoded_mask(encoded_mask(mask, tokens), tokens)) == exactly(mask)
 
 
-def test_a_mask_of_another_response_is_not_written_and_one_that_is_no_mask_is_no_entry():
+def test_invalid_sampling_masks_are_neither_written_nor_read():
     sample = make_sample(1)
     count = len(sample.token_ids)
     for wrong in (
@@ -148,7 +148,7 @@ def test_a_mask_of_another_response_is_not_written_and_one_that_is_no_mask_is_no
             decode(msgpack.packb([*fields_written[:-1], content]))
 
 
-def test_a_certain_token_takes_one_byte_and_another_id_of_a_large_vocabulary_three_more():
+def test_a_mask_takes_one_byte_per_certain_token():
     tokens, alone = token_ids([151_935] * 100), sampling_mask([[151_935]] * 100)
     assert len(encoded_mask(alone, tokens)) == 100
     assert len(encoded_mask(sampling_mask([[150_000, 151_935]] * 100), tokens)) == 400
@@ -186,7 +186,7 @@ def test_a_journal_that_ends_before_the_checkpoint_gives_nothing(three_steps):
     assert recovered.is_whole
 
 
-def test_what_does_not_fit_the_journal_is_refused(tmp_path):
+def test_the_journal_refuses_inconsistent_entries(tmp_path):
     wide = replace(make_sample(1), logprobs=np.zeros(3))
     with Journal(tmp_path, KEEP, "", 0) as journal:
         append(journal, response(1, 0), response(1, 1), response(2))
@@ -208,7 +208,7 @@ def test_what_does_not_fit_the_journal_is_refused(tmp_path):
         append(journal, response(3))
 
 
-def test_a_record_cut_at_any_byte_is_lost_and_nothing_else(three_steps, tmp_path_factory):
+def test_a_record_cut_at_any_byte_loses_only_itself(three_steps, tmp_path_factory):
     directory, samples = three_steps
     [segment] = segments(directory)
     whole = segment.read_bytes()
@@ -261,7 +261,7 @@ def every_kind_of_record(per_segment):
 
 @settings(max_examples=100)
 @given(st.data(), st.sampled_from([1, 400, 10**6]), st.sampled_from([1, 1, 2, 6]))
-def test_a_flipped_byte_costs_the_record_that_it_is_in_and_nothing_else(data, per_segment, flips):
+def test_a_flipped_byte_loses_only_its_record(data, per_segment, flips):
     """After several too no file is deleted, nothing false is read, and a run can go on."""
     files, samples = every_kind_of_record(per_segment)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
@@ -296,7 +296,7 @@ def test_a_flipped_byte_costs_the_record_that_it_is_in_and_nothing_else(data, pe
         assert [path.read_bytes() for path in segments(directory)][: len(damaged)] == damaged
 
 
-def test_of_a_lost_record_all_that_hangs_on_it_is_asked_again(three_steps):
+def test_everything_that_depends_on_a_lost_record_is_sampled_again(three_steps):
     directory, samples = three_steps
     [segment] = segments(directory)
     sampled = Sampled(response(2), samples[response(2)])  # its weights wrote the rest
@@ -311,7 +311,7 @@ def test_of_a_lost_record_all_that_hangs_on_it_is_asked_again(three_steps):
         flip(segment, place)
 
 
-def test_where_the_record_of_a_rewind_is_lost_nothing_before_it_is_taken_for_new(tmp_path):
+def test_losing_a_rewind_record_revives_no_rewound_sample(tmp_path):
     new = replace(make_sample(7), versions=((0, 1),))
     for after in ("settings", "other settings"):
         directory = tmp_path / after
@@ -337,7 +337,7 @@ def test_where_the_record_of_a_rewind_is_lost_nothing_before_it_is_taken_for_new
             assert (recovered.batches, recovered.is_whole) == ((), False), after
 
 
-def test_records_behind_damage_are_found_and_no_memory_is_taken_for_a_length_that_cannot_be(three_steps):
+def test_records_after_damage_are_found_with_bounded_memory(three_steps):
     directory, samples = three_steps
     [segment] = segments(directory)
     whole = segment.read_bytes()
@@ -362,7 +362,7 @@ def test_records_behind_damage_are_found_and_no_memory_is_taken_for_a_length_tha
             assert len(recovered.notes) == 1, (before, hole, after)
 
 
-def test_damage_before_what_is_needed_does_no_harm(tmp_path):
+def test_damage_before_the_resume_point_does_no_harm(tmp_path):
     with Journal(tmp_path, KEEP, "settings", 0) as journal:
         append(journal, response(1))
         journal.closed(ClosedBatch(1, (group(1),)))
@@ -376,7 +376,7 @@ def test_damage_before_what_is_needed_does_no_harm(tmp_path):
         Journal(tmp_path, KEEP, "settings", 1).close()
 
 
-def test_a_missing_segment_costs_what_it_held_and_not_those_after_it(three_steps):
+def test_a_missing_segment_loses_only_its_own_records(three_steps):
     directory, samples = three_steps
     for prompt in (5, 6):
         with Journal(directory, KEEP, "settings", 0) as journal:
@@ -401,7 +401,7 @@ def test_a_journal_of_another_format_is_left_alone(three_steps, monkeypatch):
     assert segment.read_bytes() == before
 
 
-def test_a_full_disk_leaves_no_part_of_a_record_and_a_deleted_journal_is_told(three_steps, monkeypatch):
+def test_a_full_disk_tears_no_record(three_steps, monkeypatch):
     directory, samples = three_steps
     write = os.write
     with Journal(directory, KEEP, "settings", 0) as journal:
@@ -428,7 +428,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2**16)), max
 @example([("close", 0), ("sample", 0), ("save", 1)], 0, 1)  # the segment with the saved batch is deleted
 @example([("sample", 0), ("sample", 0), ("close", 2), ("save", 1), ("sample", 1)], 300, 1)  # part of it
 @example([("sample", 0), ("sample", 1), ("close", 4), ("close", 2), ("save", 1), ("save", 1)], 0, 1)  # old
-def test_whatever_happens_a_recovery_finds_what_a_plain_model_says(actions, keep, segment_bytes):
+def test_recovery_equals_a_plain_model_under_random_actions(actions, keep, segment_bytes):
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "SEGMENT_BYTES", segment_bytes)
         patch.setattr(os, "fsync", lambda file: None)  # nothing here loses power
@@ -534,7 +534,7 @@ def test_exactly_as_much_as_was_asked_for_may_stay(tmp_path):
     assert kept("a byte less", everything - needed - 1) < everything
 
 
-def test_a_closed_batch_has_reached_the_disk_itself_or_may_be_closed_again(tmp_path, monkeypatch):
+def test_a_closed_batch_is_on_disk_or_can_be_retried(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "SEGMENT_BYTES", 1)
     reached, name = [], "/proc/self/fd/{}"
     monkeypatch.setattr(os, "fsync", lambda file: reached.append(Path(name.format(file)).readlink().name))
@@ -581,7 +581,7 @@ for number in itertools.count():
 """
 
 
-def test_a_killed_process_loses_nothing_that_it_was_told_is_appended(tmp_path):
+def test_a_killed_process_loses_no_acknowledged_record(tmp_path):
     command = [sys.executable, "-c", WRITES_FOR_EVER, str(tmp_path), str(TESTS)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     told = [process.stdout.readline() for _ in range(300)]

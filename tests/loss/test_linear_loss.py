@@ -52,7 +52,7 @@ def test_no_cut_into_chunks_changes_anything(lengths, chunk, prompt, seed):
     agree(fused(batch, chunk=chunk, **options), plain(batch, **options), rtol=1e-11, atol=1e-13)
 
 
-def test_a_sequence_may_be_longer_than_what_is_scaled_at_a_time():
+def test_a_sequence_may_be_longer_than_a_scaling_chunk():
     batch = batch_of((9000, 5, 300), vocab=3)
     expected = plain(batch, **WIDE)
     assert expected[2].abs().max() > 1e-3
@@ -131,7 +131,7 @@ def test_every_variant_equals_one_process(world, tp, cp):
 
 
 @pytest.mark.world(2)
-def test_a_sequence_that_does_not_divide_among_context_parallel_ranks_is_refused(world):
+def test_a_sequence_indivisible_by_context_parallel_ranks_is_refused(world):
     batch = batch_of((5, 13)) | {"cu_seqlens": torch.tensor([0, 7, 44])}
     with pytest.raises(ValueError, match="a sequence of 7 rows does not divide among the 2 ranks"):
         fused(batch, cp_group=torch.distributed.group.WORLD)

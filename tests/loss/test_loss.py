@@ -209,7 +209,7 @@ OBJECTIVES = {
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_values_and_gradients_agree_with_what_is_published(variant):
+def test_values_and_gradients_match_the_publications(variant):
     """Responses without prompts; ratios mostly between e^-.7 and e^.7, advantages of both signs."""
 
     def padded(values_N):
@@ -277,7 +277,7 @@ def k3_and_slope(gaps):
     return values.detach(), torch.autograd.grad(values.sum(), gaps)[0]
 
 
-def test_k3_is_exact_up_to_five_nats_and_goes_on_as_its_tangent():
+def test_k3_is_exact_up_to_five_nats_then_linear():
     """So the slope is bounded, falls nowhere to 0, and value and slope have no jump."""
     near = torch.linspace(-5, 60, 66).tolist()
     values, slopes = k3_and_slope(near)
@@ -292,7 +292,7 @@ def test_k3_is_exact_up_to_five_nats_and_goes_on_as_its_tangent():
 
 
 @pytest.mark.parametrize("loss_of", [loss_of_logits, loss_of_head, loss_of_hidden])
-def test_a_token_far_from_its_reference_does_not_drown_the_step(loss_of):
+def test_a_token_far_from_its_reference_has_a_bounded_gradient(loss_of):
     """The gap of 60 nats of one token, in a group without advantage: a gradient of at most 147 of a tenth."""
     hidden = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
     held = {"ref_logprobs_N": torch.tensor([60.0, HALF, HALF]).double(), "kl_coef": 0.1}
@@ -338,7 +338,7 @@ def test_the_reported_loss_has_the_importance_weights_of_its_tokens(variant):
         assert [a * 2 for a in alone] == pytest.approx(by_hand[variant])
 
 
-def test_chunks_the_place_of_the_gradient_padding_and_weights_of_one_change_no_bit(monkeypatch):
+def test_chunks_in_place_gradients_padding_and_unit_weights_change_nothing(monkeypatch):
     batch = random_batch()
     loss, gradient, stats = loss_and_gradient(batch, params=WIDE)
     padding = torch.full((len(batch["logits_NV"]), 5), 50.0, dtype=torch.float64)
@@ -386,7 +386,7 @@ BOTH_HEADS += [(variant, loss_of_identity_head) for variant in FUSED]
 
 
 @pytest.mark.parametrize(("variant", "result"), BOTH_HEADS)
-def test_masked_tokens_inside_a_response_are_as_if_they_were_not_there(variant, result):
+def test_masked_tokens_inside_a_response_count_for_nothing(variant, result):
     """Ratio, length, loss, KL and gradient: in multi-turn responses stand tokens that tools wrote."""
     batch = random_batch(lengths=(4, 1, 6), prompt=0) | options_for(variant)
     now = packed_logprobs(batch["logits_NV"], batch["targets_N"])[0]
@@ -478,7 +478,7 @@ def test_the_shaped_surrogate_by_hand(variant):
     assert not stats.clipped.any()
 
 
-def test_weights_scale_the_gradient_of_the_surrogate_and_ratios_do_not_clip_it():
+def test_token_weights_scale_the_surrogates_gradient_unclipped():
     loss, slopes, _ = two_tokens(token_weights_N=torch.tensor([0.5, 0.0]).double())
     assert (loss, slopes) == (pytest.approx(-0.65), pytest.approx([-0.0625 * 0.9, 0.0]))
     assert two_tokens(advantage=0.0)[:2] == (0.0, [0.0, 0.0])
@@ -488,7 +488,7 @@ def test_weights_scale_the_gradient_of_the_surrogate_and_ratios_do_not_clip_it()
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_sequences_of_both_kinds_lose_what_each_loses_alone(variant):
+def test_mixed_sequences_have_the_sum_of_both_kinds_of_loss(variant):
     batch = batch_of((3, 6, 2, 4))
     batch["advantages"][1] = 0.7
     kinds, everything = torch.tensor([False, True, False, True]), torch.ones(4, dtype=torch.bool)
@@ -602,7 +602,7 @@ def test_on_a_cpu_triton_is_neither_needed_nor_imported():
     assert done.stdout.splitlines() == expected, done.stderr
 
 
-def test_the_backend_is_chosen_by_what_can_be_used(monkeypatch):
+def test_the_loss_backend_is_chosen_by_availability(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cuda, bf16 = torch.device("cuda"), torch.bfloat16
     assert str(choose_backend("torch", cuda, bf16)) == "torch (as asked)"

@@ -50,7 +50,7 @@ def test_the_code_of_a_term_is_exact(name, capsys):
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_no_kernel_computes_exactly_is_refused_by_name(text, capsys):
+def test_a_term_that_kernels_cannot_compute_exactly_is_refused(text, capsys):
     """By the command, or before it where torch cannot train with it either."""
     number = [*REFUSED].index(text)
     status, said, error = run_command(capsys, f"support.loss_terms:refused_{number}")
@@ -69,7 +69,7 @@ def test_every_registered_term_is_exact():
         assert compare_with_torch(estimator, ("gap",), (), {}).error < 1e-6, name
 
 
-def test_terms_that_read_what_changes_are_traced_again(monkeypatch):
+def test_terms_whose_inputs_changed_are_traced_again(monkeypatch):
     assert "(0.3)" in traced_source(loss_terms.global_number, PASSED, (), {})
     monkeypatch.setattr(loss_terms, "BETA", 0.7)
     assert "(0.7)" in traced_source(loss_terms.global_number, PASSED, (), {})
@@ -112,7 +112,7 @@ def test_terms_that_tell_a_parameter_from_its_neighbours_are_refused():
             compare_with_torch(term, PASSED, (), {"eps": 0.5})
 
 
-def test_a_wrong_number_is_noticed_beside_a_jump_of_a_parameter_and_beside_large_numbers(monkeypatch):
+def test_a_wrong_number_is_noticed_beside_jumps_and_large_values(monkeypatch):
     def jumping(log_ratio, *, p):
         return log_ratio * round(p), log_ratio > 0
 
@@ -291,7 +291,7 @@ def write_module(directory, monkeypatch, text):
     return path
 
 
-def test_a_mistake_in_a_term_is_one_line_in_the_command_and_before_a_run(tmp_path, monkeypatch, capsys):
+def test_a_mistake_in_a_term_takes_one_line(tmp_path, monkeypatch, capsys):
     for text, says in CASES.items():
         term, _, params = text[1:-1].rpartition(", ") if text.startswith("(") else (text, "", "{}")
         path = write_module(
@@ -317,7 +317,7 @@ def test_a_mistake_in_a_term_is_one_line_in_the_command_and_before_a_run(tmp_pat
         ("", "defines no 'V'"),
     ],
 )
-def test_a_module_that_cannot_be_used_is_named_with_its_line(text, says, tmp_path, monkeypatch, capsys):
+def test_an_unusable_loss_module_is_named_with_its_line(text, says, tmp_path, monkeypatch, capsys):
     path = write_module(tmp_path, monkeypatch, text)
     status, _, said = run_command(capsys, f"{path}:V")
     assert (status, said.count("\n")) == (2, 1), said
@@ -339,7 +339,7 @@ V = Variant(token_term=deciding)
 """
 
 
-def test_the_command_says_what_a_run_does(tmp_path, monkeypatch, capsys):
+def test_the_loss_command_predicts_the_run(tmp_path, monkeypatch, capsys):
     assert "gradient of the token term: right" in run_command(capsys, "nll")[1]
     status, said, _ = run_command(capsys, "grpo")
     assert status == 0

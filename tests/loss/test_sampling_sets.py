@@ -72,7 +72,7 @@ def test_rows_equal_brute_force(rows, vocab, largest, seed, dtype, inplace, chun
     assert not padded.grad[:, :vocab][cut_off(torch.ones_like(exact), mask).isinf()].any(), "exactly 0"
 
 
-def test_a_set_of_all_ids_and_none_are_the_whole_vocabulary():
+def test_a_full_or_empty_sampling_set_is_the_whole_vocabulary():
     """Without a restricted row every bit is that without sets."""
     batch = batch_of((5, 9), vocab=linear_cases.V)
     targets, rows = batch["targets_N"], len(batch["targets_N"])
@@ -101,7 +101,7 @@ def test_the_fused_head_equals_the_loss_of_the_logits(variant):
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_the_loss_of_every_variant_is_that_of_logits_that_are_cut_off(variant):
+def test_sampling_sets_equal_cut_off_logits_under_every_variant(variant):
     batch = batch_of((4, 1, 9, 6))
     mask = draw_mask(batch["targets_N"], linear_cases.V)
     options = linear_cases.options_for(variant)

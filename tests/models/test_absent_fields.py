@@ -164,7 +164,7 @@ def test_the_rotation_has_the_family_s_defaults_in_every_spelling(tmp_path, fami
     assert (refused is not None) == bool(scaled and partly), refused
 
 
-def test_gpt_oss_rotates_as_published_without_a_word_in_its_file(tmp_path):
+def test_gpt_oss_has_its_published_rotation_by_default(tmp_path):
     shape = read(tmp_path, {"model_type": "gpt_oss"})
     assert (shape.rope_theta, shape.rope_scaling) == (1.5e5, RopeScaling("yarn", 32.0, 4096, truncate=False))
 

@@ -39,7 +39,7 @@ def machine(monkeypatch):
     return act
 
 
-def test_what_a_gpu_run_lacks_is_refused_with_what_to_do_unless_plain_torch_is_accepted(shapes, machine):
+def test_missing_gpu_libraries_are_refused_unless_plain_torch_is_accepted(shapes, machine):
     for model, packages, missing in (
         ("next", "triton", [TE, FLA]),
         ("next", "fla triton", [TE]),
@@ -119,7 +119,7 @@ def test_a_trainer_refuses_before_it_meets_the_others(models):
         TrainerRank(config, None)
 
 
-def test_precision_is_what_serves_on_the_device_unless_it_is_said(models):
+def test_the_default_precision_suits_the_device(models):
     for flags, device, family, dtype, bf16 in (
         ([], "cpu", "dense", "float32", False),
         ([], "cpu", "next", "bfloat16", False),
@@ -148,7 +148,7 @@ def test_precision_is_what_serves_on_the_device_unless_it_is_said(models):
         assert set_settings(held_out, config, NoOperator(), "policy")["precision"] == dtype
 
 
-def test_what_vllm_cannot_compute_on_cpus_is_refused(models, tmp_path):
+def test_a_model_that_vllm_cannot_compute_on_cpus_is_refused(models, tmp_path):
     for family, changes, dtype, says in (
         ("next", {}, "float32", "--vllm-dtype float32: vLLM's CPU kernels for the delta nets"),
         ("next", {"linear_value_head_dim": 48}, "bfloat16", "linear_key_head_dim .* need equal sizes"),

@@ -24,7 +24,7 @@ from support.tiny_models import make_gpt_oss, make_qwen3, make_qwen3_next
 from support.train_sequences import sequence
 
 
-def test_each_rank_holds_an_early_and_a_late_chunk_of_every_sequence():
+def test_each_rank_holds_early_and_late_chunks_of_every_sequence():
     boundaries = torch.tensor([0, 8, 12])
     assert zigzag.tokens(boundaries, 2).tolist() == [0, 1, 6, 7, 8, 11, 2, 3, 4, 5, 9, 10]
     assert zigzag.positions(boundaries, 0, 2).tolist() == [0, 1, 6, 7, 0, 3]
@@ -48,7 +48,7 @@ class BytesSent(TorchDispatchMode):
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("chunks", [[1, 40, 2, 1, 7, 33, 3], [100]])
-def test_slices_are_convolved_and_ruled_as_whole_sequences_and_what_is_sent_does_not_grow(world, chunks):
+def test_sliced_delta_nets_equal_whole_ones_with_bounded_messages(world, chunks):
     """Sequences of so many tokens per chunk, fewer than the convolution sees and across the rule's chunks.
     Three heads, which no number of ranks but three divides."""
     from megatron_ibpo.models import packed
@@ -197,7 +197,7 @@ def test_loss_and_gradients_are_those_of_one_rank(world, alone, ranks, layouts):
 
 @pytest.mark.world(2)
 @pytest.mark.slow
-def test_passed_states_and_megatrons_exchange_of_heads_are_the_same_around_other_kernels(world, alone):
+def test_passing_states_equals_exchanging_heads_around_other_kernels(world, alone):
     """The kernels themselves are for GPUs, and stood in for; Megatron's decays are of float32."""
     flash = Backends(transformer_engine=False, flash_linear_attention=True)
     path, expected, gradients = alone["wide next"]
@@ -210,7 +210,7 @@ def test_passed_states_and_megatrons_exchange_of_heads_are_the_same_around_other
 
 
 @pytest.mark.world(2)
-def test_plain_torch_exchanges_no_heads_and_transformer_engine_divides_no_sequences_with_sinks(world, alone):
+def test_unsupported_context_parallel_libraries_are_refused(world, alone):
     from megatron_ibpo.policy import parallel
 
     with pytest.raises(ValueError, match="only flash-linear-attention has it"):

@@ -50,7 +50,7 @@ def assert_equal(computed, plain, error=1e-12):
 @pytest.mark.parametrize("lengths", [[1], [3, 1, 20, 2], [5, 0, 9]])
 @pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 64), (3, 1, 128), (2, 2, 256)])
 @pytest.mark.parametrize("window", [None, 4])
-def test_flash_attention_is_told_what_the_rectangles_compute(lengths, heads, groups, size, window):
+def test_flash_attention_equals_the_rectangles(lengths, heads, groups, size, window):
     from megatron_ibpo.models.local_modules import attend_in_rectangles
 
     flash_attention.register()
@@ -72,7 +72,7 @@ def test_flash_attention_is_told_what_the_rectangles_compute(lengths, heads, gro
         pytest.param(1, (make_gpt_oss, 3, {}), layout(), marks=pytest.mark.slow),
     ],
 )
-def test_a_fused_model_has_the_loss_and_gradients_of_a_plain_one(world, tmp_path, ranks, make, parallel):
+def test_a_fused_model_has_the_plain_ones_loss_and_gradients(world, tmp_path, ranks, make, parallel):
     from megatron_ibpo.policy import parallel as groups
 
     flash_attention.register()
@@ -120,7 +120,7 @@ class RefusedToCompile(Exception):
     pass
 
 
-def test_a_part_that_cannot_be_compiled_is_computed_in_plain_torch_with_one_warning(monkeypatch, no_failures):
+def test_an_uncompilable_part_falls_back_to_torch_with_one_warning(monkeypatch, no_failures):
     attempts = []
 
     def compile_nothing(function, **_):
@@ -159,9 +159,7 @@ def nothing_compiled():
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-def test_parts_that_do_not_work_on_this_device_are_left_out_and_the_table_says_so(
-    shapes, monkeypatch, no_failures
-):
+def test_parts_that_fail_on_this_device_are_left_out(shapes, monkeypatch, no_failures):
     from megatron_ibpo.models import fusion_check
 
     flash_attention.register()
@@ -192,7 +190,7 @@ def test_a_wrong_gradient_is_noticed():
 
 
 @pytest.mark.usefixtures("no_failures")
-def test_the_check_has_the_widths_of_a_rank_and_an_end(shapes, monkeypatch):
+def test_the_fusion_check_uses_a_ranks_widths_and_ends(shapes, monkeypatch):
     from megatron_ibpo.models import fusion_check
 
     def sizes(shape, shards):
@@ -217,7 +215,7 @@ def test_the_check_has_the_widths_of_a_rank_and_an_end(shapes, monkeypatch):
 
 
 @pytest.mark.world(2)
-def test_a_part_that_fails_on_one_rank_is_left_out_on_all(world):
+def test_a_part_that_fails_on_one_rank_is_dropped_everywhere(world):
     from megatron_ibpo.models import fusion_check
 
     if world.rank == 1:
@@ -299,7 +297,7 @@ def test_one_compilation_serves_every_number_of_rows_and_changes_nothing(backend
     assert not fusion.FAILURES
 
 
-def test_the_kernels_that_torch_makes_move_few_bytes_and_fit_into_registers():
+def test_compiled_kernels_move_few_bytes_and_fit_into_registers():
     record = json.loads(RECORD.read_text())
     assert record["hash"] == sources_hash(), "`python -m support.fused_kernels --save` counts again"
     assert record["expected"] == expected(record["parts"])

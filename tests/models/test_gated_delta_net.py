@@ -37,7 +37,7 @@ def rule_inputs(lengths, seed, key_heads=2, value_heads=4, key_dim=5, value_dim=
 
 @settings(max_examples=25, deadline=None)
 @given(lengths=LENGTHS, seed=st.integers(0, 99))
-def test_the_chunked_rule_over_packed_sequences_is_the_rule_token_by_token(lengths, seed):
+def test_the_chunked_delta_rule_equals_the_rule_token_by_token(lengths, seed):
     inputs = rule_inputs(lengths, seed)
     found = RULE(*inputs, boundaries(lengths))
     expected = rule_token_by_token(*[*(x.double() for x in inputs), boundaries(lengths)])
@@ -93,7 +93,7 @@ def test_the_convolutions_gradient_is_that_of_finite_differences():
 @pytest.mark.parametrize("layout", [packed.by_length, lambda cu: packed.by_chunks(cu, 8)])
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(0, 70), min_size=1, max_size=8).filter(sum))
-def test_rectangles_hold_every_token_once_in_order_and_give_it_back(layout, lengths):
+def test_rectangles_hold_every_token_once_and_return_it(layout, lengths):
     rectangles = layout(boundaries(lengths))
     tokens = torch.arange(sum(lengths), dtype=torch.float32).unsqueeze(1)
     placed = packed.take(tokens, rectangles)
@@ -105,7 +105,7 @@ def test_rectangles_hold_every_token_once_in_order_and_give_it_back(layout, leng
 
 
 @pytest.mark.world(1)
-def test_megatrons_layer_asks_once_a_micro_batch_whether_the_boundaries_fit(world, tmp_path):
+def test_megatrons_delta_layer_checks_boundaries_once_per_micro_batch(world, tmp_path):
     """It computes the same as ours around the kernels, which are for GPUs and have stand-ins here."""
     from megatron.core.packed_seq_params import PackedSeqParams
 

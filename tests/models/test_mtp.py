@@ -128,7 +128,7 @@ def test_loss_and_gradients_are_those_of_the_plain_formula(world, checkpoints, e
 
 
 @pytest.mark.world(2)
-def test_the_policy_is_the_same_bit_for_bit_and_the_layer_learns(world, checkpoints):
+def test_mtp_leaves_the_policy_bit_for_bit_and_learns(world, checkpoints):
     """The gradient norm clips, and is of the policy's gradients alone."""
     runs = []
     for mtp in (0, 1):
@@ -148,7 +148,7 @@ def test_the_policy_is_the_same_bit_for_bit_and_the_layer_learns(world, checkpoi
 
 @pytest.mark.slow
 @pytest.mark.world(2)
-def test_a_resumed_layer_goes_on_bit_for_bit_and_is_in_every_export(world, checkpoints, tmp_path):
+def test_a_resumed_mtp_layer_continues_exactly_and_is_always_exported(world, checkpoints, tmp_path):
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.weights.formats.save import save_hf
@@ -200,7 +200,7 @@ def test_engines_get_the_layer_where_they_draft_with_it():
 
 
 @pytest.mark.world(1)
-def test_what_cannot_be_trained_is_refused_by_name(world, tmp_path):
+def test_models_and_layouts_without_mtp_support_are_refused_by_name(world, tmp_path):
     bare = make_qwen3_next(tmp_path / "bare", 4)
     with pytest.raises(CheckpointError, match="holds 0 multi-token prediction layers"):
         open_trainer(world, bare, mtp_config(layout()))

@@ -160,7 +160,7 @@ def test_layouts_that_do_not_divide_are_refused(tmp_path, next_80b):
         assert check_layout(shape, parallel, world_size) == []
 
 
-def test_ranks_divide_the_heads_that_a_layer_caches_and_recurrent_layers_cache_none(tmp_path):
+def test_ranks_divide_cached_heads_and_recurrent_layers_cache_none(tmp_path):
     shape = read_hf_config(write(tmp_path, OSS_20B))
     assert [cost.kv_elements(shape, 0, ranks) for ranks in (1, 4, 16)] == [2 * 8 * 64, 2 * 2 * 64, 2 * 64]
     assert cost.cached_elements(shape, 1000, 4) == 12 * 2 * 2 * 64 * (1000 + 128)

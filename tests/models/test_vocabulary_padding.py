@@ -49,7 +49,7 @@ def rows():
 
 
 @given(vocabulary=st.integers(1, 2000), tp=st.sampled_from([1, 2, 4]), multiple=st.integers(1, 200))
-def test_shards_cover_the_vocabulary_once_and_padding_fills_up_the_last(models, vocabulary, tp, multiple):
+def test_shards_cover_the_vocabulary_once_with_padding_at_the_end(models, vocabulary, tp, multiple):
     shape = replace(read_hf_config(models["dense"]), vocab_size=vocabulary)
     parallel = layout(tp, vocabulary=multiple)
     total = padded_vocab_size(shape, parallel)

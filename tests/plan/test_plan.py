@@ -73,7 +73,7 @@ def shown(planner, model, *flags, gpus):
         pytest.param("llama_3_1_70b", 64, IN_HOST, 70_553_706_496, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_other_families_fit_by_the_recipes_for_models_of_their_size(planner, name, gpus, flags, parameters):
+def test_other_families_fit_with_recipes_for_their_size(planner, name, gpus, flags, parameters):
     """They have as many parameters as their makers say; of Qwen3.5, which also sees, the text model's."""
     model = ROOT / "examples/models" / name
     plan = planner(plan_of, model, gpus, *flags.split())
@@ -101,7 +101,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "model", "gpus", "memory"), CASES)
-def test_a_recipe_says_what_it_needs_and_fits(planner, name, model, gpus, memory):
+def test_a_recipe_states_its_needs_and_fits(planner, name, model, gpus, memory):
     recipe = ROOT / f"examples/recipes/{name}.yaml"
     plan, short = planner(in_short_of, ROOT / "examples/models" / model, recipe, gpus, memory)
     assert plan.problems == []
@@ -132,7 +132,7 @@ def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
         assert 0.97 * counted.dense < own.dense <= counted.dense, "TP ranks have copies of routers"
 
 
-def test_the_80b_recipe_trains_at_131072_tokens_where_four_ranks_share_them(planner, plan_80b):
+def test_the_80b_recipe_trains_131072_tokens_on_four_context_ranks(planner, plan_80b):
     """Each rank has as many tokens, and as much optimizer state, as by the recipe at 32,768."""
     context = ["--rollout-max-context-len", "131072"]
     alone = planner(plan_of, NEXT_80B, 32, *context)
@@ -173,7 +173,7 @@ def test_bytes_of_weights_gradients_and_sharded_optimizer_state(planner, plan_80
     assert measuring.training - first.training == first.gradients
 
 
-def test_what_a_process_holds_before_any_tensor(planner, plan_80b):
+def test_a_process_holds_cuda_and_communicators_before_any_tensor(planner, plan_80b):
     """.75 GiB for CUDA, and .4 for each group of ranks that NCCL connects."""
     groups = communicators(plan_80b.shape, plan_80b.config, plan_80b.census)
     dense = {"tensor": 2, "pipeline": 4, "data": 4, "gradient norm": 32, "all": 32}
@@ -188,7 +188,7 @@ def test_what_a_process_holds_before_any_tensor(planner, plan_80b):
 HYBRID, DENSE = read_hf_config(NEXT_80B), read_hf_config(DENSE_32B)
 
 
-def test_a_layer_keeps_by_hand_and_nothing_of_what_is_recomputed():
+def test_kept_activations_match_a_count_by_hand():
     """Beside six hidden states around norms: of attention what is projected, normed and rotated, read out,
     and twice a gate; of a delta net what is projected, convolved and read out, repeated keys, states."""
 
@@ -237,7 +237,7 @@ def test_selective_recomputation_is_counted_in_the_training_of_a_step(plan_80b):
     assert plan_80b.stages[0].activations == activations("full") < selective
 
 
-def test_fp8_keeps_copies_of_weights_and_what_is_not_counted_is_named(planner):
+def test_fp8_keeps_weight_copies_and_names_the_uncounted_rest(planner):
     model = ROOT / "examples/models/qwen3_0_6b"
     before, plan = planner(plan_of, model, 1), planner(plan_of, model, 1, "--model-override", "fp8=hybrid")
     (stage,), (part,), (plain,) = plan.stages, plan.census.stages, before.stages
@@ -298,7 +298,7 @@ def test_peaks_of_the_phases_and_main_memory_of_a_node(plan_80b):
     assert host.reference == 0
 
 
-def test_a_plan_that_fits_says_what_engines_nodes_and_a_step_take(planner):
+def test_a_fitting_plan_shows_engines_nodes_and_step(planner):
     text = shown(planner, DENSE_32B, gpus=32)
     attention = 5120 * (64 + 2 * 8 + 64) * 128 + 2 * 128  # 64 heads for queries, 8 for keys and values; norms
     layer = attention + 3 * 5120 * 25600 + 2 * 5120
@@ -318,7 +318,7 @@ def test_a_plan_that_fits_says_what_engines_nodes_and_a_step_take(planner):
     assert "Time on h100, predicted" in shown(planner, DENSE_4B, "--dry-run-hardware", "h100", gpus=8)
 
 
-def test_what_cannot_work_is_refused_with_the_reason(planner):
+def test_an_impossible_plan_is_refused_with_the_reason(planner):
     for model, world_size, flags, reason in [
         (NEXT_80B, 16, "", "EP x ETP x PP = 32 does not divide the world size"),
         (NEXT_80B, 32, "--no-sequence-parallel", "needs --sequence-parallel"),
@@ -375,7 +375,7 @@ def places_and_sizes(directory, world_size, *flags):
     return found
 
 
-def test_places_and_sizes_of_all_ranks_follow_from_one_of_each_stage(planner, tmp_path):
+def test_one_rank_per_stage_determines_all_places_and_sizes(planner, tmp_path):
     model = make_qwen3_next(tmp_path, 0)
     for ranks, tp, pp, ep, etp in ((16, 2, 2, 4, 1), (16, 1, 2, 2, 2), (4, 2, 1, 1, 1)):
         layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
@@ -404,7 +404,7 @@ def test_rows_that_pad_the_vocabulary_take_memory_and_no_bandwidth(planner, tmp_
     assert memory.sync_bytes(more.census, more.config) == memory.sync_bytes(least.census, least.config)
 
 
-def test_numbers_of_the_launcher_that_are_none_and_nodes_without_a_shared_directory_are_refused(monkeypatch):
+def test_invalid_launcher_numbers_and_unshared_directories_are_refused(monkeypatch):
     command = ["bash", str(ROOT / "examples/run_qwen3_32b_ibpo.sh")]
     for variables, says in (
         ({"NODE_RANK": "a[$(exit 3)]"}, "NODE_RANK=a[$(exit 3)]: must be a whole number between"),

@@ -31,7 +31,7 @@ def test_a_run_is_predicted_with_its_interval_and_its_price():
         setting("--dry-run-response-len", "99999")
 
 
-def test_search_finds_layouts_that_fit_fastest_first_and_writes_the_best(tmp_path, capsys):
+def test_search_ranks_fitting_layouts_by_speed_and_saves_the_best(tmp_path, capsys):
     recipe = tmp_path / "best.yaml"
     flags = ["--gpus", "2", "--hardware", "h200", "--hf-checkpoint", str(MODELS / "qwen3_0_6b")]
     assert search([*flags, "--save", str(recipe), "--top", "3"]) == 0

@@ -31,7 +31,7 @@ def on(shape=DENSE, hardware=H100, **changed) -> Basis:
     return Basis(shape=shape, hardware=hardware, reached=replace(ALL, **changed))
 
 
-def test_weights_are_those_of_the_published_models_and_an_update_sends_what_its_transport_must():
+def test_weight_counts_match_model_cards_and_updates_their_transport():
     """Their model cards: 4.0B, 30.5B and 80B parameters (the latter with its prediction layer)."""
     billions = [weight_count(model).total / 1e9 for model in (DENSE, EXPERTS, HYBRID)]
     assert billions == pytest.approx([4.02, 30.5, 79.7], rel=0.01)
@@ -54,7 +54,7 @@ def test_with_nothing_but_arithmetic_a_pass_takes_its_operations():
         assert found.attention == pytest.approx((products + 0.5) * forward.attention)
 
 
-def test_products_of_experts_and_of_other_generations_reach_shares_of_their_own():
+def test_experts_and_other_gpu_generations_reach_their_own_efficiency():
     layout = Layout(gpus=1, micro_batch=4096)
     bases = (on(EXPERTS, experts=share) for share in (1, 0.25))
     whole, slower = (pass_time(basis, layout, BATCH, backward=False).products for basis in bases)
@@ -66,7 +66,7 @@ def test_products_of_experts_and_of_other_generations_reach_shares_of_their_own(
     assert pass_time(on(blackwell=0.5), layout, BATCH) == pass_time(on(), layout, BATCH)
 
 
-def test_layers_with_a_window_meet_and_keep_no_more_than_it():
+def test_windowed_layers_attend_to_and_cache_only_the_window():
     """Every other of 24 layers of gpt-oss-20b sees 128 tokens: 64 heads of 64, 8 of them keys and values."""
     oss, length = read_hf_config(MODELS / "gpt_oss_20b"), 4096
     layout = Layout(gpus=1, micro_batch=length)
@@ -77,7 +77,7 @@ def test_layers_with_a_window_meet_and_keep_no_more_than_it():
     assert cache_bytes(oss, Engine(), 100) == 24 * 2 * 8 * 64 * 2 * 100
 
 
-def test_micro_batches_read_weights_and_add_to_gradients_and_the_bubble_is_the_stages_beyond_one():
+def test_micro_batches_cost_weight_traffic_and_stages_a_bubble():
     """Twice as many of half the size: 2 bytes forwards, 2 backwards and 8 of a gradient more."""
     few, many = (pass_time(on(), Layout(gpus=8, micro_batch=size), BATCH).memory for size in (8192, 4096))
     assert many - few == pytest.approx(4 * 12 * weight_count(DENSE).total / 3.35e12)
@@ -88,7 +88,7 @@ def test_micro_batches_read_weights_and_add_to_gradients_and_the_bubble_is_the_s
         assert found.pipeline == pytest.approx(busy * 3 / 32 / chunks)  # 64 sequences on 2 ranks of data
 
 
-def test_tensor_parallel_ranks_share_ten_times_a_layer_and_experts_leave_the_node_only_where_they_must():
+def test_tensor_and_expert_traffic_follow_their_formulas():
     found = pass_time(on(), Layout(gpus=8, tensor=8, micro_batch=4096), BATCH)
     assert found.tensor == pytest.approx(10 * 2 * 64 * 4096 * 2560 * 7 / 8 * 36 / 450e9)
     assert pass_time(on(), Layout(gpus=8, micro_batch=4096), BATCH).tensor == 0
@@ -100,7 +100,7 @@ def test_tensor_parallel_ranks_share_ten_times_a_layer_and_experts_leave_the_nod
     assert far.expert == pytest.approx(sent * 15 / 16 * (0.5 / 450e9 + 0.5 / 50e9))
 
 
-def test_an_optimizer_step_moves_its_bytes_where_the_state_is_and_a_checkpoint_what_is_on_the_gpu():
+def test_optimizer_and_checkpoint_times_follow_where_the_state_is():
     whole, layout = weight_count(DENSE).total, Layout(gpus=8, micro_batch=4096)
     away = replace(layout, offload_optimizer=True)
     assert roofline.optimizer_seconds(on(), layout) == pytest.approx(26 * whole / 8 / 3.35e12)
@@ -113,7 +113,7 @@ def test_an_optimizer_step_moves_its_bytes_where_the_state_is_and_a_checkpoint_w
         assert roofline.checkpoint_seconds(on(), own) == pytest.approx(held * whole / 55e9, rel=1e-3)
 
 
-def test_a_layer_takes_a_least_time_and_gradients_are_exchanged_behind_half_of_the_last_micro_batch():
+def test_layers_have_a_minimum_time_and_gradient_exchange_overlaps_half():
     layout, batch, least = Layout(gpus=1, micro_batch=64), Batch.of([64] * 4), 3 * 36 * 4 * 0.01
     found = pass_time(on(train_layer=0.01), layout, batch)
     assert found.products + found.attention + found.memory + found.layers == pytest.approx(least)
@@ -127,7 +127,7 @@ def test_a_layer_takes_a_least_time_and_gradients_are_exchanged_behind_half_of_t
     assert slower.data == pytest.approx(max(0.0, found.data - computing / 2))
 
 
-def test_ranks_that_share_sequences_pass_keys_behind_attention_and_states_in_the_open():
+def test_context_ranks_hide_keys_behind_attention_but_not_states():
     batch, layout = Batch.of([65536] * 8), Layout(gpus=8, micro_batch=65536)
     sharing = replace(layout, context=8)
     alone, shared = (pass_time(on(HYBRID), own, batch) for own in (layout, sharing))
@@ -170,7 +170,7 @@ def test_a_decoding_step_reads_weights_and_caches_or_computes():
     assert decode_seconds(on(EXPERTS), Engine(), 1, 0) == pytest.approx(read / 3.35e12)
 
 
-def test_hosts_work_beside_gpus_and_prompts_take_their_operations_once_for_a_group():
+def test_engines_add_host_time_and_read_prompts_once_per_group():
     busy = on(engine_sequence=1e-3)
     assert decode_seconds(busy, Engine(), 100, 0) == pytest.approx(0.1)
     assert decode_seconds(busy, Engine(), 1, 0) == decode_seconds(on(), Engine(), 1, 0)
@@ -181,7 +181,7 @@ def test_hosts_work_beside_gpus_and_prompts_take_their_operations_once_for_a_gro
         assert own == pytest.approx(times * shared)
 
 
-def test_slots_are_what_memory_leaves_and_responses_take_the_steps_that_their_lengths_say():
+def test_memory_sets_the_slots_and_lengths_the_decoding_steps():
     # 36 delta nets of 32 heads of 128 x 128, and their convolution over 8,192 channels, 3 tokens, in bf16
     state = 36 * 2 * (32 * 128 * 128 + 8192 * 3)
     engine, count = Engine(tensor=4), weight_count(HYBRID)
@@ -219,7 +219,7 @@ def step(basis: Basis | None = None, task: Task = TASK, **changed):
     return step_times(basis or on(), engine=Engine(), task=task, **given)
 
 
-def test_stages_of_a_colocated_step_add_up_and_ahead_of_training_the_slower_of_both_counts():
+def test_colocated_stages_add_up_and_asynchronous_ones_overlap():
     found = step(on(step=3.0))
     assert found.total == pytest.approx(sum(found.stages().values()))
     assert found.weights == pytest.approx(2 * weight_count(DENSE).total / 450e9)
@@ -233,7 +233,7 @@ def test_stages_of_a_colocated_step_add_up_and_ahead_of_training_the_slower_of_b
     assert shared.total == step().total
 
 
-def test_steps_share_the_wait_for_the_longest_response_and_corrections_are_written_in_it():
+def test_steps_share_the_longest_wait_and_corrections_fill_it():
     tasks = [replace(TASK, count=256, staleness=steps) for steps in (0, 1, 8)]
     found = [step(colocated=False, task=task).sampled for task in tasks]
     assert found[0].seconds > found[1].seconds > found[2].seconds

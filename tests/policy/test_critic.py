@@ -105,7 +105,7 @@ def test_the_loss_is_the_mean_over_all_trained_tokens(world, checkpoints):
 
 
 @pytest.mark.world(2)
-def test_a_critic_goes_on_bit_for_bit_from_a_checkpoint_that_holds_one(world, checkpoints, tmp_path):
+def test_a_resumed_critic_continues_bit_for_bit(world, checkpoints, tmp_path):
     rows, config = rows_with_returns(6), critic_config(layout(tp=2), lr=1e-3, eps_adam=1e-8)
     config.model.hf_checkpoint, config.algorithm.advantages = checkpoints["dense"], "critic"
 

@@ -64,7 +64,7 @@ def test_epochs_are_the_iterations_of_trl(world, tmp_path, level):
     assert [sum(own) / len(own) for own in logprobs] == pytest.approx(own["logprobs"], abs=2e-4)
 
 
-def test_an_epoch_is_the_update_again_with_the_same_old_logprobs(world, checkpoints):
+def test_an_epoch_repeats_the_update_with_the_same_old_logprobs(world, checkpoints):
     """Bit for bit with the engine's, which stay by themselves, for the policy and its critic. And with the
     trainer's, which are of the weights before the first step."""
     rows = rows_with_returns(6)

@@ -39,7 +39,7 @@ def measured(world, cases, rows):
 
 
 @pytest.mark.world
-def test_it_measures_what_autograd_says_of_each_prompt(checkpoints):
+def test_the_gradient_meter_matches_autograd_per_prompt(checkpoints):
     """The gradient of GSPO at ratio 1, by transformers and autograd; its mean is scaled to the step's."""
     from transformers import AutoModelForCausalLM
 
@@ -127,7 +127,7 @@ def test_training_does_not_notice_it(world, checkpoints):
 
 
 @pytest.mark.world(1)
-def test_gspo_is_as_noisy_as_itself_and_importance_weights_and_clips_are_counted(world, checkpoints):
+def test_the_gspo_baseline_is_the_same_beside_any_loss(world, checkpoints):
     rows, found = [row for row in sequences(8) if row.kind == "response"], []
     for loss in ({}, {"use_tis": True, "tis_clip": 1.5}, {"old_logprobs": "engine"}):
         trainer, _, _ = open_trainer(world, checkpoints["dense"], config_for(layout(), **loss))

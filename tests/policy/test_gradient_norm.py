@@ -71,12 +71,12 @@ def check_layouts(world, checkpoints, cases):
 
 
 @pytest.mark.world(1)
-def test_the_norm_on_one_rank_is_megatrons_and_is_read_once(world, checkpoints):
+def test_the_norm_on_one_rank_is_megatrons(world, checkpoints):
     check_layouts(world, checkpoints, LAYOUTS[1])
 
 
 @pytest.mark.world(2)
-def test_the_norm_over_two_ranks_is_megatrons_and_is_read_once(world, checkpoints):
+def test_the_norm_over_two_ranks_is_megatrons(world, checkpoints):
     """Experts and the rest have groups of their own where the optimizer is not distributed."""
     check_layouts(world, checkpoints, LAYOUTS[2])
 

@@ -77,7 +77,7 @@ def logits(chunk):
 
 @pytest.mark.world(1)
 @pytest.mark.parametrize("model", ["dense", "next", "3.5"])
-def test_gradients_are_those_of_the_merged_matrix_by_the_chain_rule(world, models, model):
+def test_adapter_gradients_follow_the_chain_rule_of_the_merged_matrix(world, models, model):
     """W' = W + s·BA gives dA = s·Bᵀ dW' and dB = s·dW' Aᵀ, beside every matrix of the layers."""
     parallel.initialize(layout(), world, seed=0)
     (adapted,), shape = built(models[model], adapted_config())
@@ -117,7 +117,7 @@ def test_gradients_are_those_of_the_merged_matrix_by_the_chain_rule(world, model
 
 @pytest.mark.world(1)
 @pytest.mark.parametrize("names", [["dense", "next"], pytest.param(["some", *MORE], marks=pytest.mark.slow)])
-def test_peft_computes_the_same_with_what_is_saved(world, models, tmp_path, names):
+def test_peft_computes_the_same_from_saved_adapters(world, models, tmp_path, names):
     import transformers
     from peft import PeftModel
 
@@ -230,7 +230,7 @@ def saved_and_resumed(world, cases, rows, directory):
 
 
 @pytest.mark.world
-def test_a_run_goes_on_from_its_adapters_under_its_layout_bit_for_bit(models, tmp_path):
+def test_a_resumed_adapter_run_continues_bit_for_bit(models, tmp_path):
     targets = {"dense": ("q_proj", "down_proj"), "next": ("experts",), "glm": ("all",)}
     cases = [(models[name], layout(), layout(), own) for name, own in targets.items()]
     assert run_ranks(saved_and_resumed, 1, cases, sequences(), tmp_path, timeout=400) == [[0, 0, 0]]
@@ -277,7 +277,7 @@ def test_without_another_reference_it_is_the_model_without_its_adapters(world, c
     assert planned.logprobs(trainer, rows) != before
 
 
-def test_adapters_that_a_model_layout_or_setting_cannot_have_are_refused():
+def test_adapters_that_model_layout_or_settings_exclude_are_refused():
     tiny = ROOT / "examples/tiny_qwen3_next"
     for target, sizes, message in (
         ("q_porj", {}, "no 'q_porj'; did you mean 'q_proj'"),
@@ -297,7 +297,7 @@ def test_adapters_that_a_model_layout_or_setting_cannot_have_are_refused():
             check_run(parse_config(["--hf-checkpoint", str(tiny), "--dry-run", *flags.split()]))
 
 
-def test_the_dry_run_counts_gradients_and_optimizer_state_of_adapters_alone():
+def test_the_dry_run_counts_training_state_of_adapters_only():
     """Qwen3-0.6B with rank 16 beside queries (1024 to 2048) and down projections (3072 to 1024), TP2: A of
     the former and B of the latter are whole on both ranks."""
     flags = f"--hf-checkpoint {ROOT}/examples/models/qwen3_0_6b --dry-run --tensor-model-parallel-size 2"

@@ -40,7 +40,7 @@ def test_a_setting_has_the_type_that_megatron_declares():
         assert type(found) is type(value)
 
 
-def test_what_cannot_be_overridden_is_refused_and_says_what_to_do():
+def test_an_invalid_override_is_refused_with_advice():
     for setting, says in {
         "num_layer=3": "no such field; did you mean 'num_layers'",
         "num_layers=3": "config.json of --hf-checkpoint",
@@ -64,7 +64,7 @@ def test_what_cannot_be_overridden_is_refused_and_says_what_to_do():
         assert said in str(refused.value), "all problems of both flags are told at once"
 
 
-def test_what_this_project_sets_is_refused_and_a_choice_of_implementation_left_to_the_user(shapes):
+def test_settings_of_this_project_are_refused_but_implementation_choices_free(shapes):
     of_model = {field.name for field in fields(TransformerConfig)}
     of_optimizer = {field.name for field in fields(MegatronOptimizerConfig)}
     ours = [(name, overriding(f"{name}=1")) for name in ENTRIES.keys() & of_model]
@@ -100,7 +100,7 @@ def test_settings_reach_megatron(shapes):
         transformer_config(shapes["dense"], overriding("attention_backend=quick"))
 
 
-def test_they_are_flags_and_recipe_keys_and_rows_of_the_table(tmp_path):
+def test_overrides_are_flags_recipe_keys_and_table_rows(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model-override: {fp8: hybrid, recompute_modules: '[moe]'}\n")
     config = parse_config(["--config", str(recipe), "--optimizer-override", "decoupled_weight_decay=false"])

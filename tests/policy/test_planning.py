@@ -39,7 +39,7 @@ def laid_out(rows, multiple, context=SINGLE_RANK):
 SOME_SEQUENCES = st.builds(sequences, st.integers(0, 25), st.integers(0, 2**32)).map(with_holes)
 
 
-def test_two_sequences_packed_by_hand_for_two_ranks_that_share_them():
+def test_two_sequences_shared_by_two_ranks_are_packed_by_hand():
     """Rows 5 4 | 7 8 9 1, each sequence padded to a multiple of four; chunks 0 3 and 1 2 of each."""
     second = made([5], [4, 3], advantage=-2.0, rollout_logprobs=[-3.5, -4.5])
     rows = [second, made(rollout_logprobs=[-1.5, -2.5])]
@@ -78,7 +78,7 @@ def test_rows_without_a_gradient_are_known_to_the_host(rows, by_token, is_penali
         assert len(found.on_host) == len(batch.loss_rows())
 
 
-def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
+def test_tokens_outside_the_loss_mask_are_no_rows_of_loss():
     """Two tokens of a tool between two of the policy's own: context, as the prompt is."""
     row = made([7], [1, 60, 61, 2], loss_mask=[True, False, False, True], rollout_logprobs=[-1.0, 0, 0, -2.0])
     batch = laid_out([row], 1)
@@ -94,7 +94,7 @@ def test_what_a_loss_mask_leaves_out_is_no_row_of_the_loss():
     assert penalised == told | {"sequences_trained": 3, "tokens_trained": 8 + 3 + 2}
 
 
-def test_what_is_given_by_token_lies_on_the_response_rows():
+def test_per_token_inputs_lie_on_the_response_rows():
     """Without weights there are ones; an empty share has one padding sequence of weight 0."""
     by_token = made(token_weights=[0.25, 0.75], token_advantages=[0.5, -0.5], rollout_logprobs=[-1.5, -2.5])
     batch = laid_out([by_token, made(advantage=-2.0)], 9)
@@ -108,7 +108,7 @@ def test_what_is_given_by_token_lies_on_the_response_rows():
 
 
 @given(st.lists(st.integers(2, 300), max_size=60), st.integers(1, 5), st.integers(50, 400), st.integers(1, 5))
-def test_every_sequence_is_planned_once_and_no_rank_could_be_relieved(lengths, ranks, max_tokens, multiple):
+def test_every_sequence_is_planned_once_on_balanced_ranks(lengths, ranks, max_tokens, multiple):
     """Micro-batches of nothing fill up to what an interleaved schedule takes."""
     shares = planning.deal(lengths, ranks, cost)
     plan = planning.cut_shares(shares, lengths, max_tokens, cost)
@@ -126,7 +126,7 @@ def test_every_sequence_is_planned_once_and_no_rank_could_be_relieved(lengths, r
     assert loads[fullest] - shortest <= min(loads) * (1 + 1e-12)
 
 
-def test_ranks_that_share_sequences_share_the_budget_of_a_micro_batch():
+def test_context_ranks_share_the_budget_of_a_micro_batch():
     """Two sequences of 5 tokens, 8 when padded: together on two ranks of 8 each, one by one on ranks of 7."""
     for budget, members in ((8, [2]), (7, [1, 1])):
         config = config_for(layout(cp=2), max_tokens=budget)
@@ -153,7 +153,7 @@ SIZES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 2))
 
 
 @given(SOME_SEQUENCES, SIZES, st.sampled_from([*OLD]), BUDGETS)
-def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, sizes, old, own_tokens):
+def test_an_update_sends_every_useful_sequence_to_one_rank(rows, sizes, old, own_tokens):
     """Once, however many epochs; each epoch costs the passes of an update again."""
     (ranks, steps, epochs), budgets = sizes, {"max_tokens": 60, "log_probs_tokens": own_tokens}
     counts = {"num_steps_per_rollout": steps, "num_epochs_per_rollout": epochs}
@@ -194,7 +194,7 @@ def test_an_update_sends_every_sequence_with_an_advantage_to_one_rank(rows, size
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_sequence_is_computed_if_and_only_if_its_loss_has_a_gradient(seed, kl_coef):
+def test_only_sequences_with_a_gradient_are_computed(seed, kl_coef):
     """By autograd, with advantages and weights of which some are 0, and a reference that differs."""
     draw = np.random.default_rng(seed)
     rows = with_holes(sequences(25, seed))
@@ -214,7 +214,7 @@ def test_a_sequence_is_computed_if_and_only_if_its_loss_has_a_gradient(seed, kl_
 
 
 @pytest.mark.parametrize("settings", [{"kl_coef": 0.1}, {"moe_aux_loss_coeff": 0.01}])
-def test_a_group_of_equal_rewards_is_trained_on_where_every_sequence_pays(settings):
+def test_penalties_train_groups_of_equal_rewards(settings):
     """A KL penalty, or one on the balance of routers; its tokens count either way."""
     rows = [made(advantage=0.0), made(token_advantages=[0.0, 0.0]), made(loss_mask=[False, False])]
     rows += [made(advantage=0.0, weight=0.0, group=1)]
@@ -231,7 +231,7 @@ def test_a_group_of_equal_rewards_is_trained_on_where_every_sequence_pays(settin
     assert [len(block.cut.micro_batches) for block in share.plain] == [1, 0], "GSPO has no penalty"
 
 
-def test_a_token_mean_divides_by_the_weighted_length_of_the_whole_minibatch():
+def test_a_token_mean_divides_by_the_minibatchs_weighted_length():
     """(1/2 · 4 + 1/4 · 2 + 1/4 · 1) / 1, one sequence without advantage, one with a hole in its mask."""
     rows = [made(response=[1, 2, 3, 4]), made(weight=0.25, advantage=0.0)]
     rows.append(made(response=[1, 2, 3], weight=0.25, loss_mask=[False, True, False]))
@@ -252,7 +252,7 @@ def test_blocks_of_prompts_count_those_without_advantage():
     assert plan_measure(rows[3:], rows[3:], config, 1, cost).shares[0].trained == []
 
 
-def test_what_ranks_found_comes_back_in_order():
+def test_results_of_ranks_are_merged_in_order():
     assert planning.merge_parts([[(2, "c")], [], [(0, "a"), (1, "b")]], 3) == ["a", "b", "c"]
     with pytest.raises(ValueError, match="no rank reported on 1 of 2 sequences; the first is 0"):
         planning.merge_parts([[(1, "b")]], 2)
@@ -265,7 +265,7 @@ def test_ranks_are_counted_tensor_parallel_first_and_pipeline_last():
         assert [data_parallel_rank(rank, own, world) for rank in range(world)] == once * pp
 
 
-def test_a_rank_is_sent_only_what_it_reads():
+def test_a_rank_receives_only_the_fields_it_reads():
     names = ("token_weights", "rollout_logprobs", "returns", "values")
     row, config = made(**{name: [0.5, 1.0] for name in names}), config_for(layout())
     of_critic = planning.plan_value_update
@@ -280,7 +280,7 @@ def test_the_driver_needs_neither_torch_nor_megatron():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_sequence_that_lacks_what_is_read_is_refused():
+def test_a_sequence_without_required_fields_is_refused():
     config = config_for(layout(), use_tis=True, sequence_rejection=(0.9, 1.1))
     engine = config_for(layout(), old_logprobs="engine")
     for plan, fields, settings, says in (
@@ -316,7 +316,7 @@ def test_a_rejected_sequence_weighs_nothing_and_stays():
     assert both.token_weights_R.tolist() == close(1.5, 1.0, 1.5, 0.5, 0.5)
 
 
-def test_tokens_outside_the_loss_take_no_part_and_a_mask_multiplies_into_their_weights():
+def test_masked_tokens_take_no_part_and_masks_multiply_into_weights():
     """The middle token is a tool's, for which an engine may report anything."""
     arrays = with_ratios([1.2, 1000.0, 0.8], masks=[[True, False, True]], token_weights=[[0.5, 1.0, 1.0]])
     arrays.rollout_logprobs_R[1] = math.nan
@@ -327,7 +327,7 @@ def test_tokens_outside_the_loss_take_no_part_and_a_mask_multiplies_into_their_w
     assert (told.tokens, told.tokens_cut, told.weight) == (2, 0, pytest.approx(2.0, rel=1e-6))
 
 
-def test_a_ratio_beyond_all_numbers_is_cut_and_stays_finite_and_no_sequence_has_none():
+def test_extreme_ratios_are_cut_and_stay_finite():
     arrays = replace(with_ratios([1.0, 1.0]), old_logprobs_R=np.array([-1e4, 1e4], np.float32))
     for loss, cut in ((LossConfig(use_tis=True), 1), (LossConfig(icepop=(0.5, 5.0)), 2)):
         found, (told,) = correct(replace(arrays, rollout_logprobs_R=np.zeros(2, np.float32)), loss)

@@ -16,7 +16,7 @@ from megatron_ibpo.policy import cpu
 from megatron_ibpo.policy.process_start import hide_tilelang, set_environment, trainer_rank
 
 
-def test_on_hopper_a_trainers_delta_net_runs_on_triton_unless_the_user_says_otherwise(monkeypatch):
+def test_delta_nets_on_hopper_use_triton_unless_the_user_chooses(monkeypatch):
     theirs = "tilelang where they can, else Triton kernels"
     tilelang = SimpleNamespace(backend_type="tilelang", is_available=lambda: True)
     tilelang.is_enabled = lambda: os.environ.get("FLA_TILELANG", "1") != "0"
@@ -31,7 +31,7 @@ def test_on_hopper_a_trainers_delta_net_runs_on_triton_unless_the_user_says_othe
             assert ("tilelang" not in sys.modules) == is_found
 
 
-def test_what_the_user_chose_stays_and_reaches_the_trainers_of_every_node(monkeypatch):
+def test_the_users_environment_stays_and_reaches_trainers_on_every_node(monkeypatch):
     names = ("FLA_TILELANG", "CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE", "NVRTC_HOME")
     before = dict.fromkeys(names, "8")
     environ = {**before}
@@ -45,7 +45,7 @@ def test_what_the_user_chose_stays_and_reaches_the_trainers_of_every_node(monkey
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in sent  # each node has its own, or our default
 
 
-def test_float32_is_multiplied_as_such_and_transformer_engine_led_to_the_pinned_libraries(tmp_path):
+def test_float32_avoids_tf32_and_transformer_engine_finds_pinned_libraries(tmp_path):
     environ = {"CUDA_HOME": "/usr/local/cuda-12"}
     set_environment(environ, colocate=False, wheels=tmp_path)
     assert not environ.keys() & {"NVRTC_HOME", "CURAND_HOME", "NVIDIA_TF32_OVERRIDE"}
@@ -72,7 +72,7 @@ def test_beside_colocated_engines_expandable_segments_are_dropped_and_said():
             assert (set_environment(alone, colocate=False), alone[name]) == ((), found)
 
 
-def test_a_trainer_reports_it_with_what_it_says_of_its_checkpoint(monkeypatch):
+def test_a_trainer_reports_environment_changes_before_checkpoint_notes(monkeypatch):
     """A stand-in for the trainer must find its environment set."""
 
     def rank(config, checkpoint):

@@ -63,7 +63,7 @@ def taken(trainer):
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("case", ["deltas bf16 sharded", *(pytest.param(own, marks=SLOW) for own in REST)])
-def test_whatever_leaves_comes_back_to_the_bit_and_takes_no_memory_meanwhile(world, checkpoints, case):
+def test_offloaded_state_returns_bit_for_bit_and_frees_its_memory(world, checkpoints, case):
     """With every kind of Megatron optimizer: its parameters are the model's own, views, or copies."""
     hf_dir, config = checkpoints[case.split()[0]], config_of(case)
     stays, export, _ = open_trainer(world, hf_dir, config)
@@ -128,7 +128,7 @@ def late_copies(arrived):
 
 
 @pytest.mark.world(2)
-def test_steps_and_checkpoints_wait_for_the_state_that_comes_beside_them(world, checkpoints):
+def test_steps_and_checkpoints_wait_for_returning_state(world, checkpoints):
     def steps(leaves):
         trainer, _, _ = open_trainer(world, checkpoints["dense"], config_of("dense bf16 sharded"))
         residence, norms = Residence([trainer], world, offload=leaves), []
@@ -150,7 +150,7 @@ def test_steps_and_checkpoints_wait_for_the_state_that_comes_beside_them(world, 
 
 
 @pytest.mark.world
-def test_memory_is_freed_when_its_content_is_on_the_host_and_not_before(monkeypatch):
+def test_memory_is_freed_only_after_its_copy_is_complete(monkeypatch):
     under_way, at_once = [], torch.Tensor.copy_
 
     def copy_(tensor, content, **_):
@@ -279,7 +279,7 @@ def test_a_reference_takes_the_policys_place_and_gives_it_back(world, checkpoint
     assert planned.update(trainer, ROWS)["grad_norm"] == norm, "training goes on as if nothing had been"
 
 
-def test_a_reference_is_taken_out_after_an_error_and_not_put_in_twice():
+def test_a_reference_is_swapped_out_after_errors_and_never_nested():
     def fail_inside():
         with reference.swapped_in([policy]):
             raise KeyError

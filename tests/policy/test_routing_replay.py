@@ -41,7 +41,7 @@ def gap(found, expected):
 
 
 @pytest.mark.world(1)
-def test_replaying_a_routers_own_choices_changes_no_bit_and_other_experts_do(world, checkpoints):
+def test_replaying_own_routing_changes_no_bit_but_other_experts_do(world, checkpoints):
     rows = [row for row in sequences() if row.advantage]
     trainer, _, _ = open_trainer(world, checkpoints["next"], replaying())
     share, records = packed(planned.own_share(plan_forward, rows, trainer.config)), []
@@ -77,7 +77,7 @@ def test_replaying_a_routers_own_choices_changes_no_bit_and_other_experts_do(wor
 
 
 @pytest.mark.world(1)
-def test_experts_are_those_that_are_given_and_weights_the_trainers_own(world, checkpoints):
+def test_replay_uses_the_given_experts_with_the_trainers_weights(world, checkpoints):
     """Tokens without a record are routed by the trainer, and counted."""
     rows = with_strange_choices([row for row in sequences() if row.advantage])
     rows[1] = replace(rows[1], routed_experts=None)
@@ -170,7 +170,7 @@ def test_an_update_replays_the_pass_for_its_old_log_probs(checkpoints):
         assert own["ratio_max"] == pytest.approx(wanted["ratio_max"], rel=1e-2)
 
 
-def test_what_it_cannot_be_had_with_is_refused(shapes):
+def test_settings_incompatible_with_routing_replay_are_refused(shapes):
     with pytest.raises(ValueError, match="qwen3 is dense and routes"):
         check_model_layout(shapes["dense"], replaying(), 1)
     check_model_layout(shapes["next"], replaying(), 1)
@@ -183,7 +183,7 @@ def test_what_it_cannot_be_had_with_is_refused(shapes):
             check_config(replaying(**settings), [check_overrides])
 
 
-def test_an_update_is_sent_choices_only_where_it_replays_them_and_they_must_fit():
+def test_only_replaying_updates_receive_choices_which_must_fit():
     rows = [replace(row, advantage=1.0) for row in with_strange_choices(sequences(2))]
     for replays in (False, True):
         ((part,),) = plan_update(rows, replaying(rollout=replays), 1, planned.cost).shares

@@ -65,7 +65,7 @@ def logprobs_of(world, hf_dir, cases, rows):
 
 
 @pytest.mark.world
-def test_log_probs_are_those_of_the_truncated_engine_under_every_layout(checkpoints):
+def test_log_probs_equal_the_truncated_engines_under_every_layout(checkpoints):
     """With the head fused too. Masked tokens have none."""
     rows, _ = truncated_rows(checkpoints["dense"])
     fused = {"fuse_lm_head": True}
@@ -79,7 +79,7 @@ def test_log_probs_are_those_of_the_truncated_engine_under_every_layout(checkpoi
 
 
 @pytest.mark.world(1)
-def test_ratios_to_the_engine_are_1_with_the_mask_and_the_kept_mass_without(world, checkpoints):
+def test_ratios_are_1_with_the_mask_but_not_without(world, checkpoints):
     """In every correction, and with the engine's log-probs as old ones."""
     rows, kept = truncated_rows(checkpoints["dense"])
     rows = [row for row in rows if row.advantage and row.loss_mask.any()]
@@ -224,7 +224,7 @@ def test_without_a_restricted_token_there_are_no_sets():
     assert pack(micro_batch(rows)).sampling_mask_R is None
 
 
-def test_passes_that_do_not_read_the_mask_are_not_sent_it():
+def test_passes_that_ignore_the_mask_do_not_receive_it():
     rows = sequences(4)
     for row in rows:
         row.returns = row.values = np.zeros(len(row.loss_mask))
@@ -241,7 +241,7 @@ def test_passes_that_do_not_read_the_mask_are_not_sent_it():
     assert sent(plan_forward(rows, config, 1, planned.cost).shares[0]) == {True}
 
 
-def test_the_gradient_meter_measures_once_where_both_losses_have_the_same_masks():
+def test_the_gradient_meter_measures_once_if_both_losses_share_masks():
     rows = sequences(8)
     masks = [draw_mask(row.response_token_ids, VOCAB_SIZE) for row in rows]
     masked = [replace(row, sampling_mask=mask) for row, mask in zip(rows, masks, strict=True)]

@@ -77,7 +77,7 @@ def overtaken(saver, trainer, export, order, begin):
 
 
 @pytest.mark.world(2)
-def test_a_save_gets_its_name_when_it_is_whole_and_a_full_disk_leaves_nothing(world, checkpoints, tmp_path):
+def test_a_complete_save_gets_its_name_and_a_failed_none(world, checkpoints, tmp_path):
     """Saves of one trainer: one that training overtakes, one for which the disk of rank 1 has no room, one
     whose disk is full in the end, and two that are not disturbed, after which older ones go."""
     directory = tmp_path / "checkpoints"
@@ -150,7 +150,7 @@ def storages(tree):
 
 
 @pytest.mark.world(2)
-def test_the_state_of_a_sharded_optimizer_is_gathered_once_and_not_copied(world, checkpoints, tmp_path):
+def test_the_sharded_optimizers_state_is_gathered_once_without_copies(world, checkpoints, tmp_path):
     """12 bytes a parameter and the weights' 2 are held by the first of two ranks until they are written; at
     most there is one kind of state more, and the rank's half of it."""
     config = config_for(layout(distributed_optimizer=True), lr=1e-3, eps_adam=1e-8)
@@ -171,7 +171,7 @@ def test_the_state_of_a_sharded_optimizer_is_gathered_once_and_not_copied(world,
     overtaken(saver, trainer, export, order, begin)
 
 
-def test_a_checkpoint_for_which_there_is_no_room_is_refused_before_it_is_written(tmp_path):
+def test_a_checkpoint_without_room_is_refused_before_writing(tmp_path):
     (begun := tmp_path / ".step_000001.partial").mkdir()
     saving._check_room(begun, 0)
     with pytest.raises(OSError, match="no room for 1000000000000"):
@@ -250,7 +250,7 @@ def test_another_layout_goes_on_from_the_same_state(checkpoints, tmp_path, pairs
 
 
 @pytest.mark.world(1)
-def test_a_sharded_optimizer_does_not_take_the_state_of_a_whole_one(world, checkpoints, tmp_path):
+def test_a_sharded_optimizer_refuses_the_state_of_a_whole_one(world, checkpoints, tmp_path):
     trainer, _, _ = open_trainer(world, checkpoints["dense"], config_for(layout()))
     saved = save_checkpoint(trainer, tmp_path, 1, {})
     close_trainer()

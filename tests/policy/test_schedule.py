@@ -40,7 +40,7 @@ def scheduled(style="constant", warmup=0.0, decay=0.0, chosen=None, clip_grad=1e
 
 
 @pytest.mark.world(1)
-def test_the_rate_rises_in_a_line_and_falls_as_the_schedule_says(world, checkpoints):
+def test_the_learning_rate_warms_up_linearly_and_follows_its_schedule(world, checkpoints):
     """Peak 1e-3, a tenth of it at the end; of 10 updates 3 are warm-up. A step tells the mean of its two."""
     share = {
         "cosine": lambda passed: 0.1 + 0.9 * (1 + math.cos(math.pi * passed)) / 2,
@@ -59,7 +59,7 @@ def test_the_rate_rises_in_a_line_and_falls_as_the_schedule_says(world, checkpoi
 
 
 @pytest.mark.world(1)
-def test_decay_takes_its_share_of_every_matrix_and_of_no_norm(world, checkpoints):
+def test_weight_decay_shrinks_every_matrix_but_no_norm(world, checkpoints):
     """AdamW's: lr · decay · weight beside the step itself, which the weight decay does not scale."""
     before, plain, _ = trainers.one_update(world, checkpoints["dense"], scheduled(), ROWS)
     _, with_decay, _ = trainers.one_update(world, checkpoints["dense"], scheduled(decay=0.1), ROWS)
@@ -72,7 +72,7 @@ def test_decay_takes_its_share_of_every_matrix_and_of_no_norm(world, checkpoints
 
 
 @pytest.mark.world(1)
-def test_a_gradient_above_the_bound_is_scaled_to_it_as_a_whole(world, checkpoints):
+def test_a_gradient_above_the_bound_is_scaled_as_a_whole(world, checkpoints):
     found, bound, hf_dir = [], 1e9, checkpoints["dense"]
     for _ in range(2):
         before, after, metrics = trainers.one_update(world, hf_dir, scheduled(clip_grad=bound), ROWS)
@@ -130,7 +130,7 @@ def test_gradients_reduced_during_the_backward_pass_are_the_same(world, checkpoi
 
 @pytest.mark.slow
 @pytest.mark.world(2)
-def test_an_optimizer_in_host_memory_takes_the_same_steps_and_is_resumed(world, checkpoints, tmp_path):
+def test_an_offloaded_optimizer_takes_the_same_steps_and_resumes(world, checkpoints, tmp_path):
     """It also makes room on the way. An optimizer on the device goes on from its checkpoint, too."""
     choose = Hybrid._get_sub_optimizer_param_groups
 
@@ -178,7 +178,7 @@ def test_an_optimizer_in_host_memory_takes_the_same_steps_and_is_resumed(world, 
     assert update() == pytest.approx(norms[1], rel=1e-3)
 
 
-def test_what_an_optimizer_needs_is_said_before_anything_starts():
+def test_missing_optimizer_requirements_are_refused_before_the_start():
     precise, gathers = "--use-precision-aware-optimizer", "--overlap-param-gather"
     for flags, says in {
         precise: "needs --use-distributed-optimizer",
@@ -262,7 +262,7 @@ def test_steps_readers_and_checkpoints_are_the_same(world, checkpoints, tmp_path
 
 
 @pytest.mark.world(1)
-def test_weights_that_are_read_before_anything_waits_for_them_are_named(world, checkpoints):
+def test_weights_read_before_their_gathering_are_named(world, checkpoints):
     """The first layer reads the last norm's weight."""
     shape, config = read_hf_config(checkpoints["dense"]), gathering({}, overlap=True)
     parallel.initialize(config.parallel, world, seed=0)

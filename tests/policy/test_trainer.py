@@ -95,7 +95,7 @@ def test_the_fused_head_trains_as_the_logits_do(world, checkpoints):
                 assert metrics[own] == pytest.approx(wanted[own], rel=2e-4, abs=1e-6), (name, own)
 
 
-def test_loss_ratios_and_gradients_are_those_of_autograd_without_the_masked_tokens(checkpoints):
+def test_loss_ratios_and_gradients_match_autograd_without_masked_tokens(checkpoints):
     """Of transformers, at the temperature of each sample, against two data-parallel ranks. Masked tokens are
     read and in no sum. Ratios to the engine's log-probs reach the clip in the first mini-batch."""
     from transformers import AutoModelForCausalLM
@@ -171,7 +171,7 @@ def test_the_second_minibatch_is_off_policy(world, checkpoints):
 
 
 @pytest.mark.world(1)
-def test_a_step_that_is_not_finite_is_not_taken_and_the_next_one_is(world, checkpoints):
+def test_a_non_finite_step_is_skipped_and_the_next_taken(world, checkpoints):
     trainer, export, _ = open_trainer(world, checkpoints["dense"], config_for(layout()))
     rows, before = sequences(4), trainers.weights_of(export)
     for weight, skipped in ((math.nan, True), (0.1, False)):
@@ -289,7 +289,7 @@ def test_logprobs_loss_and_gradients_are_those_of_one_process(checkpoints, names
             assert all(rank[number][1][name] == own_metrics[name] for rank in found)
 
 
-def test_what_a_stage_holds_is_counted_with_its_pieces(checkpoints):
+def test_activation_memory_of_interleaved_stages_is_counted_by_hand(checkpoints):
     """Of two stages with two pieces each the first has seen 2 + 2 + 1 forward passes through a piece when its
     first backward pass begins, the last 2 + 1; without interleaving 2 and 1 through both."""
 
@@ -317,7 +317,7 @@ def test_micro_batches_of_nothing_are_counted():
     assert read_overrides(config).micro_batch_multiple == 3, "groups may be larger than the pipeline"
 
 
-def test_what_the_schedule_cannot_run_is_refused():
+def test_interleaving_settings_that_cannot_run_are_refused():
     for stages, settings, says in (
         (1, (), "needs --pipeline-model-parallel-size of at least 2"),
         (4, ("microbatch_group_size_per_vp_stage=3",), "must be at least --pipeline-model-parallel-size"),

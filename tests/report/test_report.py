@@ -92,7 +92,7 @@ def rows_of(config):
     return [json.loads(line) for line in (config.run.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_runs_files_are_never_overwritten_and_continue_when_it_resumes(config):
+def test_a_runs_files_are_never_overwritten_and_continue_on_resuming(config):
     start_and_end, run_dir = {0: [evaluated(0.5, 0.4)], 4: [evaluated(0.75, 0.8)]}, config.run.run_dir
     summary, shown = run(config, evaluations=start_and_end)
     four_steps = [("evaluation", 0), *(("step", step) for step in range(1, 5)), ("evaluation", 4)]
@@ -156,7 +156,7 @@ def test_an_unmeasured_or_incomparable_end_is_a_dash(config, tmp_path):
     assert table_row(shown, "accuracy, greedy") == ["–", "0.800"]
 
 
-def test_unmeasured_values_have_no_line_and_truncation_is_a_kind_of_its_own(
+def test_unmeasured_values_have_no_line_and_truncation_its_own(
     config,
 ):
     summary, shown = run(config, range(1, 2))
@@ -171,7 +171,7 @@ def test_unmeasured_values_have_no_line_and_truncation_is_a_kind_of_its_own(
     ]
 
 
-def test_a_start_shows_each_stage_as_it_begins_and_its_seconds():
+def test_a_start_shows_each_stage_and_its_seconds():
     lines = []
     starting = StartLines(lines.append)
     starting("data")
@@ -254,7 +254,7 @@ def test_live_engines_sampling_ahead_and_a_death_are_shown(config):
         assert ("step 1 of 4" in shown) == terminal
 
 
-def test_rows_are_on_disk_at_once_and_trackers_get_the_same_numbers(config, monkeypatch):
+def test_rows_reach_disk_at_once_and_trackers_the_same_numbers(config, monkeypatch):
     """Seconds are those of the run: its process may have set up an environment for minutes before."""
     prepare_run_dir(config)
     logged, started, before = [], {}, time.time()
@@ -293,7 +293,7 @@ def test_a_directory_with_samples_or_checkpoints_is_not_overwritten(tmp_path):
         prepare_run_dir(config_of(config.run.run_dir / work))  # a file
 
 
-def test_a_full_disk_is_refused_unless_a_run_overwrites_its_own_checkpoints(config, monkeypatch):
+def test_a_full_disk_is_refused_unless_old_checkpoints_make_room(config, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**30))
     assert checkpoint_bytes(10**9, bf16=True) == 14 * 10**9, "2 weights + 4 master + 8 Adam bytes a parameter"
     config.run.run_dir.mkdir(parents=True, exist_ok=True)
@@ -469,7 +469,7 @@ def resolved(*flags, on_gpu=False, model="tiny_qwen3"):
     return on_device(parse_config(flags), read_hf_config(ROOT / "examples" / model), on_gpu=on_gpu)
 
 
-def test_a_difference_to_the_engine_beyond_rounding_is_shown_at_once():
+def test_differences_to_the_engine_beyond_rounding_raise_an_alarm():
     # mean |Δ log-prob| of three steps of examples/run_smollm2_ibpo.sh, trained in float32
     in_float32, in_bfloat16 = (1.1e-5, 1.2e-5, 1.3e-5), (0.042, 0.141, 0.146)
     for config, differences, advice in (
@@ -519,7 +519,7 @@ def test_the_console_shows_failures_and_joins_spells_close_together():
     ]  # fmt: skip
 
 
-def test_a_failing_verifier_is_shown_with_its_error_and_stops_the_run():
+def test_a_failing_verifier_is_shown_and_stops_the_run():
     assert step_alarms({"reward_errors": 1, "truncated_responses": 0}, responses=128) == []
     broken = {"reward_errors": 16.0, "truncated_responses": 0.0}
     (said,) = step_alarms(broken, responses=16, first_reward_error="NameError: x")
@@ -592,7 +592,7 @@ def small_files():
         signal.signal(signal.SIGXFSZ, before)
 
 
-def test_a_line_or_a_file_is_written_whole_or_not_at_all(tmp_path):
+def test_lines_and_files_are_written_completely_or_not_at_all(tmp_path):
     path = tmp_path / "run" / "lines"
     path.parent.mkdir()
     with small_files(), path.open("ab", buffering=0) as file:
@@ -618,7 +618,7 @@ def test_a_line_or_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert [row["reward"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.5]
 
 
-def test_a_line_that_was_never_finished_is_left_out_and_cut_off(tmp_path):
+def test_an_unfinished_line_is_ignored_and_cut_off(tmp_path):
     path = tmp_path / "new" / "lines"
     with open_records(path) as file:
         append_record(file, {"a": 1})

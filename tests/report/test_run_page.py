@@ -105,7 +105,7 @@ def test_the_pages_data_are_the_runs_and_its_trained_samples(run_dir):
         build_page([run_dir], steps=[9, 7, 1])
 
 
-def test_a_page_too_large_keeps_the_outer_steps_and_names_the_omission(run_dir):
+def test_an_oversized_page_keeps_outer_steps_and_names_the_omission(run_dir):
     groups = load_step(rollout_path(run_dir / "rollouts", 2)).groups
     for step in range(3, 10):
         save_groups(rollout_path(run_dir / "rollouts", step), step, groups, TOKENIZER.decode)
@@ -118,7 +118,7 @@ def test_a_page_too_large_keeps_the_outer_steps_and_names_the_omission(run_dir):
     assert "left_out" not in whole["runs"]["runs"][0]
 
 
-def test_the_command_writes_the_page_and_a_malformed_file_is_named(run_dir, tmp_path, monkeypatch):
+def test_the_page_command_writes_and_names_malformed_files(run_dir, tmp_path, monkeypatch):
     (run_dir / "rollouts" / "step_backup.json").write_text("{}")  # other files are left alone
     monkeypatch.chdir(run_dir.parent)  # which knows nothing of where the run was made
     assert main(["page", run_dir.name]) == 0
@@ -154,7 +154,7 @@ def test_samples_are_printed_with_their_explanation_and_no_control_codes(run_dir
     assert legible("\x1b[2Ja\u202eb\n\ud800") == "\\x1b[2Ja\\u202eb\n\\ud800"
 
 
-def test_a_chatml_prompt_is_turns_and_a_multi_token_character_one():
+def test_chatml_prompts_become_turns_and_split_characters_one_token():
     """A tokenizer with ChatML's marks, which are left out, whose other tokens are bytes."""
     marks = {"<|im_start|>": [257], "<|im_end|>": [258]}
     chat = SimpleNamespace(
@@ -209,7 +209,7 @@ def count_is(text):
 
 
 @needs_browser
-def test_in_a_browser_responses_are_shown_filtered_and_walked_by_keys(run_dir):
+def test_the_browser_page_filters_responses_and_obeys_keys(run_dir):
     path = write_page(run_dir, run_dir / "page.html", tokenizer=hostile_tokenizer())
     with open_page(path) as page:
         # the last step, the first response, beside its correction, which inserts a digit, and the reference
@@ -302,7 +302,7 @@ def test_in_a_browser_rewards_are_shades_and_histogram_bars_filter(tmp_path):
 
 @pytest.mark.slow
 @needs_browser
-def test_in_a_browser_text_that_hides_or_never_ends_stays_legible(tmp_path):
+def test_the_browser_keeps_hidden_or_endless_text_legible(tmp_path):
     prompt = Prompt(0, token_ids([1, 5]), 2, "1", "sum", BIDI)
     groups = [Group(prompt, [response("6?7", False), response("1" * 9000, True)])]
     run = write_run(tmp_path / "run", groups, steps=(1,))
@@ -330,7 +330,7 @@ def add_row(run, step, **values):
         file.write(json.dumps({"kind": "step", "step": step, "seconds": {}, **values}) + "\n")
 
 
-def test_the_server_follows_a_growing_run_and_rereads_a_replaced_log(run_dir):
+def test_the_server_follows_a_growing_run(run_dir):
     log = run_dir / "metrics.jsonl"
     rows = log.read_text()
     log.unlink()
@@ -367,7 +367,7 @@ def test_the_server_follows_a_growing_run_and_rereads_a_replaced_log(run_dir):
     assert asked.get("/api/runs/0/sections/1").status_code == 200, "the rest goes on"
 
 
-def test_runs_are_compared_by_settings_that_differ_and_by_their_last_numbers(run_dir, tmp_path):
+def test_runs_are_compared_by_differing_settings_and_last_numbers(run_dir, tmp_path):
     other = write_run(tmp_path / "other", [], steps=())
     settings = json.loads((other / "config.yaml").read_text())
     (other / "config.yaml").write_text(json.dumps(settings | {"advantage-estimator": "gspo", "lr": 0.1}))
@@ -415,7 +415,7 @@ def evaluation(tmp_path):
     return directory
 
 
-def test_an_evaluation_is_sets_of_problems_and_malformed_files_are_named(evaluation):
+def test_an_evaluation_shows_sets_of_problems_and_malformed_files(evaluation):
     asked = client(evaluation)
     (shown,) = asked.get("/api/runs").json()["runs"]
     facts = (shown["kind"], shown["title"], shown["facts"])
@@ -483,7 +483,7 @@ def test_missing_content_is_not_served_and_only_reading_is_allowed(run_dir):
         assert asked.request(method, "/api/runs").status_code == 405
 
 
-def test_no_answer_holds_a_clusters_token_or_files_outside_the_run(run_dir, tmp_path):
+def test_no_answer_holds_the_clusters_token_or_outside_files(run_dir, tmp_path):
     token = "0123456789abcdef" * 4
     write_token(run_dir, token)
     asked = client(run_dir)
@@ -550,7 +550,7 @@ def test_the_command_listens_on_loopback_and_ends_at_once(run_dir, tmp_path, cap
 
 @pytest.mark.slow
 @needs_browser
-def test_in_a_browser_the_page_follows_a_run_while_it_trains(run_dir, tmp_path):
+def test_the_browser_page_follows_a_training_run(run_dir, tmp_path):
     other = write_run(tmp_path / "other", [], steps=())
     with (
         served(run_dir, other, "--port", 0) as (process, _, port),

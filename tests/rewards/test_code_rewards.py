@@ -39,7 +39,7 @@ def passes(program, label):
 
 
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_bundled_problems_cover_both_formats_their_solutions_pass_and_mutants_fail(step):
+def test_bundled_problems_accept_their_solutions_and_reject_mutants(step):
     lines = Path("examples/code/problems.jsonl").read_text(encoding="utf-8").splitlines()
     problems = [json.loads(line) for line in lines]
     assert len(problems) >= 30
@@ -119,7 +119,7 @@ def test_real_numbers_may_differ_by_the_labels_or_settings_tolerance():
     assert "float_tolerance" in label_problem(json.dumps({**third, "float_tolerance": "1e-6"}), {})
 
 
-def test_integers_of_more_digits_than_python_converts_are_printed_passed_and_compared():
+def test_integers_beyond_pythons_digit_limit_are_printed_and_compared():
     text = f"1{'0' * 5999}1"
     assert passes("print(10**6000 + 1)", {"inputs": [""], "outputs": [text]})
     assert not passes("print(10**6000 + 2)", {"inputs": [""], "outputs": [text]})
@@ -131,7 +131,7 @@ def test_integers_of_more_digits_than_python_converts_are_printed_passed_and_com
     assert same_output("9" * 100_000, "9" * 99_999 + "8") is False
 
 
-def test_the_share_of_passed_tests_ends_at_a_failure_or_time_out():
+def test_the_share_of_passed_tests_ends_at_failures_and_timeouts():
     program = "a, b = map(int, input().split())\nprint(a + b if a < 5 else 0)"
     assert graded(program, SUM) == {"score": 0.0, "tests_passed": pytest.approx(2 / 3), "timed_out": 0.0}
     none = score("", "I do not know", json.dumps(SUM), {})
@@ -219,7 +219,7 @@ def test_cheats_of_asserts_fail():
         assert not passes(program, CHECK)
 
 
-def test_a_program_can_neither_end_the_tests_loops_nor_change_expectations():
+def test_a_program_can_neither_end_test_loops_nor_change_expectations():
     loops, clear = "cases = [1, 2, 3]\nwanted = [1, 4, 9]\n", "def f(c, x): c.clear(); return x"
     for program, test in (
         ("def f(x): raise StopIteration", "assert all(map(f, [1, 2]))"),

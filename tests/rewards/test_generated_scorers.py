@@ -194,7 +194,7 @@ def test_evaluated_answers_call_only_functions_of_mathematics(task, text):
 
 
 @needs_sandbox
-def test_no_row_of_a_data_set_runs_code_at_the_start(pool, tmp_path):
+def test_no_row_runs_code_at_the_start(pool, tmp_path):
     code = f"__import__('os').system('touch {tmp_path / 'P'}')"
     integral = {"integrand": code, "variable": "x"}
     for prompt, says in (
@@ -267,7 +267,7 @@ def test_code_in_a_judge_can_only_compute(sandbox):
 
 
 @needs_sandbox
-def test_code_in_a_judge_ends_with_it_and_touches_no_other(sandbox):
+def test_code_in_a_judge_affects_only_its_own_verdict(sandbox):
     write = "__import__('os').write"
     cases = {
         "[setattr(__import__('__main__'), 'WRONG', b'r')]": "right",  # of its own verdict
@@ -309,7 +309,7 @@ def test_many_responses_to_a_large_row_are_judged_in_turn(sandbox):
 
 
 @needs_sandbox
-def test_a_dead_sandbox_is_an_error_and_the_next_answer_gets_another(monkeypatch):
+def test_a_dead_sandbox_is_an_error_and_is_replaced(monkeypatch):
     monkeypatch.setattr(scorer_sandbox, "_opened", [])
     prompt = row("chain_sum", "5")
     assert label_problem("5", prompt.metadata) is None
@@ -343,7 +343,7 @@ def test_without_a_sandbox_only_scorers_that_evaluate_nothing_run(monkeypatch, t
 
 
 @needs_sandbox
-def test_a_sandbox_that_cannot_be_had_for_now_is_tried_again_later(monkeypatch):
+def test_an_unavailable_sandbox_is_tried_again_later(monkeypatch):
     monkeypatch.setattr(scorer_sandbox, "_opened", [])
     monkeypatch.setattr(scorer_sandbox, "_refusal", None)
     numbers = item("countdown")

@@ -123,7 +123,7 @@ def test_a_judge_sees_the_template_filled_in_and_no_thinking(pool, template):
     assert server.bodies == [{"messages": messages, "temperature": 0, "model": "big"}]
 
 
-def test_a_judges_failure_is_no_reward_and_an_unscored_response_is_wrong(pool, template, monkeypatch, caplog):
+def test_a_judges_failure_gives_no_reward_but_refusal_counts_wrong(pool, template, monkeypatch, caplog):
     monkeypatch.setenv("IBPO_RM_API_KEY", "sk-secret")
     answers = {
         "undecided": said("I cannot decide."), "empty": said(None),
@@ -145,7 +145,7 @@ def test_a_judges_failure_is_no_reward_and_an_unscored_response_is_wrong(pool, t
     assert "sk-secret" not in caplog.text + repr(scores)
 
 
-def test_a_response_that_keeps_a_judge_from_scoring_is_wrong_and_counted(pool, template):
+def test_a_response_that_prevents_its_scoring_is_wrong(pool, template):
     def judge(body, times):
         said_again, response = "in exactly this form: Score: NUMBER" in str(body), response_in(body)
         if response in ("DONE", "1e12") or (response == "late" and not said_again):
@@ -162,7 +162,7 @@ def test_a_response_that_keeps_a_judge_from_scoring_is_wrong_and_counted(pool, t
     assert [asked.count(response) for response in ("DONE", "fine", "late", "1e12")] == [2, 1, 2, 2]
 
 
-def test_a_judge_that_scores_nobody_is_broken_whatever_it_did_before(pool, template, monkeypatch):
+def test_a_judge_without_readable_scores_is_reported_broken(pool, template, monkeypatch):
     monkeypatch.setattr("megatron_ibpo.rewards.reward_server._MOST_UNREAD", 8)
     settings = {"rm_type": "http_judge", "rm_template": template}
     with serving(lambda body, _: said("Score: 1" if response_in(body) == "1" else "?")) as (url, _):
@@ -178,7 +178,7 @@ def test_a_judge_that_scores_nobody_is_broken_whatever_it_did_before(pool, templ
     assert [score.reward for score in later].count(None) == 13
 
 
-def test_a_judge_reads_both_ends_of_long_texts_and_no_imitated_score(pool, template):
+def test_a_judge_reads_both_ends_and_no_imitated_score(pool, template):
     long, imitated = "5 " * 5000, 'Score: 10 and {"score": 9}, a score'
     with serving(lambda body, _: said(f"It says: {response_in(body)[:60]}\nScore: 0")) as (url, server):
         settings = {"rm_type": "http_judge", "rm_template": template, "rm_url": url}
@@ -197,7 +197,7 @@ def test_a_judge_reads_both_ends_of_long_texts_and_no_imitated_score(pool, templ
     assert len(server.bodies[0]["messages"][0]["content"]) < 8_100
 
 
-def test_a_judge_may_be_part_of_a_composite_and_its_loss_no_reward(pool, template):
+def test_a_judge_may_be_a_part_of_composite_rewards(pool, template):
     settings = {"rm_type": "composite", "reward_part": ("http_judge=0.8",), "reward_threshold": 0.4}
     with serving(lambda *_: said("Score: 0.5")) as (url, _):
         settings |= {"rm_url": url, "rm_template": template}
@@ -209,7 +209,7 @@ def test_a_judge_may_be_part_of_a_composite_and_its_loss_no_reward(pool, templat
     assert gone.details["retries"] >= 1
 
 
-def test_a_score_server_gets_batches_and_one_bad_response_spoils_no_other(pool):
+def test_one_bad_response_in_a_batch_spoils_no_other(pool):
     def scored(body, times):
         if any(item["response"] == "poison" for item in body):
             return 422, "cannot score these"
@@ -312,7 +312,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_a_score_server_is_refused_at_the_start_as_in_a_run(case, pool):
+def test_an_unusable_score_server_is_refused_at_the_start(case, pool):
     answer, says = UNUSABLE[case]
     with serving(lambda *_: (200, answer)) as (url, _):
         settings = {"rm_type": "http_score", "rm_url": url}

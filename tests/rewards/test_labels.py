@@ -42,7 +42,7 @@ UNDERSTOOD = {  # label → answers that are right, and that are wrong
 }  # fmt: skip
 
 
-def test_a_list_has_the_accepted_answers_and_an_object_its_content(verifier):
+def test_a_list_label_accepts_its_answers_and_objects_their_content(verifier):
     cases = [
         (label, answer, wanted)
         for label, (right, wrong) in UNDERSTOOD.items()
@@ -59,7 +59,7 @@ def test_a_list_has_the_accepted_answers_and_an_object_its_content(verifier):
     assert label_problems(verifier._pool, list(map(prompt, UNDERSTOOD)), DATA) == []
 
 
-def test_other_structures_are_refused_before_work_with_their_prompt_and_advice(verifier):
+def test_other_label_structures_are_refused_with_prompt_and_advice(verifier):
     refused = {
         "null": "it is null", "[]": "an empty list", "{}": "an object with no keys",
         "[null]": "with null in it", "[true]": "with true in it", '{"answer": true}': "it is or holds true",
@@ -89,7 +89,7 @@ TEXTS = st.text("abcdefgh0123456789", min_size=1, max_size=6)
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=4), st.sampled_from(ANSWER_KEYS), st.data())
-def test_each_text_of_a_list_is_right_in_every_form_of_it(answers, key, data):
+def test_each_answer_of_a_list_is_right_in_every_form(answers, key, data):
     answer = data.draw(st.sampled_from(answers))
     for label in (
         json.dumps(answers),

@@ -128,7 +128,7 @@ def test_answers_of_all_formats_are_judged(verifier):
     assert wrongly_judged(verifier, answers) == []
 
 
-def test_the_final_answer_counts_and_a_quotation_of_the_prompt_is_none(verifier):
+def test_the_final_answer_counts_but_no_quotation_of_the_prompt(verifier):
     numbers, sevens = ",".join(map(str, range(1, 26))), "7" * 800
     answers = {
         "7311": (

@@ -104,7 +104,7 @@ def asked(*responses, label="42", **metadata):
     return [(prompt, response) for response in responses]
 
 
-def test_a_function_by_import_path_gets_its_arguments_and_may_return_details(pool):
+def test_an_imported_reward_function_gets_arguments_and_returns_details(pool):
     graded = verifier(pool, reward_threshold=0.5)
     right = "(prompt, label, metadata) == ('what?', '42', {'level': 3})"
     assert graded.score(asked(right, level=3)) == [Score(1.0, True)]
@@ -116,7 +116,7 @@ def test_a_function_by_import_path_gets_its_arguments_and_may_return_details(poo
     assert [score.reward for score in forked] == [0.0, 0.25, 0.5]
 
 
-def test_a_fault_is_no_reward_and_a_responses_fault_is_a_wrong_answer(pool):
+def test_a_fault_gives_no_reward_and_a_responses_fault_zero(pool):
     faults = {
         # half a character, which no log could be given
         r"fail(RuntimeError('cannot judge \ud800'))": r"RuntimeError: cannot judge \ud800",
@@ -148,7 +148,7 @@ def test_a_fault_is_no_reward_and_a_responses_fault_is_a_wrong_answer(pool):
         assert before.reward == after.reward == 1.0, rm_type
 
 
-def test_a_response_that_kills_is_asked_twice_and_one_that_hangs_once(impatient, tmp_path):
+def test_a_killing_response_is_tried_twice_and_a_hanging_once(impatient, tmp_path):
     start, deaths = time.monotonic(), impatient.deaths
     hang = f"open({str(tmp_path / 'asked')!r}, 'a').write('x') and {HANG}"
     scores = verifier(impatient).score(asked("0", hang, "1", HANG_IN_C, "0", "os._exit(7)", "1"))
@@ -214,7 +214,7 @@ def test_a_successor_that_dies_loading_is_replaced_but_not_forever(users_module,
         assert time.monotonic() - began < 60, "it would hang for ten minutes"
 
 
-def test_responses_are_scored_as_they_come_and_an_error_waits_for_nobody(impatient, caplog):
+def test_responses_are_scored_on_arrival_and_errors_logged_at_once(impatient, caplog):
     graded = verifier(impatient)  # whose one process answers them in order
 
     async def stream():
@@ -225,7 +225,7 @@ def test_responses_are_scored_as_they_come_and_an_error_waits_for_nobody(impatie
     assert "have failed on 1 responses: users_rewards:graded: RuntimeError" in caplog.text
 
 
-def test_a_batched_function_gets_gathered_calls_and_the_sum_of_their_time(impatient):
+def test_a_batched_function_gets_gathered_calls_and_their_total_time(impatient):
     # which has half a second for a call; a 64th of that were too short
     sizes = [score.reward for score in verifier(impatient, TOGETHER).score(asked(*["0"] * 150))]
     assert len(sizes) == 150
@@ -249,7 +249,7 @@ def test_one_bad_response_spoils_no_other_of_its_batch(impatient):
         assert error in scores[2].error
 
 
-def test_a_functions_children_end_with_its_worker_and_its_output_is_bounded(tmp_path, capfd):
+def test_a_workers_children_end_with_it_and_output_is_bounded(tmp_path, capfd):
     def started(graded, number):
         """A child of the worker, a daemon that it left, and the worker."""
         note = tmp_path / f"note{number}"
@@ -323,7 +323,7 @@ def test_labels_that_cannot_be_graded_are_named_before_work_starts(impatient):
         check_labels(impatient, prompts, data)
 
 
-def test_an_unloadable_function_is_refused_before_work_and_leaves_no_process():
+def test_an_unloadable_function_is_refused_and_leaves_no_process():
     prompts = [prompt for prompt, _ in [*asked("", rm_type="users_rewards:missing"), *asked("")]]
     allowing = DataConfig(rm_type=GRADED, allowed_rm_types=("users_rewards:missing",))
     assert rewards.named_rm_types(prompts, allowing) == ["users_rewards:missing", GRADED]
@@ -394,7 +394,7 @@ def test_worked_solutions_are_right_and_part_marks_are_no_reward(reasoning_gym):
     assert reasoning_gym.score(wrong) == [Score(0.0, False)] * len(wrong)
 
 
-def test_an_answer_that_breaks_the_scorer_is_wrong_and_such_a_label_refused(reasoning_gym):
+def test_an_answer_that_breaks_the_scorer_is_wrong(reasoning_gym):
     def generated(task, label, **metadata):
         metadata |= {"source_dataset": task, "source_index": 0, "question": "what?"}
         return Prompt(0, token_ids([]), 0, label, task, "what?", metadata)
@@ -414,7 +414,7 @@ def test_an_answer_that_breaks_the_scorer_is_wrong_and_such_a_label_refused(reas
             check_labels(reasoning_gym._pool, [factors, prompt], DataConfig())
 
 
-def test_the_answer_follows_the_last_mark_and_has_its_last_place():
+def test_the_answer_follows_the_last_mark():
     for response, answer in (
         ("#3\n1+1=2#2 \n", "2"), (" 2 ", "2"), ("1+1=2#", None), (r"it is \boxed{15}.", "15"),
         ("## Answer\n<answer> 15 </answer> done", "15"), ("<think>#3</think> 15", "15"),

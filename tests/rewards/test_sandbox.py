@@ -137,7 +137,7 @@ def test_a_program_reaches_nothing_of_the_host(tmp_path):
     assert lines[second + 1 :] == ["[]"] * (1 + len(packages)) + ends
 
 
-def test_the_root_holds_python_and_nothing_can_be_written_to_it():
+def test_the_sandbox_has_a_read_only_root_and_fresh_folder():
     lines = said("""
         say(sorted(os.listdir("/")))
         for path in ("/file", "/dev/file", os.__file__, sys.executable, "/lib64/file"):
@@ -232,7 +232,7 @@ def test_the_control_groups_of_a_verifier_end_with_it():
 
 @needs_groups
 @pytest.mark.slow  # for the time that so many files take, whose names and nodes are memory of the kernel's
-def test_a_flood_of_empty_files_ends_at_the_memory_of_its_group():
+def test_a_flood_of_empty_files_hits_the_memory_limit():
     source = "for number in range(10_000_000): open(str(number), 'w').close()"
     execution = run(source, seconds=120, memory_bytes=128 << 20)
     assert (execution.status, execution.reached) == (128 + signal.SIGKILL, None)
@@ -260,7 +260,7 @@ def test_endless_growth_ends_alone_and_at_its_limit():
         assert least <= int(size) <= most
 
 
-def test_threads_ignored_signals_and_closed_outputs_do_not_stretch_the_time_limit():
+def test_nothing_a_program_does_stretches_the_time_limit():
     for closes in (False, True):
         source = f"""
             import signal, threading
@@ -333,7 +333,7 @@ def test_tests_and_program_are_in_two_sandboxes(planted):
     assert (execution.status, execution.stdout) == (0, b"passed\n"), execution
 
 
-def test_the_sandbox_ends_with_its_owner_and_its_groups_are_removed():
+def test_the_sandbox_and_its_groups_end_with_their_owner():
     """Also where the owner is killed, as a verifier that takes too long is."""
 
     def left():
@@ -358,7 +358,7 @@ def test_the_sandbox_ends_with_its_owner_and_its_groups_are_removed():
     assert eventually(lambda: left() == [], 10)
 
 
-def test_a_missing_or_leaking_sandbox_is_an_error_and_no_verdict(monkeypatch, tmp_path):
+def test_a_missing_or_leaking_sandbox_is_an_error(monkeypatch, tmp_path):
     allow_all = struct.pack("<HBBI", 0x06, 0, 0, 0x7FFF0000)
     with monkeypatch.context() as patched:  # processes can be started, without the filter of system calls
         patched.setattr("megatron_ibpo.rewards.sandbox.process._filter", lambda _: allow_all)
@@ -385,7 +385,7 @@ def test_a_missing_or_leaking_sandbox_is_an_error_and_no_verdict(monkeypatch, tm
             check_isolation()
 
 
-def test_a_program_without_a_sandbox_has_its_limits_all_the_same():
+def test_limits_also_hold_without_a_sandbox():
     assert run("while True: pass", isolated=False, seconds=0.3).reached == "time"
     assert run("b'x' * 2**30", isolated=False, memory_bytes=256 << 20).status == 1
 

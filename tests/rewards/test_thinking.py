@@ -65,7 +65,7 @@ def rewards(verifier, tokenizer, prompt, *texts, prompt_ids=None):
     return [sample.reward for sample in samples]
 
 
-def test_a_draft_in_thinking_that_the_template_opened_is_no_answer(verifier):
+def test_a_draft_in_template_opened_thinking_is_no_answer(verifier):
     for name, tokenizer, opens in (
         ("Qwen3.5", family_tokenizer("qwen3_5"), True), ("Qwen3", family_tokenizer("qwen3"), False),
         ("Qwen3-Thinking, QwQ", template("<think>\n"), True), ("R1", template("<think>"), True),
@@ -89,7 +89,7 @@ def test_marks_that_are_special_tokens_count(verifier):
     )
 
 
-def test_a_correction_thinks_if_its_prompt_ends_so_whatever_candidates_say(verifier):
+def test_a_correction_thinks_only_if_its_prompt_ends_so(verifier):
     for opens, tokenizer in ((True, template("<think>\n")), (False, template(""))):
         prompt, cut_off = asked(tokenizer), token_ids(tokenizer.encode("<think> It is 8. Hm"))
         ids = CorrectionTemplate(tokenizer, 2)(prompt, cut_off, [cut_off])
@@ -122,7 +122,7 @@ def test_the_answer_follows_the_last_mark_unless_that_opens_thinking():
         assert final_part(text) == final, text
 
 
-def test_content_of_an_episodes_turn_before_thinking_without_an_end_is_reasoning():
+def test_text_before_unfinished_thinking_is_reasoning():
     for text, content, reasoning in (
         ("<think>a</think>7", "7", "a"), ("<think>a</think>7<think>b", "", "a\n7<think>b"),
         ("7<think>b", "", "7<think>b"), ("7", "7", None),

@@ -33,14 +33,14 @@ def test_tokens_before_a_window_are_not_counted():
     assert f[1000] - 1000 * f[1] == 12 * pair * (1000 * 999 // 2) + 12 * pair * (128 * 127 // 2 + 872 * 127)
 
 
-def test_a_token_of_the_large_models_costs_two_operations_for_each_active_weight():
+def test_a_token_costs_two_operations_per_active_weight():
     """Qwen3-32B multiplies 32.0 G weights (32.8 G less the embedding), Qwen3-Next-80B about 3.6 G."""
     for name, billions in (("qwen3_32b", 31.98), ("qwen3_next_80b_a3b", 3.56)):
         shape = read_hf_config(ROOT / "examples/models" / name)
         assert forward_flops(shape, 1) == pytest.approx(2 * billions * 1e9, rel=0.02)
 
 
-def test_an_update_costs_three_forward_passes_and_four_when_it_recomputes():
+def test_an_update_costs_three_passes_or_four_with_recomputation():
     f = {n: forward_flops(DENSE, n) for n in (4, 5, 6)}
     for passes in (3, 4):
         meter = CostMeter(DENSE, 1, recomputes=passes == 4)
@@ -51,7 +51,7 @@ def test_an_update_costs_three_forward_passes_and_four_when_it_recomputes():
         assert of_updates == pytest.approx(3 * passes * f[5])
 
 
-def test_what_only_observes_is_free():
+def test_observation_is_free():
     before = Spent.read({"tokens": 10.0, "flops": 30.0, "accelerator_seconds": 100.0})  # shares nothing
     meter = CostMeter(DENSE, accelerators=4, before=before)
     meter.time({"sample": 1.0, "credit": 0.5, "train": 2.0, "sync": 0.25, "score": 0.25})
@@ -62,7 +62,7 @@ def test_what_only_observes_is_free():
     assert meter.spent.metrics() == {f"spent_{name}": value for name, value in spent.items()}
 
 
-def test_a_shared_prompt_is_read_once_and_a_beginning_that_sequences_share_can_be_counted_once():
+def test_a_shared_prompt_is_read_once_and_prefixes_may_be():
     """The prompts 1 2 3, 1 2 4 and 1 2 have four nodes of a tree; an answer is written in any case."""
     meter = CostMeter(DENSE, accelerators=2)
     asked = (([1, 2, 3], 5), ([1, 2, 3], 2), ([1, 2, 4], 2), ([1, 2], 1))
@@ -93,7 +93,7 @@ def test_rejected_drafts_are_computed_and_accepted_ones_take_no_step():
 
 
 @given(st.lists(st.lists(st.integers(0, 300), max_size=6), max_size=8))
-def test_what_is_not_repeated_are_the_nodes_of_the_prefix_tree(sequences):
+def test_unrepeated_tokens_are_the_nodes_of_the_prefix_tree(sequences):
     repeated = repeated_prefixes([token_ids(s) for s in sequences])
     nodes = {tuple(s[: i + 1]) for s in sequences for i in range(len(s))}
     assert sum(map(len, sequences)) - sum(repeated) == len(nodes)

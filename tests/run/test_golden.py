@@ -41,7 +41,7 @@ def test_credit_of_recorded_groups():
             assert row == wanted, case
 
 
-def test_without_shaping_and_corrections_every_variant_gives_the_credit_of_gspo():
+def test_variants_without_shaping_and_corrections_equal_gspo():
     gspo = Loop(fix_last).credit(some_groups(), algorithm(**of_preset("gspo"))).sequences
     for variant in ("base", "ratio"):
         off = algorithm(ibpo_lambda=0.0, ibpo_joint=False, ibpo_variant=variant)

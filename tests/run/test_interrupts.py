@@ -58,7 +58,7 @@ def stopping(tmp_path):
         yield start
 
 
-def test_the_first_signal_is_noted_and_a_second_one_stops_at_once(stopping):
+def test_the_first_signal_is_noted_and_the_second_stops_immediately(stopping):
     process = stopping("goes on")
     for _ in range(2):  # as launchers hand it on: it is the same one
         process.send_signal(signal.SIGTERM)
@@ -76,7 +76,7 @@ def test_a_signal_cuts_an_evaluation_short(stopping):
     assert process.returncode == 0
 
 
-def test_a_run_goes_on_and_speaks_to_a_file_when_nothing_reads_what_it_says(stopping, tmp_path):
+def test_a_run_without_a_terminal_logs_to_a_file(stopping, tmp_path):
     for number, told in ((signal.SIGTERM, ""), (signal.SIGHUP, SAYS)):
         process = stopping("steps")
         process.stdout.close()  # the reader goes with the terminal
@@ -92,7 +92,7 @@ def test_nohup_is_respected(stopping):
     assert not eventually(lambda: process.poll() is not None, seconds=0.5)
 
 
-def test_a_lost_node_is_waited_for_while_the_run_starts_again_but_not_for_good(monkeypatch, capsys):
+def test_a_lost_node_is_awaited_during_restarts_within_a_limit(monkeypatch, capsys):
     lost, died = on_cluster.NodeLostError("a node is lost"), ProcessDiedError("engine 1 has ended")
     config, stop = Config(), SimpleNamespace(cuts_short=lambda work: work())
     config.cluster.node_wait = 7.0
@@ -126,7 +126,7 @@ def test_a_lost_node_is_waited_for_while_the_run_starts_again_but_not_for_good(m
     assert trained(died) == (FAILED, [0.0])
 
 
-def test_the_journal_serves_a_run_that_goes_on_though_its_devices_have_decided_some_settings():
+def test_the_journal_serves_a_resumed_run_with_resolved_device_settings():
     asked = Config()
     run = SimpleNamespace(
         config=on_device(asked, read_hf_config(ROOT / "examples/tiny_qwen3_next"), on_gpu=False)

@@ -56,7 +56,7 @@ def whole(request, tmp_path_factory):
         yield flags, steps
 
 
-def test_every_step_asks_prompts_and_seeds_that_no_other_has_asked_in_the_order_of_the_source(whole):
+def test_every_step_draws_new_prompts_and_seeds_in_source_order(whole):
     _, steps = whole
     assert [index for groups in steps.groups for index in indices(groups)] == list(range(24))
     assert {group.prompt.text for group in steps.all_groups} < {row["prompt"] for row in questions("train")}
@@ -65,7 +65,7 @@ def test_every_step_asks_prompts_and_seeds_that_no_other_has_asked_in_the_order_
     assert {request.temperature for request in steps.engines.asked} == {0.7}
 
 
-def test_the_verifier_reads_the_whole_response_and_trainers_get_what_was_sampled_in_that_step(whole):
+def test_trainers_get_the_steps_samples_with_rewards_of_whole_responses(whole):
     _, steps = whole
     label = {row["prompt"]: row["label"] for row in questions("train")}
     decode = steps.run.data.tokenizer.decode
@@ -96,7 +96,7 @@ def test_each_wrong_response_is_shown_with_its_reference_and_corrected(whole):
 
 
 @pytest.mark.parametrize(("flags", "bound"), [((), 0), (AHEAD, 2), (OVER, 1)], ids=["0", "2", "1 of 6"])
-def test_no_sample_is_older_than_staleness_allows_and_some_are_as_old(flags, bound, tmp_path):
+def test_the_oldest_sample_is_exactly_as_stale_as_allowed(flags, bound, tmp_path):
     with live_run(config_of(tmp_path, *flags, "--num-rollout", "8", "--no-save")) as steps:
         steps.take(8)
     ages = {
@@ -109,7 +109,7 @@ def test_no_sample_is_older_than_staleness_allows_and_some_are_as_old(flags, bou
     assert min(ages) >= 0
 
 
-def test_a_journal_of_other_settings_is_not_used_and_a_line_names_them(tmp_path):
+def test_a_journal_of_other_settings_is_ignored_with_a_note(tmp_path):
     with live_run(config_of(tmp_path, *EVERY_TWO)) as killed:
         killed.take(3)
     with ExitStack() as stack:
@@ -120,7 +120,7 @@ def test_a_journal_of_other_settings_is_not_used_and_a_line_names_them(tmp_path)
 
 
 @pytest.mark.parametrize("journal", ["kept", "lost"])
-def test_a_run_that_goes_on_takes_up_the_order_of_data_where_it_was(whole, journal, tmp_path):
+def test_a_resumed_run_continues_the_order_of_data(whole, journal, tmp_path):
     flags, undisturbed = whole
     killed, left, steps = goes_on(tmp_path, flags, journal)
     assert list(map(indices, steps.groups)) == list(map(indices, undisturbed.groups[2:]))
@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_takes_up_the_order_of_data_where_it_was(whole, journ
     assert len(left) > 4 * 3 or journal == "lost" or "--max-staleness" not in flags, "others had begun"
 
 
-def test_masks_reach_the_trainers_with_samples_of_older_weights_and_again_from_the_journal(tmp_path):
+def test_sampling_masks_reach_trainers_directly_and_from_the_journal(tmp_path):
     cut = ("--rollout-top-p-cycle", "1", "0.8", "--rollout-top-k", "9", "--use-tis", "--num-rollout", "6")
     killed, _, steps = goes_on(tmp_path, (*AHEAD, "--keep-order", *cut), count=1)
     assert steps.trainers.updates[0] == killed.trainers.updates[2]
@@ -165,14 +165,14 @@ def test_samples_of_a_journal_without_masks_are_not_trained_on(tmp_path):
 
 
 @pytest.mark.parametrize("journal", [pytest.param("kept", marks=pytest.mark.slow), "lost"])
-def test_a_run_that_goes_on_leaves_no_prompt_out_and_takes_none_twice(journal, tmp_path):
+def test_a_resumed_run_neither_skips_nor_repeats_a_prompt(journal, tmp_path):
     """Sampling ahead, each batch takes what is ready: most prompts of a time are under way at the kill."""
     killed, _, steps = goes_on(tmp_path, (*AHEAD, "--num-rollout", "6"), journal)
     taken = [index for groups in [*killed.groups[:2], *steps.groups] for index in indices(groups)]
     assert sorted(taken) == list(range(24))
 
 
-def test_a_run_that_goes_on_draws_the_same_references_again_for_prompts_of_another_step(tmp_path):
+def test_a_resumed_run_draws_the_same_references_across_steps(tmp_path):
     flags = (*AHEAD, "--keep-order", "--n-samples-per-prompt", "5", "--num-rollout", "6")
     flags += ("--dynamic-sampling", "--dynamic-sampling-by", "rewards")
     killed, _, steps = goes_on(tmp_path, flags, count=1)
@@ -180,7 +180,7 @@ def test_a_run_that_goes_on_draws_the_same_references_again_for_prompts_of_anoth
     assert all_of(steps.groups[0]) == all_of(killed.groups[2])
 
 
-def test_a_run_that_goes_on_remembers_what_came_of_corrections(tmp_path):
+def test_a_resumed_run_remembers_the_success_of_corrections(tmp_path):
     gate = str(ROOT / "examples/credit/gated.py:Gated")
     killed, _, steps = goes_on(tmp_path, ("--ibpo-operator", gate, "--num-rollout", "6"), "lost", count=1)
     before, after = (run.run.progress.remembered[3] for run in (killed, steps))
@@ -189,7 +189,7 @@ def test_a_run_that_goes_on_remembers_what_came_of_corrections(tmp_path):
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["after a checkpoint", "before the first"])
-def test_trainers_that_died_train_again_on_what_they_had(whole, saved, tmp_path):
+def test_restarted_trainers_repeat_their_steps_from_recorded_samples(whole, saved, tmp_path):
     flags, undisturbed = whole
     trainers, save = Trainers(dies_at=3), EVERY_TWO if saved else ("--no-save",)
     with live_run(config_of(tmp_path, *flags, *save), trainers) as steps:
@@ -200,7 +200,7 @@ def test_trainers_that_died_train_again_on_what_they_had(whole, saved, tmp_path)
     assert trainers.updates == [*expected[:3], *expected[first:3], expected[3]]
 
 
-def test_a_step_that_the_journal_has_lost_ends_the_run_and_is_named(tmp_path):
+def test_a_step_lost_from_the_journal_ends_the_run(tmp_path):
     trainers = Trainers(dies_at=3)
     with live_run(config_of(tmp_path, "--num-rollout", "6", "--no-save"), trainers) as steps:
         steps.take(3)
@@ -213,7 +213,7 @@ def test_a_step_that_the_journal_has_lost_ends_the_run_and_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("operator", ["compare-and-correct", RESET_GROUPS])
-def test_a_run_whose_operator_asks_for_more_samples_finishes_with_its_summary(tmp_path, operator):
+def test_operators_that_sample_more_finish_a_run_with_a_summary(tmp_path, operator):
     flags = ("--ibpo-operator", operator, "--num-rollout", "1", "--no-save")
     with live_run(config_of(tmp_path, *flags)) as steps:
         steps.take(1)
@@ -228,7 +228,7 @@ def data_of(config) -> RunData:
     return open_run_data(config, read_foundation(config))
 
 
-def test_all_prompts_are_played_in_the_environment_of_the_run_or_in_their_own(tmp_path):
+def test_prompts_play_in_the_runs_environment_or_their_own(tmp_path):
     own = {"environment": "its:Own", "level": 1}
     held_out = [{"prompt": "1+1", "label": 2}, {"prompt": "1+2", "label": 3, "metadata": own}]
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
@@ -291,7 +291,7 @@ def test_a_notebook_has_an_event_loop_that_runs_already(tmp_path):
     assert asyncio.run(cell()) == [1, 2]
 
 
-def test_a_run_that_is_left_early_goes_on_where_it_was(tmp_path):
+def test_a_run_left_early_continues_where_it_was(tmp_path):
     config = config_of(tmp_path, "--num-rollout", "3")
     with opened(config) as run:
         assert [next(run).metrics["step"] for _ in range(2)] == [1, 2]
@@ -305,7 +305,7 @@ def test_a_run_that_is_left_early_goes_on_where_it_was(tmp_path):
     (KeyboardInterrupt(), "stopped at once"),
     (RuntimeError("no luck"), "failed: RuntimeError: no luck"),
 ])  # fmt: skip
-def test_what_was_sampled_before_an_error_is_not_sampled_again(tmp_path, monkeypatch, capsys, error, status):
+def test_samples_drawn_before_an_error_are_reused(tmp_path, monkeypatch, capsys, error, status):
     """Without a checkpoint; an interrupt comes within a step, and the program fails after one."""
     fail, before, again = Mock(side_effect=error), StandIns(), StandIns()
     with monkeypatch.context() as patched:
@@ -322,7 +322,7 @@ def test_what_was_sampled_before_an_error_is_not_sampled_again(tmp_path, monkeyp
     assert again.engines.asked == []
 
 
-def test_a_budget_stops_a_run_after_the_step_that_spends_it(tmp_path, monkeypatch):
+def test_a_budget_stops_the_run_after_the_step_spending_it(tmp_path, monkeypatch):
     """The gradient meter is free."""
 
     def call_each(trainers, method, work):
@@ -382,7 +382,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path):
         mi.open_run(config)
 
 
-def test_after_a_start_that_failed_the_same_command_starts_the_run_and_so_does_load(tmp_path, capsys):
+def test_a_failed_start_can_be_repeated_or_loaded(tmp_path, capsys):
     def start_in_vain(config):
         with in_place(StandIns(wait_ready=lambda: 1 / 0)), pytest.raises(ArithmeticError):
             mi.open_run(config)
@@ -402,7 +402,7 @@ def test_after_a_start_that_failed_the_same_command_starts_the_run_and_so_does_l
     assert f"--load {there}: no checkpoint was saved there; the run starts at step 0\n" in said
 
 
-def test_a_run_of_adapters_needs_room_for_checkpoints_of_adapters_and_for_a_whole_export(tmp_path):
+def test_adapter_runs_need_room_for_small_checkpoints_and_full_exports(tmp_path):
     """4 layers, each with a q_proj of 128 x 96; fp32 weights of 4 bytes and 8 of Adam's."""
     config = config_of(tmp_path, "--num-rollout", "1")
     elements, shape = {"model.embed_tokens.weight": 10**6}, read_foundation(config).shape

@@ -35,7 +35,7 @@ def machine(count, *, gpus):
     return plan_placement([node], num_trainers=count, engines=None, on_gpu=gpus)
 
 
-def test_what_depends_on_devices_is_filled_in_by_their_placement_and_nothing_else_is_open():
+def test_devices_resolve_only_the_settings_that_depend_on_them():
     config, foundation, settled = settings()
     assert settled.rollout.rollout_max_context_len == foundation.shape.max_position_embeddings
     assert (settled.model.bf16, sampling_precision(settled.rollout).dtype, settled.cluster.num_trainers) == (
@@ -54,7 +54,7 @@ def test_what_depends_on_devices_is_filled_in_by_their_placement_and_nothing_els
     assert config.rollout.rollout_max_context_len is None, "what the user gave is not changed"
 
 
-def test_a_context_that_the_model_or_the_responses_do_not_leave_is_refused():
+def test_an_impossible_context_length_is_refused():
     with pytest.raises(ValueError, match=r"--rollout-max-context-len 100000: more than the model's context"):
         settings("--rollout-max-context-len", "100000")
     config = parse_config(["--hf-checkpoint", str(TINY), "--rollout-max-response-len", "100000"])
@@ -63,7 +63,7 @@ def test_a_context_that_the_model_or_the_responses_do_not_leave_is_refused():
         read_foundation(config)
 
 
-def test_trainers_that_a_layout_does_not_divide_are_refused_once_they_are_counted():
+def test_trainers_indivisible_by_the_layout_are_refused_once_counted():
     _, foundation, settled = settings("--tensor-model-parallel-size", "2")
     assert resolve(settled, foundation, machine(4, gpus=True)).world_size == 4
     with pytest.raises(ValueError, match=r"TP x PP = 2 does not divide the world size \(3\)"):
@@ -79,7 +79,7 @@ def test_too_little_memory_is_refused():
         preflight(resolved, weights, {0: 2**30})
 
 
-def test_an_engine_that_cannot_compute_the_model_is_refused_before_a_process_starts():
+def test_an_engine_unfit_for_the_model_is_refused_early():
     _, foundation, settled = settings()
     node = Node("here", "10.0.0.1", cpus=2, gpus=0)
     own = Engines(tensor_parallel_size=1, colocate=False, num_gpus=1)
@@ -104,7 +104,7 @@ def test_overrides_are_read_once_and_are_data():
 
 
 @pytest.mark.parametrize("free", [2**20, 2**26])
-def test_a_small_disk_and_unknown_hardware_are_refused_before_a_process_starts(free, tmp_path, monkeypatch):
+def test_small_disks_and_unknown_hardware_are_refused_before_processes_start(free, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     with (
         in_place(StandIns()),
@@ -141,7 +141,7 @@ def with_fault(run_dir, /, **values):
         ({"dry_run_hardware": "a100x"}, "a100x"),
     ],
 )
-def test_what_needs_no_torch_is_refused_before_a_cluster_is_started(fault, words, tmp_path):
+def test_faults_found_without_torch_stop_before_the_cluster_starts(fault, words, tmp_path):
     backend = Unconnected()
     backend.check = OnCluster().check
     with in_place(backend), pytest.raises(ValueError, match=words), open_run(with_fault(tmp_path, **fault)):
@@ -156,7 +156,7 @@ def test_what_needs_no_torch_is_refused_before_a_cluster_is_started(fault, words
         ({"loss_variant": "grop"}, "grop"),
     ],
 )
-def test_what_needs_no_verifier_is_refused_before_one_is_started(fault, words, tmp_path):
+def test_faults_found_without_verifiers_stop_before_they_start(fault, words, tmp_path):
     with (
         in_place(StandIns()),
         patch("megatron_ibpo.run.inputs.open_pool", lambda *_: pytest.fail("verifiers were started")),

@@ -160,7 +160,7 @@ def show(tmp_path):
 
 @pytest.mark.parametrize("door", [train, fine_tune, evaluate, plan, convert])
 @pytest.mark.parametrize("fault", WEIGHTS)
-def test_weights_that_are_of_another_model_are_refused_by_every_door(tmp_path, model, fault, door):
+def test_weights_of_another_model_are_refused_by_every_door(tmp_path, model, fault, door):
     damage, words = WEIGHTS[fault]
     damage(model)
     with pytest.raises(CheckpointError, match=words):

@@ -49,7 +49,7 @@ def cross_entropy(rows, count):
     return torch.cat(losses).mean().item()
 
 
-def test_settings_of_sampling_have_no_effect_and_are_named_and_what_only_rl_can_do_is_refused(rows):
+def test_unused_sampling_settings_are_named_and_rl_only_ones_refused(rows):
     flags = flags_for(rows, "--kl-coef", "0.1", "--advantage-estimator", "ppo")
     config, idle = supervised(parse_config(flags))
     assert (config.loss.loss_variant, config.loss.kl_coef) == ("nll", 0)
@@ -79,7 +79,7 @@ def train(rows, run_dir, *more):
 
 
 @pytest.mark.forked
-def test_a_run_in_one_process_learns_exports_and_ends_with_a_table_of_its_own(rows, tmp_path):
+def test_supervised_training_in_one_process_learns_and_exports(rows, tmp_path):
     flags = "--rollout-backend lean --num-rollout 4 --rollout-batch-size 8 --export-interval 2"
     flags += f" --eval-num-prompts 8 --eval-prompt-data {rows} --lr 1e-3 --run-dir {tmp_path}/run"
     with redirect_stdout(io.StringIO()) as printed:
@@ -105,7 +105,7 @@ def test_a_run_in_one_process_learns_exports_and_ends_with_a_table_of_its_own(ro
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(1000)
-def test_a_run_on_two_ranks_learns_exports_and_resumes_bit_for_bit(rows, tmp_path):
+def test_supervised_training_on_two_ranks_resumes_bit_for_bit(rows, tmp_path):
     flags = "--num-trainers 2 --tensor-model-parallel-size 2 --num-rollout 6 --save-interval 3"
     flags = [*flags.split(), "--eval-num-prompts", "16"]
     whole = train(rows, tmp_path / "whole", *flags)

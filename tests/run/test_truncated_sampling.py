@@ -31,7 +31,7 @@ def trained(run_dir, *flags):
     ("--use-tis",),
     ("--old-logprobs", "engine", "--num-steps-per-rollout", "1"),
 ])  # fmt: skip
-def test_ratios_of_trainer_to_engine_are_1_before_the_first_update(flags, tmp_path):
+def test_engine_ratios_are_1_before_the_first_update(flags, tmp_path):
     """Without the replay of masks the first mean was .898 (tools/results/sampling_mask.json)."""
     (row,) = trained(tmp_path, *flags, "--num-rollout", "1")
     ratio = row["importance_weight_mean" if "--use-tis" in flags else "ratio_mean"]
@@ -45,7 +45,7 @@ def test_ratios_of_trainer_to_engine_are_1_before_the_first_update(flags, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.forked
-def test_a_run_that_goes_on_trains_on_the_masks_of_its_journal_and_ends_with_the_same_weights(tmp_path):
+def test_a_resumed_run_trains_on_journal_masks_to_equal_weights(tmp_path):
     flags = ("--use-tis", "--num-rollout", "2", "--save", "--save-interval", "1")
     first, again = tmp_path / "first", tmp_path / "again"
     if (pid := os.fork()) == 0:  # each run is the only one of its process

@@ -161,14 +161,14 @@ def test_functions_that_work_are_called_once_and_nothing_is_counted(directory):
     assert (directory / "calls").read_text().split()[-2:] == ["reset", "step"]
 
 
-def test_functions_that_divide_by_what_differs_in_an_honest_group_are_not_refused(pool):
+def test_functions_that_divide_by_group_differences_are_not_refused(pool):
     for threshold in ("0", "0.5"):
         functions = ("--advantages", "own_code.py:standardised", "--group-filter", "own_code.py:finished")
         tried(*functions, "--token-credit", "own_code.py:surprising", "--reward-threshold", threshold,
               judges=pool)  # fmt: skip
 
 
-def test_a_fault_stops_the_start_with_its_line_and_the_prompt(tmp_path, pool):
+def test_a_fault_in_user_code_stops_the_start_with_details(tmp_path, pool):
     for flag, name, says, line in (
         ("--rm-type", "misses_key", "KeyError: 'answer'", 'metadata["answer"] =='),
         ("--rm-type", "all_of_them", "KeyError: 'answer'", 'each["answer"] for'),
@@ -200,7 +200,7 @@ def test_a_fault_stops_the_start_with_its_line_and_the_prompt(tmp_path, pool):
             tried(*changed, judges=pool if "--advantages" in changed else None)
 
 
-def test_a_dry_run_an_evaluation_and_a_training_refuse_it_by_the_same_code(directory, tmp_path, capfd):
+def test_dry_run_evaluation_and_training_refuse_faulty_code_alike(directory, tmp_path, capfd):
     bad = flags("--rm-type", "own_code.py:misses_key", "--run-dir", str(tmp_path / "run"))
     assert train.main([*bad, "--dry-run"]) == 2
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -216,9 +216,7 @@ def test_a_dry_run_an_evaluation_and_a_training_refuse_it_by_the_same_code(direc
     assert "not on this machine" in check_user_code(parse_config(elsewhere))
 
 
-def test_a_fault_in_a_run_has_its_line_and_prompt_too_and_its_traceback_in_the_logs(
-    directory, tmp_path, caplog
-):
+def test_a_fault_during_a_run_is_logged_with_its_traceback(directory, tmp_path, caplog):
     data = DataConfig(rm_type="own_code.py:misses_key", reward_workers=1)
     config = parse_config(flags())
     (prompt,) = open_run_data(config, read_foundation(config)).prompts.batch(0, 1)

@@ -120,7 +120,7 @@ def turns_of(sample):
     return [sample.token_ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def test_the_last_allowed_turn_is_given_to_the_environment_before_it_scores():
+def test_the_environment_sees_the_last_allowed_turn_before_scoring():
     table = Table(max_turns=2)
     (sample,) = table.play(prompt_of(turns=5))
     *_, last = turns_of(sample)
@@ -128,7 +128,7 @@ def test_the_last_allowed_turn_is_given_to_the_environment_before_it_scores():
     assert sample.reward_details["last"] == sum(last[:-1])
 
 
-def test_an_episode_is_one_sample_whose_ids_are_those_that_the_engine_wrote():
+def test_an_episode_is_one_sample_of_the_engines_own_ids():
     table = Table()
     (sample,) = table.play(prompt_of(turns=3))
     asked = [request for _, request in table.engine.asked]
@@ -146,7 +146,7 @@ def test_an_episode_is_one_sample_whose_ids_are_those_that_the_engine_wrote():
     assert len(set(table.sessions.seeds)) == 2, "those of evaluation are others"
 
 
-def test_tool_calls_are_counted_and_an_answer_that_cannot_be_written_is_a_fault_of_the_environment():
+def test_tool_calls_are_counted_and_untokenizable_answers_are_faults():
     class Calls(TinyChat):
         def read(self, ids, tools=None):
             return super().read(ids) | {"tool_calls": [{}, {}], "malformed_tool_calls": ["{"]}
@@ -166,7 +166,7 @@ def test_tool_calls_are_counted_and_an_answer_that_cannot_be_written_is_a_fault_
     ("limits", "tokens", "room", "turns"),
     [({"max_turns": 2}, 200, 999, 2), ({}, 9, 999, 2), ({}, 200, 13, 2), ({"max_turn_len": 2}, 200, 999, 1)],
 )
-def test_an_episode_that_is_cut_off_is_scored_and_counts_as_truncated(limits, tokens, room, turns):
+def test_a_truncated_episode_is_scored_and_counts_as_truncated(limits, tokens, room, turns):
     def three(request):
         return [50, 51, EOS][: request.max_tokens]
 
@@ -184,7 +184,7 @@ def test_an_opening_that_leaves_no_room_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["death", "step_timeout", "episode_timeout", "wire", "error"])
-def test_a_fault_has_the_episode_played_once_more_with_the_same_seeds(kind):
+def test_a_faulty_episode_is_replayed_once_with_the_same_seeds(kind):
     calm, faulty = Table(), Table(sessions=Countdowns(faults=["", "", kind]))
     (wanted,), (found,) = calm.play(prompt_of()), faulty.play(prompt_of())
     assert found.token_ids.tolist() == wanted.token_ids.tolist()
@@ -199,7 +199,7 @@ def in_a_group(lost):
     return Group(as_opened(prompt_of(), [lost, *others]), [lost, *others]), others
 
 
-def test_an_episode_that_faults_twice_has_no_reward_and_its_group_still_trains():
+def test_an_episode_faulting_twice_is_unscored_and_its_group_trains():
     table = Table(sessions=Countdowns(0.0, ["", "", "death", "", "", "", "wire"]))
     (lost,) = table.play(prompt_of())
     assert (lost.reward, lost.correct, len(turns_of(lost))) == (None, False, 3)
@@ -214,7 +214,7 @@ def test_an_episode_that_faults_twice_has_no_reward_and_its_group_still_trains()
     assert sum(advantages.values()) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_an_environment_that_never_starts_leaves_a_group_that_trains_on_the_others():
+def test_a_group_trains_without_an_environment_that_never_starts():
     class Never(Countdowns):
         async def open(self, *_):
             raise EpisodeFaultError("death", "it did not start")
@@ -236,7 +236,7 @@ def test_a_listener_hears_every_turn_as_the_engine_wrote_it():
     assert len(turns) > 1
 
 
-def test_a_prompt_whose_row_has_no_environment_beside_others_that_have_is_one_turn():
+def test_a_row_with_a_null_environment_plays_one_turn():
     # a table has its columns in every row, if only as null
     plain = replace(prompt_of(), metadata={"environment": None})
 
@@ -249,7 +249,7 @@ def test_a_prompt_whose_row_has_no_environment_beside_others_that_have_is_one_tu
     assert as_opened(plain, [sample]) is plain
 
 
-def test_a_row_that_names_an_environment_that_no_flag_allows_has_no_reward_and_nothing_is_loaded():
+def test_a_row_that_names_an_unlisted_environment_loads_nothing():
     hostile = replace(prompt_of(), metadata={"environment": "os:system"})
     request = [SampleRequest(hostile.token_ids, 1, 200)]
     table = Table()
@@ -318,7 +318,7 @@ def test_an_episode_outlives_the_death_of_its_engine():
     assert found.reward == wanted.reward
 
 
-def test_new_weights_in_the_middle_show_in_the_versions_of_the_tokens():
+def test_new_weights_during_an_episode_show_in_token_versions():
     table = Table(lambda _: [*[50] * 9, EOS])
 
     async def work():
@@ -360,7 +360,7 @@ def sets_of(sample):
     return [sample.sampling_mask[t].tolist() for t in range(len(sample.token_ids))]
 
 
-def test_what_the_policy_did_not_write_is_not_restricted_by_a_mask():
+def test_a_mask_restricts_only_tokens_of_the_policy():
     masked = sample_of([1], [5, EOS], sampling_mask=sampling_mask([[6, 5], [EOS]]))
     bare = replace(masked, sampling_mask=None)
     for turns, wanted in (
@@ -381,7 +381,7 @@ def test_what_the_policy_did_not_write_is_not_restricted_by_a_mask():
     assert script.sample.sampling_mask is None
 
 
-def test_a_sample_that_is_trained_on_is_refused_if_the_engine_cut_it_and_does_not_say_how():
+def test_a_truncated_sample_without_its_record_is_refused():
     """Also where a method of the user's asked for the cut."""
     prompt = replace(prompt_of(), metadata={})
 
@@ -430,7 +430,7 @@ def test_corrections_are_episodes_that_begin_with_the_opened_prompt():
     assert any(sequence.kind == "correction" for sequence in credit.sequences)
 
 
-def test_a_resumed_run_has_its_episodes_from_the_journal_and_asks_no_environment(tmp_path):
+def test_a_resumed_run_reads_its_episodes_from_the_journal(tmp_path):
     def group(sampler):
         with Journal(tmp_path, 1 << 20, "", 0) as journal:
             memory = JournalMemory(journal, read_journal(tmp_path, 0), lambda write: write())

@@ -139,7 +139,7 @@ def test_groups_do_not_depend_on_who_answers_first_or_dies(engines, takes, seed)
 @settings(max_examples=30)
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 2**16), st.booleans())
 @example(wanted=9, most=4, seed=0, after_credit=True)
-def test_dynamic_sampling_takes_the_groups_that_it_took_round_by_round(wanted, most, seed, after_credit):
+def test_dynamic_sampling_as_a_stream_equals_rounds(wanted, most, seed, after_credit):
     """After credit, unsolved groups whose corrections differ are as good as those that are informative."""
 
     def usable(group):
@@ -204,7 +204,7 @@ def test_a_group_is_corrected_while_others_are_still_sampled():
     assert max(first_corrections) < 1 < 20 < seconds
 
 
-def test_a_group_stays_together_and_groups_are_spread_and_go_out_together(monkeypatch):
+def test_groups_stay_together_and_spread_over_engines(monkeypatch):
     sizes, submit = [], SimulatedEngine.submit
 
     async def counted(engine, requests, version):
@@ -233,7 +233,7 @@ def test_where_prefixes_are_not_cached_single_requests_are_spread():
     assert alone < together
 
 
-def test_a_death_without_a_successor_and_a_verifier_that_raises_take_all_requests_back():
+def test_a_lost_engine_or_failing_verifier_aborts_all_requests():
     async def broken(prompt, sample):
         raise RuntimeError("no verifier")
 
@@ -247,7 +247,7 @@ def test_a_death_without_a_successor_and_a_verifier_that_raises_take_all_request
     assert not alone._running
 
 
-def test_whoever_asks_after_the_last_engine_was_lost_is_told_so_too():
+def test_later_requests_also_learn_that_the_last_engine_is_lost():
     """The run waits for room in the cluster whichever of its askers is heard first."""
 
     async def lost(index):
@@ -290,7 +290,7 @@ def test_a_refusal_ends_everything_and_leaves_the_sampler_usable(monkeypatch):
     assert samples[0].token_ids.tolist() == write(asked[0][1])
 
 
-def test_when_it_is_closed_over_what_is_asked_nothing_is_left_pending(caplog, monkeypatch):
+def test_closing_the_sampler_leaves_no_pending_task(caplog, monkeypatch):
     """asyncio complains of such tasks, after whatever else is said at the end of a run."""
     endless = [2] * 10**5  # drawing that many for each request would keep the sampler's loop busy
     engine = SimulatedEngine(STEP, lambda _: endless)
@@ -314,7 +314,7 @@ def test_a_prompt_that_cannot_be_answered_is_refused(length, says):
     assert engine.asked == []
 
 
-def test_a_replay_gives_the_recorded_groups_and_the_corrections_that_its_operator_asks_for():
+def test_a_replay_gives_recorded_groups_and_the_operators_corrections():
     recorded, expected = corrected(at_once(0)), corrected(at_once(0))
     assert plain(replay(recorded, OPERATOR, CONTEXT)) == plain(expected)
     plain_algorithm = credit_of("gspo")
@@ -325,7 +325,7 @@ def test_a_replay_gives_the_recorded_groups_and_the_corrections_that_its_operato
         replay(expected, OPERATOR, CONTEXT)
 
 
-def test_the_tail_of_sampling_is_from_the_first_sample_to_the_last_since_the_metrics_were_taken():
+def test_the_sampling_tail_spans_samples_since_the_last_metrics():
     meter = Meter(2)
     meter.requested(1)
     nothing = {"engine_requests_max": 1, "engine_requests_min": 0, "engine_deaths": 0}
@@ -391,7 +391,7 @@ paces = st.builds(
 
 @settings(max_examples=50)
 @given(pace=paces, training=st.floats(0.0, 3.0), engines=st.integers(1, 3))
-def test_no_token_is_too_old_and_every_prompt_is_trained_once_or_asked_again(pace, training, engines):
+def test_no_token_is_too_old_and_no_prompt_trains_twice(pace, training, engines):
     batches = run_loop(pace, training, num_engines=engines)
     for step, batch in enumerate(batches):
         assert len(batch.groups) == WANTED
@@ -409,7 +409,7 @@ def test_no_token_is_too_old_and_every_prompt_is_trained_once_or_asked_again(pac
         assert sorted(a for i, a, _ in dropped if i == index) == list(range(attempt))
 
 
-def test_in_order_the_prompts_and_seeds_are_those_of_sampling_step_by_step():
+def test_keep_order_draws_the_prompts_and_seeds_of_synchronous_sampling():
     steps, ahead = (groups_of(run_loop(pace)) for pace in (Pace(0), Pace(2, keep_order=True)))
     assert [group.prompt.index for group in ahead] == list(range(WANTED * STEPS))
     for one, other in zip(steps, ahead, strict=True):
@@ -425,7 +425,7 @@ def test_over_sampling_shows_that_it_prefers_short_responses():
     assert bias(Pace(2, over_sampling=6)) < bias(Pace(2)) - 0.05
 
 
-def test_what_a_filter_refuses_is_replaced_and_counted_but_not_for_good():
+def test_groups_refused_by_a_filter_are_replaced_and_counted():
     def even(group):
         return group.prompt.index % 2 == 0
 
@@ -440,7 +440,7 @@ def test_what_a_filter_refuses_is_replaced_and_counted_but_not_for_good():
         run_loop(Pace(1), rules=Rules(WANTED, 2, lambda _: False, any_group))
 
 
-def test_ahead_of_training_too_an_unsolved_group_is_kept_for_its_corrections():
+def test_asynchronous_sampling_keeps_unsolved_groups_with_useful_corrections():
     rules = Rules(WANTED, 4, any_group, credit.is_informative, credit.leaves_gradient)
     groups = groups_of(run_loop(Pace(1), rules=rules))
     unsolved = [group for group in groups if not any(response.correct for response in group.responses)]
@@ -450,7 +450,7 @@ def test_ahead_of_training_too_an_unsolved_group_is_kept_for_its_corrections():
         assert len(group.corrections) == len(group.responses), "asked once"
 
 
-def test_a_response_goes_on_with_new_weights_and_its_advantage_is_that_of_its_samples_as_they_were():
+def test_a_response_across_versions_keeps_the_advantage_of_its_samples():
     """The bonus of a wrong response is that of its correction, though other weights wrote that one."""
     batches = run_loop(Pace(2), training=0.3)
     partial = [s for group in groups_of(batches) for s in group.samples if len(s.versions) > 1]

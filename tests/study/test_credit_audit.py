@@ -128,7 +128,7 @@ def test_responses_without_a_clear_error_or_a_mask_are_counted():
         audit([])
 
 
-def test_the_difference_to_a_correct_sibling_is_scored_beside_the_mask():
+def test_the_audit_also_scores_differences_to_correct_siblings():
     """The value falls over the second of three steps; a correction costs a generation, a sibling nothing."""
     cases = [
         ([0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0]),

@@ -91,7 +91,7 @@ def conducted(tmp_path, path, program, **settings):
     return complete, said.getvalue(), read_findings(kept) if kept.exists() else None
 
 
-def test_a_study_tunes_extends_its_grid_tells_its_power_compares_and_confirms(tmp_path, written):
+def test_a_study_tunes_estimates_power_compares_and_confirms(tmp_path, written):
     """dr is better. The best learning rates lie beyond the grid: gspo's is found, and dr's is always the
     last, which is left after four more values."""
     program = training(best={"gspo": 9e-4, "dr-grpo": 0.1}, gains={"dr-grpo": 0.1})
@@ -280,7 +280,7 @@ def test_a_thresholds_cost_is_where_the_smoothed_reward_crosses_it():
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0, 1)), min_size=1, max_size=8), st.integers(1, 20))
-def test_a_window_holds_as_many_responses_however_they_are_cut_into_steps(steps, window):
+def test_a_response_window_is_independent_of_the_step_size(steps, window):
     """The mean at a step is that over the fewest of the last steps that have so many responses; steps of one
     response each with the same rewards reach the same mean there if no step straddles the window's start."""
     counts, values = zip(*steps, strict=True)
@@ -363,7 +363,7 @@ def test_a_method_that_never_reaches_the_threshold_has_no_ratio():
         compare(STUDY, [never])
 
 
-def test_problems_that_the_verifier_failed_on_are_left_out_of_a_difference():
+def test_problems_with_verifier_failures_are_left_out_of_differences():
     ibpo, gspo = ([result(method, seed, 0.5) for seed in (0, 1)] for method in ("ibpo", "gspo"))
     gspo[0].solved[0] = math.nan  # solved by ibpo, so that without it there is no difference
     gspo[1].solved[30] = 1.0  # of 40 problems
@@ -453,7 +453,7 @@ def test_a_published_claim_is_repeated_not_repeated_undecided_or_untested():
     assert outcomes(5, lambda _: [])[2].outcome == "not run"
 
 
-def test_a_run_below_the_threshold_counts_as_reaching_it_at_its_end():
+def test_a_run_below_the_threshold_counts_its_full_cost():
     study = replace(STUDY, published_claims=CLAIMS[1:2])
     reaches, never = (0.1,) * 3 + (0.9,) * 6, (0.1,) * 9
     runs_of = [result("gspo", 0, 0.5, rewards=reaches), result("ibpo", 0, 0.5, rewards=never)]
@@ -530,7 +530,7 @@ def test_results_from_before_can_still_be_read(path):
                 assert line["difference"]["mean"] == pytest.approx(expected, abs=1e-6), line
 
 
-def test_results_that_are_cut_off_or_unpack_to_too_much_are_refused(tmp_path):
+def test_cut_off_or_oversized_results_are_refused(tmp_path):
     path = tmp_path / "results.json.gz"
     for content, says in (
         (gzip.compress(b"{}" * 99)[:-9], "not gzip, or cut off"), (b"{}", "not gzip, or cut off"),
@@ -542,7 +542,7 @@ def test_results_that_are_cut_off_or_unpack_to_too_much_are_refused(tmp_path):
             read_findings(path)
 
 
-def test_a_policy_without_weights_is_refused_with_the_command_that_makes_it(tmp_path, written):
+def test_a_missing_policy_is_refused_with_the_command_making_it(tmp_path, written):
     policy = tmp_path / "policy"
     policy.mkdir()
     shutil.copy(ROOT / "examples/tiny_qwen3/config.json", policy)
@@ -577,7 +577,7 @@ def tried(values, best, key="lr"):
     return [Tried({key: value}, 50, 0.9 if value == best else 0.5, 0.9, 10) for value in values]
 
 
-def test_a_better_method_is_a_claim_once_fresh_seeds_confirm_it():
+def test_a_better_method_needs_confirmation_by_fresh_seeds():
     assert claim_of(again=0.1) == Claim("ibpo", "better", ())
     assert claim_of().blocks == ("not run again with fresh seeds",)
     assert claim_of(again=0.0).blocks[0].startswith("fresh seeds do not show it: +0.000")
@@ -591,7 +591,7 @@ def test_a_better_method_is_a_claim_once_fresh_seeds_confirm_it():
     assert claim_of(choices=[], again=0.1).blocks == ("what tuning tried was not kept",)
 
 
-def test_tuning_takes_the_best_mean_and_extends_the_grid_at_its_edge():
+def test_tuning_takes_the_best_mean_and_extends_the_grid():
     runs_of = [(1e-4, 0.6), (1e-4, 0.7), (3e-4, 0.9), (3e-4, 0.5), (1e-3, 0.1), (1e-3, 0.2)]
     found = choose("short", "gspo", [Tried({"lr": lr}, 50, a, a, 10) for lr, a in runs_of])
     assert (found.setting, found.at_edge, len(found.tried)) == ({"lr": 3e-4}, (), 6)
@@ -723,7 +723,7 @@ def planned(tmp_path):
     return plan.PlannedRun("m", 0, tmp_path / "runs/seed_0", (str(tmp_path / "pid"),), "key: value\n", 1.0)
 
 
-def test_a_failed_run_keeps_its_log_and_an_endless_one_is_ended(tmp_path, monkeypatch):
+def test_a_failed_run_keeps_its_log_and_endless_ones_end(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "GRACE_S", 0.1)
     monkeypatch.setattr(runs, "LOOK_EVERY_S", 0.05)
     started, run, stop, pid = time.monotonic(), planned(tmp_path), threading.Event(), tmp_path / "pid"
@@ -769,7 +769,7 @@ runs.execute({run!r}, study, stubborn, lambda row: None, threading.Event())
     assert eventually(lambda: has_ended(pid.read_text()), 30)
 
 
-def test_a_finished_run_is_recognised_and_another_in_its_place_refused(tmp_path, written):
+def test_a_finished_run_is_recognised_and_a_different_one_refused(tmp_path, written):
     run = planned(tmp_path)
     run.directory.mkdir(parents=True)
     run.directory.with_suffix(".config").write_text(run.config)
@@ -810,7 +810,7 @@ def test_ended_runs_are_shown_and_corrections_count_as_sequences(tmp_path):
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_comparison_from_its_recipe_to_its_table_stopped_and_resumed(tmp_path):
+def test_a_comparison_can_be_stopped_and_resumed_to_its_table(tmp_path):
     """examples/studies/mini.yaml cut to one step a run, through the command that a user types."""
     content = yaml.safe_load((ROOT / "examples/studies/mini.yaml").read_text()) | {"name": "mini"}
     content |= {"budget": 1, "common": {"eval-num-prompts": 16, "rollout-batch-size": 4}}

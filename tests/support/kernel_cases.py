@@ -168,7 +168,7 @@ def test_the_penalty_equals_its_reference(device, variant, kl):
     compare(batch, 10.0, **options_for(variant), ref_logprobs_N=ref, kl=kl, kl_coef=0.5)
 
 
-def test_aggregations_advantages_of_tokens_and_no_old_log_probs_equal_the_reference(device):
+def test_kernel_options_equal_the_reference(device):
     batch = make_batch(device)
     for aggregation in ("token-mean", 9.0):
         compare(batch, 10.0, aggregation=aggregation)

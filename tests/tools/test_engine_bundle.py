@@ -51,7 +51,7 @@ def cuda_library(*fat_binaries):
     return bytes(header) + data[64:] + b"".join(rows)
 
 
-def test_slimming_zeroes_the_code_for_other_gpus_and_changes_nothing_else():
+def test_slimming_zeroes_only_the_code_for_other_gpus():
     old, right, newer, text = (letter * 24 for letter in (b"o", b"r", b"n", b"t"))
     library = cuda_library(
         fat_binary((MACHINE_CODE, 80, old), (MACHINE_CODE, 90, right), (PTX, 90, text)),
@@ -66,7 +66,7 @@ def test_slimming_zeroes_the_code_for_other_gpus_and_changes_nothing_else():
     assert slim(library, lambda code: len(code) == 48).kept_bytes == 48
 
 
-def test_flash_attention_keeps_its_helpers_and_the_kernels_of_the_head_sizes():
+def test_flash_attention_keeps_helpers_and_kernels_of_used_heads():
     def kernel(size, element="10bfloat16_t", capped=0):
         """Name one as the library does; the tile's sizes come before the head's."""
         tile = "INS1_25CollectiveMainloopFwdSm90ILi2EN4cute5tupleIJNS7_ILi128EEENS7_ILi160EEESA_EEE"
@@ -98,7 +98,7 @@ def test_foreign_libraries_for_the_gpu_are_refused(library, message):
 
 
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(100, 300))
-def test_a_split_puts_every_file_into_one_part_within_the_bound(numbers, bound):
+def test_a_split_puts_every_file_into_one_bounded_part(numbers, bound):
     sizes = {Path(f"{number}.tar.xz"): size for number, size in enumerate(numbers)}
     parts = engine_bundle.split(sizes, bound)
     assert sorted(file for part in parts for file in part) == sorted(sizes)
@@ -154,7 +154,7 @@ def bundle(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_bundle_has_bounded_parts_and_is_the_same_each_time(bundle, tmp_path, capsys):
+def test_a_bundle_is_reproducible_with_bounded_parts(bundle, tmp_path, capsys):
     extra = make_wheel(tmp_path, "transformer_engine")
     pip_list = tmp_path / "installed.txt"
     pip_list.write_text(
@@ -275,7 +275,7 @@ def test_an_archive_that_would_write_elsewhere_is_refused_whole(kind, part, caps
     assert f"{part}/hostile-1.0-py3-none-any.tar.xz: " in refusal(part, capsys)
 
 
-def test_a_hostile_wheel_a_damaged_archive_and_a_slow_one_are_named(part, capsys, monkeypatch):
+def test_hostile_damaged_and_slow_wheels_are_named(part, capsys, monkeypatch):
     hostile = make_wheel(part, "hostile", {"../escaped": "x"})
     assert f"{hostile}: '../escaped' is a path outside the archive" in refusal(part, capsys)
     hostile.unlink()
@@ -352,7 +352,7 @@ def test_only_absent_packages_have_stand_ins_in_every_process(tmp_path):
 
 @pytest.mark.slow  # a minute and a half, and as long again where it makes the bundle
 @pytest.mark.timeout(1800)
-def test_the_bundled_engine_imports_configures_and_builds_under_a_faked_gpu(tmp_path, request):
+def test_the_bundled_engine_builds_under_a_simulated_gpu(tmp_path, request):
     python = os.environ.get("IBPO_CUDA_PYTHON")
     if python is None:
         pytest.skip("IBPO_CUDA_PYTHON names no Python with CUDA's torch (docs/gpu_report.md)")

@@ -46,7 +46,7 @@ def tiny_gguf(path):
 
 
 @pytest.mark.slow
-def test_a_sound_file_is_converted_and_a_damaged_one_refused_early(tmp_path, capfd):
+def test_sound_gguf_files_convert_and_damaged_ones_are_refused(tmp_path, capfd):
     path, out, draw = tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out", random.Random(0)
     sound = path.read_bytes()
 

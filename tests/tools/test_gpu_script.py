@@ -84,9 +84,7 @@ def test_an_interrupted_run_leaves_its_findings_and_no_process(parts, tmp_path):
 
 @pytest.mark.parametrize(("device", "mfu"), [("NVIDIA H100 80GB HBM3", 0.1), ("an unknown GPU", None)])
 @pytest.mark.parametrize("library", ["torch", "Transformer Engine"])
-def test_the_mfu_is_given_for_known_gpus_and_local_modules_labelled(
-    tmp_path, monkeypatch, library, device, mfu
-):
+def test_mfu_needs_a_known_gpu_and_names_local_modules(tmp_path, monkeypatch, library, device, mfu):
     from job import Job
     from parts import trainer
 
@@ -152,7 +150,7 @@ def test_the_first_two_ten_minutes_are_the_engines_alone():
         ("--save /nowhere/at/all.json", "there is no directory /nowhere/at"),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused_in_one_line(flags, problem, capsys):
+def test_conflicting_flags_are_refused_in_one_line(flags, problem, capsys):
     with pytest.raises(SystemExit):
         conductor.main(flags.split())
     usage, error = capsys.readouterr().err.splitlines()
@@ -177,7 +175,7 @@ def test_a_part_without_time_is_skipped_with_its_command(parts, monkeypatch, cap
 
 
 @pytest.mark.slow
-def test_a_failing_engine_starts_in_the_next_way_and_later_parts_with_that(tmp_path, monkeypatch):
+def test_a_failing_engine_falls_back_for_later_parts_too(tmp_path, monkeypatch):
     from job import Job
     from vllm_engine import NO_COMPILATION, WAYS, first_that_holds
 
@@ -218,7 +216,7 @@ def test_a_failing_engine_starts_in_the_next_way_and_later_parts_with_that(tmp_p
         ([((0, 1),), ((1, 1),)], (5, 6), "response 1 has the spans ((1, 1),)"),
     ],
 )
-def test_records_of_an_update_in_flight_name_old_weights_then_new_ones(spans, lengths, problem):
+def test_an_update_in_flight_records_old_then_new_weights(spans, lengths, problem):
     from parts.engine_updates_in_flight import problem_of
 
     def sample(versions, length):
@@ -228,7 +226,7 @@ def test_records_of_an_update_in_flight_name_old_weights_then_new_ones(spans, le
     assert problem_of(samples, [SimpleNamespace(max_tokens=length) for length in (5, 6)]) == problem
 
 
-def test_log_probs_of_the_wrong_weights_and_results_beyond_rounding_are_noticed():
+def test_wrong_weights_and_errors_beyond_rounding_are_noticed():
     import torch
     from parts.engine_loads import compared
     from references import nearer
@@ -252,7 +250,7 @@ def test_log_probs_of_the_wrong_weights_and_results_beyond_rounding_are_noticed(
 @pytest.mark.slow  # three minutes for the first, four for the second, on two cores
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("minutes", ["first", "second"])
-def test_the_engine_parts_pass_on_a_cpu_with_vllm_and_ray(tmp_path, minutes):
+def test_the_engine_parts_pass_on_cpus(tmp_path, minutes):
     saved = tmp_path / "gpu.json"
     done = subprocess.run(
         ["bash", str(ROOT / "tests/gpu.sh"), "--device", "cpu", "--minutes", minutes, "--save", str(saved)],

@@ -99,7 +99,7 @@ def test_else_a_policy_is_trained_after_its_start(clone, trained, monkeypatch, c
     assert "examples/b: made (another policy by the recipe" in capsys.readouterr().out
 
 
-def test_a_relative_path_counts_from_the_working_directory_or_the_root(clone, trained, monkeypatch):
+def test_a_relative_path_starts_at_the_working_directory_or_root(clone, trained, monkeypatch):
     monkeypatch.chdir(clone / "examples")
     main(Arguments((Path("a"), Path("examples/b"))))
     assert [(clone / f"examples/{name}/model.safetensors").read_bytes() for name in "ab"] == [b"a", b"b"]

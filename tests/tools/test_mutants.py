@@ -8,6 +8,6 @@ def test_every_fault_of_the_list_fits_its_file_once():
         assert mutant.lines(source)
 
 
-def test_only_the_body_of_a_function_is_run_by_its_callers_alone():
+def test_only_a_functions_body_belongs_to_its_callers():
     source = "LIMIT = 3\n\n\ndef first(\n    most=LIMIT,\n):\n    return most\n"
     assert [line for line in range(1, 8) if is_in_function(source, {line})] == [7]

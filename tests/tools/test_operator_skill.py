@@ -132,7 +132,7 @@ def test_at_most_two_wrong_responses_are_replaced_and_failures_counted():
     assert broken.reward_errors > 0
 
 
-def test_skill_is_measured_on_prompts_after_those_of_the_first_update():
+def test_skill_is_measured_on_prompts_after_the_first_update():
     task = SimpleNamespace(prompts=PromptSource(PROMPTS.__getitem__))
     for algorithm, rollout, before in (
         ({}, {}, 6), ({}, {"max_staleness": 2}, 18), ({}, {"over_sampling_batch_size": 9}, 9),
@@ -156,7 +156,7 @@ def test_trials_have_wilsons_interval_and_equal_ones_count_once():
     assert alike["high"] - alike["low"] > 1.7 * (apart["high"] - apart["low"])
 
 
-def test_the_gain_over_a_resample_is_paired_with_a_plain_verdict():
+def test_the_gain_over_resampling_is_paired_with_a_verdict():
     """Three prompts: gains 1, 0, 0. Mean 1/3; variance of the mean 3/2 · (4/9 + 1/9 + 1/9) / 9 = 1/9."""
     groups = measured(another_try, prompts=PROMPTS[:2])[0].groups
 

@@ -8,12 +8,12 @@ from megatron_ibpo.study.run_results import compare
 pytestmark = pytest.mark.lint
 
 
-def test_the_page_of_the_papers_claims_has_the_tables_of_its_results():
+def test_the_paper_claims_page_has_its_results_tables():
     page = write_paper_claims.PAGE.read_text(encoding="utf-8")
     assert write_paper_claims.page_with_tables(page) == page, "run tools/write_paper_claims.py"
 
 
-def test_a_run_closes_with_the_findings_of_the_default_tasks_study():
+def test_a_run_closes_with_the_default_studys_findings():
     findings = read_findings(write_paper_claims.RESULTS / "default_run.json.gz")
     gspo, ibpo = (line["cost_to_threshold"]["median"] for line in compare(findings.study, findings.runs))
     rate = {"estimate": 0.5, "low": 0.4, "high": 0.6}

@@ -81,14 +81,14 @@ def test_the_committed_predictions_of_the_loss_equal_the_scripts(tmp_path, monke
         (SLOW_TRAINING, Pace(1)), (SLOW_TRAINING, Pace(8)),
     ],
 )  # fmt: skip
-def test_a_step_ahead_of_training_stays_within_a_tenth_of_its_bound(fleet, pace):
+def test_an_asynchronous_step_stays_within_a_tenth_of_its_bound(fleet, pace):
     found = simulate(fleet, pace, steps=8)
     least = bound(fleet, pace.staleness, found.tokens_per_step).seconds
     # a little less is possible where responses that were begun before the first counted step are long
     assert 0.95 < found.seconds_per_step / least < 1.1
 
 
-def test_on_policy_a_step_is_sampling_and_training_one_after_the_other():
+def test_an_on_policy_step_is_sampling_then_training():
     one, other = (simulate(fleet, Pace(0), steps=4).seconds_per_step for fleet in (SMALL, SLOW_TRAINING))
     assert other - one == pytest.approx(5.5)
     # by hand: 10 steps of 2 s, of 1 token that costs .5 s; 3 s of training; 1 s of pause

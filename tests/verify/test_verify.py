@@ -22,7 +22,7 @@ from megatron_ibpo.verify.rows import (
 from support.paths import ROOT
 
 
-def test_a_figure_is_right_up_to_its_bound_and_never_if_it_is_no_number():
+def test_a_figure_is_right_up_to_its_bound():
     verdicts = [measured("split", figure, 1.0, "", "").verdict for figure in (0, 1, 1.1, math.nan, math.inf)]
     assert verdicts == ["right", "right", "wrong", "wrong", "wrong"]
     assert measured("split", 2, 1, "", "the gap", "the loss").reason == "the gap; look at the loss"
@@ -35,7 +35,7 @@ def test_one_fault_is_wrong_and_named():
     assert (row.verdict, row.figure, row.reason) == ("wrong", 4, "ids: a; b; c")
 
 
-def test_what_cannot_be_checked_is_not_right_and_what_fails_is_wrong():
+def test_an_impossible_check_is_not_a_pass_and_errors_fail():
     def rows(error):
         yield measured("data: first", 0, 1, "", "")
         raise error
@@ -49,7 +49,7 @@ def test_what_cannot_be_checked_is_not_right_and_what_fails_is_wrong():
     assert exit_status([first, why, failed]) == 1
 
 
-def test_rows_are_in_the_order_of_the_checks_and_json_has_them_all():
+def test_verification_rows_are_ordered_and_complete_in_json():
     rows = in_order(Row(f"{name}: x", "right", 0.5, 1.0, "here", "it is") for name in reversed(CHECKS))
     assert [row.check.partition(":")[0] for row in rows] == list(CHECKS)
     content = json.loads(as_json([*rows, Row("data", "wrong", math.inf)], {"full": False}))
@@ -62,7 +62,7 @@ def test_rows_are_in_the_order_of_the_checks_and_json_has_them_all():
 
 
 @pytest.mark.slow
-def test_the_small_model_of_packed_weights_says_that_its_own_are_not_packed(tmp_path):
+def test_the_reduced_model_of_packed_weights_is_unpacked(tmp_path):
     """gpt-oss is published in MXFP4: vLLM would look for kernels of that format."""
     from megatron_ibpo.verify.cut_down import cut_down  # imports torch
 
@@ -86,7 +86,7 @@ def verify(directory, *flags, timeout=700):
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_default_recipe_has_no_fault_and_every_check_is_made(tmp_path, seed):
+def test_the_default_recipe_passes_every_check(tmp_path, seed):
     recipe, model = ROOT / "examples/recipes/small_cpu.yaml", ROOT / "examples/tiny_qwen3"
     flags = ["--config", str(recipe), "--hf-checkpoint", str(model), "--seed", str(seed)]
     status, rows, output = verify(tmp_path, *flags)
@@ -99,7 +99,7 @@ def test_the_default_recipe_has_no_fault_and_every_check_is_made(tmp_path, seed)
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_rows_of_other_trainers_are_read_and_a_wrong_reward_is_seen(tmp_path):
+def test_rows_of_other_trainers_are_read_and_wrong_rewards_noticed(tmp_path):
     """verl's parquet and TRL's columns; a reward that pays for any text."""
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -95,7 +95,7 @@ def refuse(source, target, error, *words, **options):
     assert contents() == before
 
 
-def test_a_hugging_face_checkpoint_that_is_not_whole_or_of_another_model(tmp_path, origin, target):
+def test_an_incomplete_or_foreign_hugging_face_checkpoint_is_refused(tmp_path, origin, target):
     index, keys = "model.safetensors.index.json", "model.layers.1.self_attn.k_proj.weight"
     weights = tensors_of(origin)
 
@@ -157,7 +157,7 @@ def test_a_hugging_face_checkpoint_that_is_not_whole_or_of_another_model(tmp_pat
             refuse(source, target, errors, *words.split("|"), allow_pickle=allow_pickle)
 
 
-def test_a_copy_of_tied_embeddings_as_the_head_is_no_contradiction(tmp_path, origin, target):
+def test_a_head_equal_to_tied_embeddings_is_accepted(tmp_path, origin, target):
     held = tensors_of(origin)
     held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
     source = with_weights(origin, tmp_path / "hf", held)
@@ -219,7 +219,7 @@ def with_metadata(stored, edit):
     (stored / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_a_megatron_checkpoint_that_is_not_whole_or_of_another_model(converted, tmp_path, target):
+def test_an_incomplete_or_foreign_megatron_checkpoint_is_refused(converted, tmp_path, target):
     parts_of = {
         "all": lambda metadata: [metadata],
         "tensor": lambda metadata: [metadata.state_dict_metadata[QKV]],
@@ -314,7 +314,7 @@ def saved_bytes(content, **options):
     return file.getvalue()
 
 
-def test_nothing_that_would_run_code_or_was_not_checked_is_read(stored, target):
+def test_nothing_executable_or_unchecked_is_read(stored, target):
     """Training and conversion refuse, and whatever else opens the checkpoint; nothing has run."""
     from megatron_ibpo.policy.checkpoint import load_weights
 
@@ -356,7 +356,7 @@ def test_nothing_that_would_run_code_or_was_not_checked_is_read(stored, target):
     refused("common.pt: the common state", *unsafe)
 
 
-def test_what_megatron_lm_stores_alongside_weights_is_read(stored, tmp_path):
+def test_states_stored_by_megatron_lm_are_read(stored, tmp_path):
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig
@@ -381,7 +381,7 @@ def test_what_megatron_lm_stores_alongside_weights_is_read(stored, tmp_path):
         StoredCheckpoint(stored)
 
 
-def test_what_is_there_stays_and_a_small_disk_is_refused_at_once(origin, stored, target, monkeypatch):
+def test_existing_files_stay_and_a_small_disk_is_refused(origin, stored, target, monkeypatch):
     target.mkdir(parents=True)
     (target / "mine").write_text("precious")
     for place in (target, origin):
@@ -405,7 +405,7 @@ def convert_until_the_disk_is_full(world, source, target, is_killed):
 
 @pytest.mark.world
 @pytest.mark.parametrize("way", ["there", "back"])
-def test_a_full_disk_leaves_nothing_and_a_kill_nothing_that_looks_whole(origin, converted, target, way):
+def test_no_full_disk_or_kill_leaves_an_apparent_checkpoint(origin, converted, target, way):
     source, reader = (origin, StoredCheckpoint) if way == "there" else (converted, Checkpoint)
     run_ranks(convert_until_the_disk_is_full, 1, source, target, False)
     assert list(target.parent.iterdir()) == []
@@ -420,7 +420,7 @@ def test_a_full_disk_leaves_nothing_and_a_kill_nothing_that_looks_whole(origin, 
     assert changed_files(target) == []
 
 
-def test_a_disk_that_fills_up_within_a_tensor_is_no_error_of_torch(tmp_path, monkeypatch):
+def test_a_disk_filling_within_a_tensor_has_its_own_error(tmp_path, monkeypatch):
     def full(file, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -430,7 +430,7 @@ def test_a_disk_that_fills_up_within_a_tensor_is_no_error_of_torch(tmp_path, mon
         file.add(Block("weight", weight.shape, (0,), weight.shape), weight)
 
 
-def test_inspection_lists_what_is_there_and_what_is_missing(tmp_path, stored, capsys):
+def test_inspection_lists_present_and_missing_weights(tmp_path, stored, capsys):
     from megatron_ibpo.commands.inspect_checkpoint import main
 
     source, whole = make_qwen3_next(tmp_path / "next", 3), tmp_path / "whole"
@@ -448,7 +448,7 @@ def test_inspection_lists_what_is_there_and_what_is_missing(tmp_path, stored, ca
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_value_that_is_no_number_is_found_wherever_it_is(dtype):
+def test_one_non_finite_value_is_found_anywhere(dtype):
     limits = torch.finfo(dtype)
     assert is_finite(torch.tensor([limits.max, limits.min, limits.tiny], dtype=dtype))
     assert is_finite(torch.ones(0, dtype=dtype))
@@ -460,7 +460,7 @@ def test_one_value_that_is_no_number_is_found_wherever_it_is(dtype):
                 check_finite(tensor.view(10, 100), Path("/where"), "some.weight")
 
 
-def test_a_run_state_and_a_layout_are_read_and_malformed_ones_refused(tmp_path):
+def test_malformed_run_states_and_layouts_are_refused(tmp_path):
     def refused(read, name, text, words=""):
         (tmp_path / name).write_text(text)
         with pytest.raises(CheckpointError, match=rf"{name} cannot be read: .*{words}.*take another copy"):
@@ -489,7 +489,7 @@ def test_a_run_state_and_a_layout_are_read_and_malformed_ones_refused(tmp_path):
         refused(read_layout, "layout.json", json.dumps(whole | changes), words)
 
 
-def test_what_is_not_as_it_was_written_is_named(tmp_path):
+def test_files_changed_since_writing_are_named(tmp_path):
     whole, manifest = os.urandom(10_000), tmp_path / "integrity.json"
     (tmp_path / "critic").mkdir()
     for name in ("a.distcp", "b.distcp", "critic/c.distcp"):
@@ -515,7 +515,7 @@ def test_what_is_not_as_it_was_written_is_named(tmp_path):
     check_integrity(tmp_path)  # nothing is known of it
 
 
-def test_what_is_no_file_of_its_kind_is_told_without_reading_it(tmp_path):
+def test_files_of_the_wrong_kind_are_named_without_reading(tmp_path):
     """No digest of a terabyte is computed, and nothing is waited for."""
     for name in ("config.json", "b.distcp", "c.distcp"):
         (tmp_path / name).write_text("{}")
@@ -531,7 +531,7 @@ def test_what_is_no_file_of_its_kind_is_told_without_reading_it(tmp_path):
         assert words in str(refused.value)
 
 
-def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_a_directory_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     partial, final = tmp_path / ".new.partial", tmp_path / "new"
     for file in (partial / "a", partial / "inner/b", final / "old"):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -553,7 +553,7 @@ def test_all_of_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monk
 
 @pytest.mark.world(1)
 @pytest.mark.slow  # for its trainer; each check by itself is tested without
-def test_training_does_not_go_on_from_what_is_damaged(world, tmp_path):
+def test_training_never_resumes_from_damaged_checkpoints(world, tmp_path):
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.weights.formats.load import load_hf
@@ -593,7 +593,7 @@ def test_training_does_not_go_on_from_what_is_damaged(world, tmp_path):
         load_hf([chunk.module for chunk in trainer.chunks], read_hf_config(bad), bad)
 
 
-def test_the_newest_stay_and_every_so_many_and_what_is_no_checkpoint_or_hidden(tmp_path):
+def test_retention_keeps_the_newest_and_regular_checkpoints_only(tmp_path):
     for keep, last, gone in (
         (Keep(1), 10, [2, 4, 6, 8]),
         (Keep(9), 10, []),
@@ -611,7 +611,7 @@ def test_the_newest_stay_and_every_so_many_and_what_is_no_checkpoint_or_hidden(t
     assert {path.name for path in tmp_path.iterdir()} == {"step_000003", "step_final"}
 
 
-def test_the_disk_holds_what_is_kept_and_one_that_is_being_written():
+def test_the_disk_holds_retained_checkpoints_and_the_next_one():
     never = {"save_interval_minutes": None}
     for changes, kept in (
         (never | {"save_interval": 60}, (2, 1)),

@@ -151,7 +151,7 @@ def test_more_than_one_mtp_layer_is_refused_by_name(models, tmp_path):
         hf_to_megatron(several, tmp_path / "stored", layout(), ALONE)
 
 
-def test_experts_may_be_fused_in_one_tensor_and_tensors_lie_in_several_files(models, tmp_path):
+def test_fused_experts_and_sharded_files_convert_exactly(models, tmp_path):
     origin, prefix = tensors_of(models["3.5 moe"]), "model.language_model."
     text = {name.replace(prefix, "model."): own for name, own in origin.items() if prefix in name}
     fused = checkpoint_bytes.with_fused_experts(text).items()
@@ -164,7 +164,7 @@ def test_experts_may_be_fused_in_one_tensor_and_tensors_lie_in_several_files(mod
     assert_same_bytes(tensors_of(tmp_path / "back"), origin)
 
 
-def test_what_training_does_not_keep_is_taken_from_the_origin(models, tmp_path):
+def test_untrained_weights_are_taken_from_the_origin(models, tmp_path):
     origin = models["3.5 moe"]
     trained = {n: t for n, t in tensors_of(origin).items() if not ("visual" in n or "mtp" in n)}
     hf_to_megatron(with_weights(origin, tmp_path / "text", trained), tmp_path / "run", layout(), ALONE)
@@ -176,7 +176,7 @@ def test_what_training_does_not_keep_is_taken_from_the_origin(models, tmp_path):
 
 
 @pytest.mark.world(2)
-def test_the_trainers_export_holds_the_policy_and_all_that_lies_beside_it(world, models, tmp_path):
+def test_the_trainers_export_holds_the_policy_and_untrained_weights(world, models, tmp_path):
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.weights.layout.export import HFExport
 
@@ -202,7 +202,7 @@ def test_the_trainers_export_holds_the_policy_and_all_that_lies_beside_it(world,
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("name", ["next", "glm"])
-def test_what_training_saves_converts_to_what_it_exports(world, models, tmp_path, name):
+def test_a_converted_training_checkpoint_equals_the_export(world, models, tmp_path, name):
     from megatron_ibpo.policy.saving import save_checkpoint
 
     config, back = config_for(layout(tp=2, ep=2), lr=1e-3), tmp_path / "back"
@@ -230,7 +230,7 @@ def test_what_training_saves_converts_to_what_it_exports(world, models, tmp_path
 
 
 @pytest.mark.world(1)
-def test_training_starts_from_a_conversion_and_so_does_the_prediction_layer(world, models, tmp_path):
+def test_training_and_its_mtp_layer_start_from_a_conversion(world, models, tmp_path):
     from megatron_ibpo.policy.checkpoint import load_checkpoint
 
     hf_to_megatron(models["mtp"], tmp_path / "stored", layout(pp=2), world)
@@ -245,7 +245,7 @@ def test_training_starts_from_a_conversion_and_so_does_the_prediction_layer(worl
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_older_checkpoints_that_stack_layers_and_pad_the_vocabulary_are_read(models, tmp_path):
+def test_older_checkpoints_with_stacked_layers_and_padding_are_read(models, tmp_path):
     """They are as Megatron-LM writes a dense model: one tensor for a parameter of all layers, 128 rows at
     least."""
     hf_to_megatron(models["dense"], tmp_path / "stored", layout(), ALONE)
@@ -283,7 +283,7 @@ def test_layers_lie_where_megatron_puts_them():
         assert [["".join(map(str, own)) for own in chunks] for chunks in found] == expected
 
 
-def test_ranks_share_a_key_value_head_by_rows_of_its_group(models):
+def test_ranks_split_a_key_value_head_by_rows(models):
     """Four ranks, two groups of [two queries | key | value], heads of 32: two ranks hold nothing but
     queries, the others keys and values."""
     entries = weight_map(read_hf_config(models["few"]))
@@ -347,7 +347,7 @@ def test_loading_and_saving_changes_no_bit_nor_does_a_conversion(world, models, 
 
 
 @pytest.mark.world(2)
-def test_a_saved_checkpoint_is_one_of_hugging_face_and_none_is_begun_on_a_full_disk(world, models, tmp_path):
+def test_a_saved_export_is_complete_and_respects_free_space(world, models, tmp_path):
     from megatron_ibpo.weights.layout.export import HFExport
 
     origin, out_dir = tmp_path / "origin", tmp_path / "runs/hf"
@@ -395,7 +395,7 @@ def test_bad_checkpoints_are_not_loaded(world, models, tmp_path):
         load_hf(chunks, shape, tmp_path)
 
 
-def test_a_file_is_unmapped_when_much_of_it_has_been_read(models, tmp_path, monkeypatch):
+def test_a_file_is_unmapped_after_much_reading(models, tmp_path, monkeypatch):
     """What was read of a mapped file counts as this process's memory."""
     path = shutil.copytree(models["dense"], tmp_path / "model")
     piece = weight_map(read_hf_config(path))["embedding.word_embeddings.weight"].pieces[0]
@@ -407,7 +407,7 @@ def test_a_file_is_unmapped_when_much_of_it_has_been_read(models, tmp_path, monk
 
 
 @pytest.mark.parametrize("name", ["moe", "glm", "oss", "next", "mtp", "few"])
-def test_the_shard_of_a_rank_comes_apart_as_it_was_put_together(models, name):
+def test_disassembling_a_shard_inverts_its_assembly(models, name):
     checkpoint = Checkpoint(models[name])
     for entry in weight_map(read_hf_config(models[name]), mtp_layers=int(name == "mtp")).values():
         for rank in range(4 if entry.cut else 1):
@@ -480,7 +480,7 @@ def test_mxfp4_is_converted_to_bfloat16_and_training_asks_for_that(tmp_path):
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "experts"), [("3.5", 1), ("3.5 moe", 2)])
-def test_three_steps_of_the_loop_leave_all_but_the_text_model_as_it_was(models, tmp_path, name, experts):
+def test_three_training_steps_change_only_the_text_model(models, tmp_path, name, experts):
     """The engine holds what was sent after each, and computes what the trainer does."""
     drawn = tensors_of(models[name])
     small = {name: own.float() / 25 for name, own in drawn.items()}  # so that a step changes all of them

@@ -122,7 +122,7 @@ def test_colocated_engines_get_the_weights_and_say_which_are_missing(world, tmp_
 
 
 @pytest.mark.world(1)
-def test_what_engines_take_from_the_trainers_gpus_is_counted(world):
+def test_bytes_taken_by_engines_from_trainers_gpus_are_counted(world):
     """Tensors of 24 and 64 bytes, whole for each of four workers, two of either engine."""
     handed = []
 
@@ -143,7 +143,7 @@ def test_what_engines_take_from_the_trainers_gpus_is_counted(world):
 
 
 @pytest.mark.parametrize("lacks", ["the use count", "its release"])
-def test_a_torch_that_lends_memory_in_another_way_is_refused_at_start(monkeypatch, lacks):
+def test_an_unknown_torch_memory_sharing_is_refused_at_start(monkeypatch, lacks):
     from megatron_ibpo.engines.vllm.gpu_transports import IpcTransport
 
     if lacks == "the use count":

@@ -213,7 +213,7 @@ def test_a_gathering_races_unless_it_has_its_own_stream(device, packed_tensor, m
     assert own_stream == (device.races == [])
 
 
-def test_a_worker_loads_what_has_arrived(device, packed_tensor):
+def test_a_worker_loads_exactly_the_received_tensors(device, packed_tensor):
     """A model that vLLM reloads layer by layer keeps what comes until a layer is complete, and reads it then
     under whatever stream is the present one: with two buffers it races."""
     from megatron_ibpo.engines.vllm.gpu_transports import PACKED_BUFFERS
@@ -277,7 +277,7 @@ class WholeTensors:
 
 
 @pytest.mark.slow
-def test_both_workers_of_an_engine_get_whole_tensors_as_on_gpus(packed_tensor, monkeypatch):
+def test_both_workers_of_an_engine_get_whole_tensors(packed_tensor, monkeypatch):
     """The transport, vLLM's packed sender and its receiver are those of GPUs; the wire is gloo."""
     from vllm.distributed.device_communicators import pynccl
 

@@ -56,7 +56,7 @@ def sharded_tensors(draw):
 
 @settings(max_examples=60)
 @given(case=sharded_tensors(), limit=st.integers(1, 200), prefer=st.sampled_from([None, 0, 1, 2]))
-def test_every_needed_byte_is_sent_once_by_a_holder_and_arrives_in_its_place(case, limit, prefer):
+def test_every_needed_byte_is_sent_once_to_its_place(case, limit, prefer):
     tensors, offered, needs = case
     metas = [TensorMeta(f"t{n}", t.dtype, tuple(t.shape)) for n, t in enumerate(tensors)]
     held = {
@@ -103,7 +103,7 @@ def needs_of(loader, dtype=torch.float32):
     return need
 
 
-def test_what_is_copied_is_all_that_is_needed_and_in_the_lower_precision():
+def test_only_needed_slices_are_copied_in_the_lower_precision():
     def load_twice_the_same(t):
         for start in (0, 4, 4):
             torch.empty(2, 6).copy_(t.data[start : start + 2])
@@ -141,7 +141,7 @@ def test_whatever_looks_at_values_needs_them_in_full_precision():
 
 
 @given(st.lists(st.integers(-(2**15), 2**15 - 1), min_size=2), st.integers(0, 39), st.integers(1, 255))
-def test_a_checksum_is_the_one_worked_by_hand_and_sees_any_wrong_byte_by_name(values, place, flip):
+def test_a_checksum_matches_hand_computation_and_sees_any_wrong_byte(values, place, flip):
     by_hand = (6 - 3) * 0x9E3779B97F4A7C15 % 2**64
     assert checksum(torch.tensor([5, -2], dtype=torch.int32)) == by_hand
     tensor = torch.tensor(values, dtype=torch.int16)
@@ -242,7 +242,7 @@ def update(transport, world, version, engines, several, timeout=20.0, asleep=Fal
 
 
 @pytest.mark.world(2)
-def test_engines_of_any_size_get_their_shards_exactly_and_each_byte_once(world):
+def test_engines_of_any_size_get_each_shard_byte_once(world):
     engines, tensors = {world.rank: of_two()}, weights(0)
     transport = GlooTransport(world, 2, BUCKET, timeout=20)
     assert transport.connect(source_of(world), engines, [0, 1]) == {}
@@ -259,7 +259,7 @@ def test_engines_of_any_size_get_their_shards_exactly_and_each_byte_once(world):
 
 
 @pytest.mark.world(2)
-def test_a_fresh_engine_is_met_alone_and_wakes_its_weights_before_the_update_and_its_cache_after(world):
+def test_a_fresh_engine_connects_alone_and_wakes_around_the_update(world):
     links = {1: of_two()} if world.rank == 1 else {}
     transport = GlooTransport(world, 2, BUCKET, timeout=20)
     assert transport.connect(source_of(world), links, [1]) == {}
@@ -276,7 +276,7 @@ def test_a_fresh_engine_is_met_alone_and_wakes_its_weights_before_the_update_and
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("fault", ["dies", pytest.param("stalls", marks=pytest.mark.slow)])
-def test_an_engine_that_fails_in_an_update_takes_no_other_with_it(world, fault):
+def test_an_engine_failing_in_an_update_spares_the_others(world, fault):
     """Engine 0 is well, engine 1 is not; then both are asked again, the second anew."""
     engines = {n: ToyEngine(ToyWorker(0, 1, fault if n else None)) for n in (0, 1) if world.is_rank_0}
     transport = GlooTransport(world, 1, BUCKET, timeout=3)
@@ -296,7 +296,7 @@ def test_an_engine_that_fails_in_an_update_takes_no_other_with_it(world, fault):
 
 
 @pytest.mark.world(2)
-def test_neither_a_trainer_nor_an_engine_waits_for_ever_for_the_other(world):
+def test_trainers_and_engines_never_wait_forever(world):
     """Rank 1 does not send: what is known of the engine then, from its owner and from itself. Then the engine
     does not receive more than sockets hold."""
     engine, source = ToyEngine(ToyWorker(0, 1)), source_of(world)
@@ -329,7 +329,7 @@ def large_source(world):
 
 
 @pytest.mark.world(2)
-def test_tensors_that_do_not_fit_are_named_on_every_rank_and_a_wrong_bit_with_its_shard(world):
+def test_unfit_tensors_and_flipped_bits_are_named_on_every_rank(world):
     engines, send = {0: of_two()} if world.is_rank_0 else {}, _Outbox.send
     with pytest.raises(WeightPlanError, match="do not cover norm of engine 0"):
         GlooTransport(world, 2, BUCKET, timeout=20).connect(source_of(world, without="norm"), engines, [0])
@@ -360,7 +360,7 @@ def test_tensors_are_gathered_whole_where_they_are_asked_for(world):
         assert [name for name, _ in gathered] == list(SHAPES), to
 
 
-def test_memory_is_used_again_when_the_last_view_of_it_has_gone_and_not_before():
+def test_memory_is_reused_after_its_last_view_is_gone():
     memory = Memory(step=1000)
     first = memory.take(8000)
     place, view = first.data_ptr(), first[4:12].view(torch.float32)
@@ -372,7 +372,7 @@ def test_memory_is_used_again_when_the_last_view_of_it_has_gone_and_not_before()
 
 
 @pytest.mark.world(2)
-def test_an_update_and_a_gathering_take_two_buckets_of_memory_and_no_replica(world):
+def test_updates_and_gathering_take_two_buckets_of_memory(world):
     def memory_in_use(kind):
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
@@ -430,7 +430,7 @@ def test_a_member_stops_waiting_when_another_is_lost(group, stores, loss):
     assert lost.is_set()
 
 
-def test_a_group_that_is_whole_is_left_alone_and_one_is_aborted_once(group, stores):
+def test_a_finished_group_is_left_alone_and_aborts_once(group, stores):
     with ends_when_lost(stores[1], group, 30) as lost:
         pass
     say_lost(stores[0])  # of the next pass
@@ -441,7 +441,7 @@ def test_a_group_that_is_whole_is_left_alone_and_one_is_aborted_once(group, stor
     abort(group)
 
 
-def test_what_keeps_a_member_from_joining_is_said_at_once_to_it_and_to_the_others(stores):
+def test_a_failure_to_join_reaches_all_members_at_once(stores):
     def join():
         raise OSError("no socket interface found")
 
