@@ -53,7 +53,7 @@ def load_block(logits_ptr, start, num_columns, BLOCK: tl.constexpr, FULL: tl.con
 
 @triton.jit
 def add_block(x, k, shift, total_B, moment_B, ENTROPY: tl.constexpr):
-    """The sums with one more block, each lane for itself."""
+    """Return the sums with one more block, each lane for itself."""
     d = x * k - shift
     e = tl.exp2(d)
     if ENTROPY:
@@ -63,7 +63,7 @@ def add_block(x, k, shift, total_B, moment_B, ENTROPY: tl.constexpr):
 
 @triton.jit
 def sums_at(logits_ptr, num_columns, k, shift, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
-    """(total, moment) of a row with one shift for all of it."""
+    """Return (total, moment) of a row with one shift for all of it."""
     total_B = tl.zeros((BLOCK,), tl.float32)
     moment_B = tl.zeros((BLOCK,), tl.float32)
     full_columns = num_columns // BLOCK * BLOCK
@@ -78,7 +78,7 @@ def sums_at(logits_ptr, num_columns, k, shift, ENTROPY: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def sums_with_moving_shift(logits_ptr, num_columns, k, shift, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
-    """(shift, total, moment) of a row whose largest logit lies far above the shift."""
+    """Return (shift, total, moment) of a row whose largest logit lies far above the shift."""
     total_B = tl.zeros((BLOCK,), tl.float32)
     moment_B = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, num_columns, BLOCK):
@@ -123,7 +123,7 @@ def combine_kernel(
     shards_ptr, mask_ptr, shift_ptr, total_ptr, logprobs_ptr, entropy_ptr,
     num_rows, num_shards, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """shards [R, 4, N] → the statistics of the whole vocabulary, BLOCK rows a program."""
+    """Combine shards [R, 4, N] into the statistics of the whole vocabulary, BLOCK rows per program."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
     real = inside

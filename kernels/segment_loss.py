@@ -1,4 +1,4 @@
-"""From log-probs to the loss and its gradient, by sequences: `megatron_ibpo.loss.segments` in three kernels.
+"""The loss and its gradient from log-probs, by sequences: `megatron_ibpo.loss.segments` in three kernels.
 
 Sums over each sequence, then the sequences' losses, then each token's coefficient. One program walks one
 sequence (the second: all of them), so that nothing is atomic and the result does not depend on the order of
@@ -26,7 +26,8 @@ _CONSTANT = 2
 
 @triton.jit
 def load_rows(row, end, logprobs_ptr, old_ptr, mask_ptr):
-    """(which rows are of the response, their log-prob, their log-ratio); 0 in others, whatever lies there."""
+    """Return (which rows belong to the response, their log-probs, their log-ratios); both are 0 in other
+    rows, whatever lies there."""
     mask = tl.load(mask_ptr + row, mask=row < end, other=0) != 0
     logprob = tl.load(logprobs_ptr + row, mask=mask, other=0.0)
     log_ratio = tl.zeros_like(logprob)
@@ -174,7 +175,7 @@ def token_coefficients_kernel(
 def triton_segment_loss(
     logprobs_N: Tensor, rows: Any, objective: Any, loaded: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(loss, mean_log_ratio_S, clipped, kl_N), the first differentiable in logprobs_N.
+    """Return (loss, mean_log_ratio_S, clipped, kl_N), the first differentiable in logprobs_N.
 
     Arguments as `megatron_ibpo.loss.segments.segment_loss` has them, all on one device; float tensors of any
     precision are read as fp32.

@@ -24,7 +24,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def load_ids(ids_ptr, place, stop, vocab_start, num_columns, BLOCK: tl.constexpr):
-    """(places, ids, their columns here, which are on this shard) of a block of a set."""
+    """Return (places, ids, their columns here, which are on this shard) of a block of a set."""
     i = place + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + i, mask=i < stop, other=-1)
     column = ids - vocab_start
@@ -78,7 +78,7 @@ def set_gradient_kernel(
     TEMPERATURE_PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of one row per program at the ids of its set. The rest of the row is 0 already, and
-    all of it where the coefficient is."""
+    so is the whole row if its coefficient is 0."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + (row if TEMPERATURE_PER_ROW else 0)).to(tl.float32)
     c = tl.load(coefficients_ptr + row) / temperature

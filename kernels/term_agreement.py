@@ -1,8 +1,8 @@
-"""A comparison of the source that a term became with the term: value, derivative and clip.
+"""A comparison of a term's Triton source with the term in torch: value, derivative and clip.
 
 The source runs in torch, through stand-ins for the functions of `triton.language` that it uses, so that it
-needs no GPU and no Triton. (`tl.minimum` drops NaN as Triton's does, and numbers are float32.) What a GPU's
-own functions round otherwise is for the tests that run there.
+needs no GPU and no Triton. (`tl.minimum` drops NaN as Triton's does, and numbers are float32.) The rounding
+of a GPU's own functions is left to the tests that run there.
 """
 
 import functools
@@ -128,7 +128,7 @@ class _Term(NamedTuple):
 def compare_with_torch(
     function: Any, passed: Sequence[str], loaded: Sequence[str], parameters: Mapping[str, float]
 ) -> Agreement:
-    """Compare what a term was written out as with the term in torch. Arguments as `traced_source` has them.
+    """Compare a term's Triton source with the term in torch. Arguments as `traced_source` has them.
 
     Raises:
         TermError: as `traced_source`, or an exception in the term.

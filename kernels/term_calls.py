@@ -43,7 +43,7 @@ class TermError(ValueError):
 
 
 def term_name(term: Any) -> str:
-    """Return a term's name, for messages; a lambda's and a callable object's are those of its kind."""
+    """Return a term's name, for messages; a callable object has the name of its class."""
     return getattr(term, "__name__", None) or type(term).__name__
 
 
@@ -101,7 +101,7 @@ def call_term(term: Any, inputs: Sequence[Any], parameters: Mapping[str, Any]) -
     """Call a term.
 
     Raises:
-        TermError: any exception of the term, with its line, or its call of torch after MOST_SECONDS.
+        TermError: any exception of the term, with its line; or the term runs for more than MOST_SECONDS.
     """
     try:
         with _Deadline(term):

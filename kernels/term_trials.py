@@ -81,7 +81,7 @@ def trial_inputs(names: Sequence[str], parameters: Mapping[str, float]) -> dict[
 def results_in_torch(
     term: Any, inputs: Mapping[str, Tensor], parameters: Mapping[str, float], dtype: torch.dtype
 ) -> TermResults:
-    """Return what a term is in torch, with the derivative by autograd.
+    """Return a term's results in torch, with the derivative by autograd.
 
     Raises:
         TermError: any exception in the term, or in its derivative.

@@ -97,7 +97,7 @@ def start_world(timeout_minutes: float = 30.0) -> World:
     Every collective gives up after `timeout_minutes`.
 
     Raises:
-        ValueError: a variable of the launcher is not such a number.
+        ValueError: a variable of the launcher is not a whole number in its range.
     """
     size = environment_number("WORLD_SIZE", 1, least=1)
     rank = environment_number("RANK", 0, most=size - 1)

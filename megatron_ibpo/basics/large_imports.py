@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import torch, Megatron or vLLM within this block, a sixth faster: Python would look for garbage among
-    all that has been imported again and again."""
+    """Import torch, Megatron or vLLM within this block, a sixth faster: it keeps Python from searching all
+    imported objects for garbage again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -23,9 +23,9 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def declared_packages() -> Iterator[None]:
-    """Import transformers within this block: .7 seconds of a processor less. It asks Python which package
-    belongs to which distribution, and Python reads the list of files of each distribution that declares
-    none."""
+    """Import transformers within this block, which saves .7 seconds of processor time. transformers asks
+    Python which package belongs to which distribution, and Python reads the file list of each distribution
+    that declares no packages."""
     packages_distributions = importlib.metadata.packages_distributions
     importlib.metadata.packages_distributions = _packages_distributions
     try:

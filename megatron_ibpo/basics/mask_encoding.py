@@ -53,7 +53,7 @@ def decoded_mask(content: bytes, tokens: TokenIds) -> SamplingMask:
         tokens: the sampled tokens, one per position.
 
     Raises:
-        ValueError: the bytes are not a mask of so many positions.
+        ValueError: the bytes are not a mask of as many positions as there are tokens.
     """
     numbers = _from_bytes(content)
     heads, gaps = numbers[: len(tokens)], numbers[len(tokens) :]

@@ -286,7 +286,8 @@ class TrainSequence:
 
     @property
     def has_advantage(self) -> bool:
-        """True if the variant's loss has a gradient; otherwise only terms that every sequence pays have."""
+        """True if the variant's loss has a gradient; otherwise only the terms that every sequence pays have
+        one."""
         return self.advantage != 0 if self.token_advantages is None else bool(self.token_advantages.any())
 
 

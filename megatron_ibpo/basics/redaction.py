@@ -1,7 +1,7 @@
 """Keys of servers, kept out of every message, log and traceback.
 
 A server, or a library that quotes what it received, may repeat a key in any spelling and cut it anywhere. So
-whatever eight characters of a spelling stand in a text are replaced.
+any eight consecutive characters of a spelling are replaced wherever they occur.
 """
 
 import base64

@@ -1,5 +1,5 @@
-"""Rewards as user code returns them: a number, or a mapping with the number as `score`. And the errors of
-reward functions, by fault: of the response, or of the label."""
+"""Rewards as user code returns them, a number or a mapping with the number as `score`; and the errors for
+faults of a response and of a label."""
 
 import math
 from collections.abc import Mapping

@@ -39,7 +39,7 @@ def json_value(value: Any, levels: int = DEEPEST) -> Any:
     """Return a value that JSON can hold: times and bytes become text, NaN and infinity become null.
 
     Raises:
-        ValueError: it nests deeper than so many levels, or holds itself.
+        ValueError: the value nests deeper than `levels`, or holds itself.
     """
     if isinstance(value, Mapping | list | tuple) and levels == 0:
         raise ValueError(f"nests deeper than {DEEPEST} levels")

@@ -49,7 +49,8 @@ def printable(text: str) -> str:
 
 
 def legible(text: str) -> str:
-    """Return characters as escapes that are invisible, turn text around, or that a terminal would obey."""
+    """Return the text with escapes for characters that are invisible, turn text around, or would be obeyed by
+    a terminal."""
     return "".join(
         letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text
     )

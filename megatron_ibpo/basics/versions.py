@@ -70,9 +70,9 @@ def installed_versions() -> dict[str, str]:
 
 
 def machine(*packages: str) -> dict[str, object]:
-    """Return what the results of a benchmark are stored with: the date, the cores that this process may use,
-    the processor's vector instructions, the installed versions (`installed_versions`), and the versions of
-    `packages` as well."""
+    """Return the description of this machine for the results of a benchmark: the date, the cores that this
+    process may use, the processor's vector instructions, the installed versions (`installed_versions`), and
+    the versions of `packages` as well."""
     measured = {"date": datetime.date.today().isoformat(), "cores": len(os.sched_getaffinity(0))}
     measured |= {"instructions": _vector_instructions()}
     return measured | installed_versions() | {name: _version(name) for name in packages}

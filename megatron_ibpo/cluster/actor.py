@@ -120,16 +120,17 @@ class Host:
         return self._actor.location.remote()
 
     def listen(self) -> Any:
-        """Make it listen at a port. Return a handle for the port, and its descriptor in that process."""
+        """Make the process listen at a port. Return a handle for the port and the descriptor there."""
         return self._actor.listen.remote()
 
     def build(self, factory: str, environment: Mapping[str, str], *arguments: Any) -> Any:
-        """Make it build its object; `factory` is module:name. Return a handle, which `built` keeps."""
+        """Make the process build its object; `factory` is module:name. Return a handle, which `built`
+        keeps."""
         self.built = self._actor.build.remote(factory, dict(environment), *arguments)
         return self.built
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Run a method of its object. Return a handle."""
+        """Run a method of the object in the process. Return a handle."""
         return self._actor.call.remote(method, *arguments, **named)
 
     def kill(self) -> None:

@@ -21,7 +21,7 @@ def catch_up(
     processes: EngineProcesses, engines: Sequence[int], order: UpdateOrder
 ) -> tuple[int, int, Reasons]:
     """Give `engines` the current weights according to `order`, in a second pass to those that fail in the
-    first: a living engine can take part again, and a dead one answers so at once. One whose process the
+    first: a living engine can take part again, and a dead one fails again at once. One whose process the
     sampler replaces meanwhile takes part no more, since its successor is still being built. Return (bytes
     sent, bytes of their shards, engines that failed twice or were replaced)."""
     hosts = {index: processes.members[index].host for index in engines}

@@ -182,7 +182,7 @@ class NodeSession:
         return self._opening
 
     async def begin(self, *arguments: Any) -> None:
-        """Open it, with the arguments of `protocol.Sessions.open`."""
+        """Open the episode, with the arguments of `protocol.Sessions.open`."""
         self._opening = await self._call("open", *arguments)
 
     async def step(self, message: Message) -> Turn:

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 class Finished:
     """The calls that an actor has finished and not handed over yet. Its object has `submit(number,
-    *arguments)`, and `take`, which returns those of here."""
+    *arguments)`, and `take`, which returns these calls."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()

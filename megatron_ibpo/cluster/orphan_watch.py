@@ -19,7 +19,7 @@ Ray ends the process after 60 s, in its own words."""
 @contextmanager
 def ended_with_ray() -> Iterator[None]:
     """End this process with one line and status 1 as soon as a server of the Ray that it started dies, or
-    once its GCS server no longer answers: after a SIGTERM that of Ray 2.60 hangs instead of ending.
+    once its GCS server no longer answers: after a SIGTERM the GCS server of Ray 2.60 hangs instead of ending.
 
     Without the raylet Ray ends its processes itself, and prints twenty lines. Without the GCS server calls go
     on for a minute before Ray ends this process. The rest of Ray is cleaned up after its end.

@@ -80,8 +80,8 @@ def own_token(directory: Path, token: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables meanwhile, and touch no other. Native threads read the environment
-    whenever they like, and `mock.patch.dict` would take all of it away and put it back."""
+    """Set these environment variables within the block, and touch no other. Native threads read the
+    environment whenever they like, and `mock.patch.dict` would take all of it away and put it back."""
     previous = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ |= variables
     try:

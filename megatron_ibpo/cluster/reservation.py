@@ -40,7 +40,7 @@ def place_run(config: Config, *, samples: bool = True, wait: float = 0.0) -> Pla
 
     Raises:
         PlacementError: it is still too small.
-        ValueError: settings do not suit its devices.
+        ValueError: settings do not suit the cluster's devices.
     """
     deadline = time.monotonic() + wait
     while True:

@@ -123,7 +123,8 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
 
     Args:
         hf_dir: only config.json is read.
-        flags: the user's own, which override recipe and layout. Those that only ask something are left out.
+        flags: the user's own, which override recipe and layout. Flags that only ask for output, such as
+            --help, are left out.
 
     Raises:
         ValueError: there is no recipe for such a model on such devices, or none fits.

@@ -60,8 +60,8 @@ def progress_bar(world: World, title: str) -> Iterator[Report]:
 
 
 def check_source(directory: Path, world: World) -> None:
-    """Compare the files to convert with their checksums, if they have some: otherwise a later change on the
-    disk would be converted faithfully. The ranks divide the work.
+    """Compare the files to convert with their checksums, if there are any, so that no file is converted that
+    has changed on the disk since. The ranks divide the work.
 
     Raises:
         CheckpointError: a file is missing or was changed.

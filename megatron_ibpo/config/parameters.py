@@ -64,7 +64,7 @@ def _entries_of(found: type, section: str) -> dict[str, Entry]:
 
 
 def built(found: Any, parameters: Mapping[str, Any]) -> Any:
-    """Return the object that `found` builds from those parameters that are its own.
+    """Return the object that a choice builds from its own parameters.
 
     Raises:
         ConfigError: with one line per value out of range.

@@ -83,8 +83,8 @@ def missing_snapshot(path: str) -> HubId | None:
 
 
 def display_name(path: Path) -> str:
-    """Return the name of a model or data set: of a snapshot in the Hub's cache that of its repository, whose
-    folder is called after a commit."""
+    """Return the name of a model or data set. For a snapshot in the Hub's cache it is the name of the
+    repository, since the folder is named after a commit."""
     found = _SNAPSHOT.fullmatch(str(path))
     return found["name"] if found is not None else path.name
 
@@ -108,19 +108,19 @@ def user_directory() -> Path:
 
 
 def path_of_user(path: Path | str) -> Path:
-    """Return the absolute path for one on the command line."""
+    """Return the absolute path for a path on the command line."""
     return user_directory() / path
 
 
 def path_in_recipe(path: Path | str) -> Path:
-    """Return the absolute path for one in a recipe that should exist already."""
+    """Return the absolute path for a path in a recipe that should exist already."""
     candidates = [path_of_user(path), REPOSITORY / path]
     # os.path instead of pathlib: it accepts names that no file can have
     return next((found for found in candidates if os.path.exists(found)), candidates[0])
 
 
 def recipe_file(text: Path | str, locate: Callable[[str], Path]) -> Path:
-    """Return the absolute path of a recipe: a file, or by its name alone one of those in the package.
+    """Return the absolute path of a recipe: a file, or a recipe of the package by its name alone.
 
     Raises:
         ConfigError: the name has no ending, and neither a file nor a recipe is called so.

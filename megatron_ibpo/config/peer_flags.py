@@ -260,7 +260,8 @@ def peer_answer(typed: str) -> str | None:
 
 
 def peer_override(word: str) -> str | None:
-    """Return the same for a word of the command line that is a Hydra override, KEY=VALUE; else None."""
+    """Return the answer of `peer_answer` for a word of the command line that is a Hydra override, KEY=VALUE;
+    None for other words."""
     key, is_pair, _ = word.lstrip("+").partition("=")
     return _key_answer(key, key) if is_pair else None
 

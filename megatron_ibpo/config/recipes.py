@@ -27,7 +27,7 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class Source:
-    """Where settings are from, for messages."""
+    """The origin of settings, for messages."""
 
     file: Path | None = None
     """None: a command line or Python."""
@@ -46,7 +46,7 @@ NO_FILE = Source()
 
 
 class Recipe(typing.NamedTuple):
-    """The settings that one file gives (`typed_settings`), and where they are from."""
+    """The settings that one file gives (`typed_settings`), and their origin."""
 
     fields: dict[str, Any]
     others: dict[str, Any]

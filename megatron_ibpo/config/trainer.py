@@ -80,7 +80,7 @@ class ModelConfig:
 
     @property
     def hf_dir(self) -> Path:
-        """--hf-checkpoint, which `problems` has found to be there."""
+        """--hf-checkpoint, once `problems` has checked that it is given."""
         if self.hf_checkpoint is None:
             raise ConfigError(NO_MODEL)
         return self.hf_checkpoint

@@ -55,8 +55,8 @@ def _spelled(name: str, typed: str) -> str:
 
 
 def nested_names(key: str, value: Any) -> list[str]:
-    """Return the names of an unknown key's settings: of a mapping, as other trainers' recipes have, those of
-    its parts joined by dots."""
+    """Return the names of the settings under an unknown key. A mapping, as in other trainers' recipes, has a
+    name for each of its parts, joined by dots."""
     return list(islice(_leaves(key, value, _DEEPEST), _MOST))
 
 

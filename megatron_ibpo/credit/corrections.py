@@ -35,7 +35,8 @@ class CompareAndCorrect(Operator):
     the tokens to learn from. A mask is the paper's Eq. 17 to the letter, whatever the sign of the advantage;
     a signed mask is inverted where the advantage is above 0.
 
-    Both methods raise ValueError under --ibpo-strip-thinking if the context has no marks of thinking.
+    `follow_ups` and `judge` raise ValueError under --ibpo-strip-thinking if the context has no marks of
+    thinking.
     """
 
     ibpo_variant: Literal["base", "ratio", "mask", "signed-mask"] = "base"

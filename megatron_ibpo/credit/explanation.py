@@ -65,14 +65,14 @@ class GroupExplanation:
 
 
 def number(value: float, digits: int = _DIGITS) -> str:
-    """Return a number with so many digits, without trailing zeros."""
+    """Return a number with `digits` significant digits, without trailing zeros."""
     return f"{value:.{digits}g}".replace("-", MINUS)
 
 
 @dataclass(frozen=True)
 class ComparedRewards:
-    """Rewards that are compared with each other, without those of failed verifiers. What is told of each of
-    them is computed once."""
+    """Rewards that are compared with each other, without those of failed verifiers. Figures that the
+    explanations share are computed once."""
 
     values: Sequence[float]
 

@@ -1,4 +1,4 @@
-"""How large the rows of Arrow tables become in Python, and which Arrow files would unpack themselves.
+"""The sizes of rows of Arrow tables in Python, and the Arrow files that would be unpacked when they are read.
 
 A few bytes of a file may stand for gigabytes: a value that is repeated, a list of a billion nulls, compressed
 buffers. So sizes are found before any row is made.

@@ -102,7 +102,7 @@ def large_division(seed: int) -> Division:
 def training_rows(
     rows: Sequence[tuple[str, Row | DataError]], division: Division, question: Question
 ) -> list[tuple[str, Row | DataError]]:
-    """Return the rows that are trained on, those that cannot be read among them."""
+    """Return the rows that are trained on, including rows that cannot be read."""
     return [
         (where, row)
         for where, row in rows

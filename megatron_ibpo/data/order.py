@@ -142,8 +142,8 @@ class TableOrder:
         return self._rows(epoch, window)[place - window_start]
 
     def substitute(self, position: int, attempt: int) -> Place | None:
-        """Return a row to try when neither the one at `position` nor `attempt` substitutes can be used; None:
-        try the next attempt."""
+        """Return the row to try after the row at `position` and `attempt` substitutes for it could not be
+        used; None: try the next attempt."""
         drawn = derive_seed("substitute", self._seed, position, attempt)
         block = drawn % self._table.num_blocks
         count = self.counted[block]

@@ -356,8 +356,8 @@ def read_jsonl(path: Path, budget: Budget | None = None) -> Iterator[tuple[str, 
 
 
 def check_budget(paths: Iterable[Path]) -> None:
-    """Raise DataError if JSONL files hold more than is read whole. It takes a second, and making prompts of
-    all rows up to there a minute."""
+    """Raise DataError if JSONL files hold more than may be read whole. This check takes a second; to make
+    prompts of all rows up to that point would take a minute."""
     budget = Budget()
     for path in paths:
         deque(_lines(path, budget), maxlen=0)

@@ -69,8 +69,8 @@ class Tokenizer(Protocol):
         ...
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the ids of `text` at the start of a prompt that the chat template wrote, which writes the
-        beginning-of-sequence token itself."""
+        """Return the ids of `text` at the start of a prompt from the chat template, which has the
+        beginning-of-sequence token already."""
         ...
 
     def decode(self, ids: npt.ArrayLike) -> str:

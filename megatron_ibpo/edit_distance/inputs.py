@@ -153,7 +153,8 @@ def pair_up(name_a: str, a: Ragged, name_b: str, b: Ragged) -> tuple[Ragged, Rag
 
 
 def check_threads(num_threads: Any) -> int:
-    """
+    """Return the number of threads, 0 for one per core, as C++ takes it.
+
     Raises:
         TypeError: it is not an integer; ValueError: it is negative.
     """

@@ -317,9 +317,10 @@ def checkpoint_weights(shape: ModelShape, hf_dir: Path) -> Iterator[tuple[str, T
 
 
 def check_shape(shape: ModelShape) -> None:
-    """
+    """Refuse a model that the lean back end does not compute.
+
     Raises:
-        ValueError: a model that the lean back end does not compute.
+        ValueError: names what it does not support.
     """
     if shape.rope_scaling is not None:
         raise ValueError(

@@ -190,7 +190,7 @@ def check_model(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> N
         rollout: settings with device-dependent values resolved (`on_device`).
 
     Raises:
-        ValueError: with a line for every problem, and one for each of `DEFAULTS` that can.
+        ValueError: with a line for every problem, and one for each of `DEFAULTS` that can compute the model.
     """
     name = PARAMETERS.name_of(rollout.rollout_backend)
     if problems := _model_problems(name, rollout, shape, on_gpu=on_gpu):
@@ -300,7 +300,7 @@ def changed_probabilities(rollout: RolloutConfig) -> list[str]:
 
 
 def sampling_precision(rollout: RolloutConfig) -> Precision:
-    """Return the numbers that the engine samples with, as its class says, or vLLM's by default."""
+    """Return the number format that the engine samples with, as its class says, or vLLM's by default."""
     if samples_in_trainer(rollout.rollout_backend):
         return Precision("float32")
     precision: Precision = _method(rollout.rollout_backend, "precision")(rollout)
@@ -315,8 +315,8 @@ def start_engine(name: str | None, settings: Any, log: Path, is_restart: bool = 
 def start_instrument(
     rollout: RolloutConfig, hf_dir: Path, shape: ModelShape, *, on_gpu: bool, num_threads: int, log: Path
 ) -> Any:
-    """Start an engine with a checkpoint's weights, to sample without a run, and return it at once; vLLM where
-    a run has no engine processes.
+    """Start an engine with a checkpoint's weights, to sample without a run, and return it at once. If a run
+    has no engine processes, it is a vLLM engine.
 
     Args:
         rollout: settings with device-dependent values resolved (`on_device`).

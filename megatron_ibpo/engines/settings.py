@@ -69,7 +69,7 @@ class EngineStart:
 
 @dataclass(frozen=True)
 class Precision:
-    """The numbers that an engine samples with."""
+    """The number format that an engine samples with."""
 
     dtype: Literal["auto", "bfloat16", "float32"]
     """"auto" until the device is known (`engines.registry.on_device`)."""

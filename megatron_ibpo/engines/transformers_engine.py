@@ -1,10 +1,10 @@
 """An engine that samples with transformers on CPUs: slow, and able to compute every family and head size that
 transformers runs.
 
-It is also the example of an engine of one's own: outside this file, its line in `engines.registry.ENGINES`
-alone runs it, and messages of other engines recommend it. The model lives in a thread of the engine's
-process. Waves of requests (`engines.waves`) and control calls take turns in this thread, so that an update
-waits for the wave in progress, and all tokens of a sample come from one version of the weights.
+It is also the example for engines of users: outside this file, only its line in `engines.registry.ENGINES` is
+needed to run it and to have messages of other engines recommend it. The model lives in a thread of the
+engine's process. Waves of requests (`engines.waves`) and control calls take turns in this thread, so that an
+update waits for the wave in progress, and all tokens of a sample come from one version of the weights.
 """
 
 import hashlib

@@ -15,7 +15,7 @@ SCALED = "ratios to the engine's log-probs would be scaled by the probability th
 
 
 def check_truncation(config: Config, readers: Sequence[str] | None = None, *, on_gpu: bool = True) -> None:
-    """Refuse a run that compares the trainer's log-probs with those of sampling where these are of another
+    """Refuse a run that compares the trainer's log-probs with the engine's if these are of another
     distribution, which the engine cannot describe.
 
     Args:
@@ -43,7 +43,8 @@ def check_truncation(config: Config, readers: Sequence[str] | None = None, *, on
 
 
 def check_recorded(config: Config, sequences: Iterable[TrainSequence]) -> None:
-    """Refuse to train on samples without the record, such as those of an older version's journal.
+    """Refuse to train on samples without a sampling mask that the loss needs, such as those of an older
+    version's journal.
 
     Raises:
         ValueError: says how many.

@@ -60,8 +60,8 @@ class WaveSampler:
 
         Args:
             version: policy version of the model's weights.
-            is_aborted: tells of each request's index, between two tokens, whether to stop; its sample then
-                lacks an end.
+            is_aborted: returns, for the index of a request and between two tokens, whether to stop it; its
+                sample then lacks an end.
         """
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_token_ids))
         samples: dict[int, Sample] = {}

@@ -19,13 +19,13 @@ _SEEDS = 2**31
 
 
 class TrlEnvironment:
-    """A class as TRL's GRPOTrainer takes for `environment_factory` (TRL 1.16): its public methods but `reset`
-    and `get_reward` are tools.
+    """An environment class of the kind that TRL's GRPOTrainer takes as `environment_factory` (TRL 1.16): its
+    public methods are tools, except `reset` and `get_reward`.
 
     As in TRL, the text that `reset` returns is appended to the prompt, a tool that raises answers with the
     error, and an episode is over at the first message without a call. Its score is the sum of `get_reward()`
-    and of the reward functions; without either it is the attribute `reward`, which TRL's guides have reward
-    functions read. `tool_calls` and `tool_errors` are counted."""
+    and of the reward functions; without either it is the attribute `reward`, which reward functions read in
+    TRL's guides. `tool_calls` and `tool_errors` are counted."""
 
     def __init__(self, environment: Any, reward_functions: RewardFunctions | None = None) -> None:
         self._environment = environment
@@ -37,8 +37,8 @@ class TrlEnvironment:
         self._calls = self._errors = 0
 
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
-        """Reset it with the columns of the prompt's row that it accepts: the metadata, `prompt` and
-        `label`."""
+        """Reset the environment with the columns of the prompt's row that it accepts: the metadata, `prompt`
+        and `label`."""
         _seeded(seed)
         self._row = row = {**metadata, "prompt": [_user(question)], "label": label}
         observation = self._environment.reset(**_accepted(self._environment.reset, row))
@@ -146,7 +146,7 @@ class GymEnvironment:
         self._total = 0.0
 
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
-        """Reset it; the prompt's question, if there is any, stands before its observation."""
+        """Reset the environment; the prompt's question, if there is any, stands before the observation."""
         observation, _ = _parts(self._environment.reset(seed=_seeded(seed)), "reset", "observation, info")
         return _opening(question, _text(observation, "reset()"))
 

@@ -1,6 +1,6 @@
 """Tools in plain text, in the format of Hermes, which Qwen 2.5 and Qwen3 write too: a call is
-<tool_call>{"name": …, "arguments": {…}}</tool_call>. For templates that know no tools, and for runs without
-one."""
+<tool_call>{"name": …, "arguments": {…}}</tool_call>. It serves templates that know no tools, and runs without
+a template."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class OpenEnvironment:
 
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
         """Connect and reset. The server gets the seed, an episode id, and the prompt's question, label and
-        metadata; it passes on to the environment what that accepts."""
+        metadata; it passes on those that the environment accepts."""
         self._connect()
         ids = {"seed": seed % _LARGEST_SEED, "episode_id": str(uuid.uuid4())}
         observation = self._observation("reset", {**metadata, "question": question, "label": label, **ids})

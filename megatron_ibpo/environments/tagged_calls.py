@@ -1,7 +1,7 @@
 """Calls whose arguments stand between tags, as bare text: the formats of Qwen3.5 and of GLM-4.5.
 
 A value may hold tags itself, since nothing escapes them. It ends at a closing tag that is followed by the
-next argument or by the end of the call. A call of which that leaves text over is no call."""
+next argument or by the end of the call. If text of a call is left over after that, it is no call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def argument_values(texts: Mapping[str, str], name: str, tools: Sequence[Tool]) 
     """Return the values of a call's arguments, each from its text.
 
     Args:
-        name: the tool that is called; of one that is not among `tools`, no types are known.
+        name: the tool that is called; a tool that is not among `tools` has no known types.
     """
     matching = (tool.get("parameters", {}) for tool in tools if tool["name"] == name)
     parameters: dict[str, Any] = next(matching, {})

@@ -113,8 +113,7 @@ def trl_tools(kind: type) -> list[Tool]:
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """Return the tool that a function or method is, with the schema that `transformers.utils.get_json_schema`
-    gives it.
+    """Return a function or method as a tool, with the schema from `transformers.utils.get_json_schema`.
 
     Args:
         function: with a type hint and a docstring entry for each argument; a method's `self` is left out.

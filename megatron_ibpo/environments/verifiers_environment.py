@@ -32,7 +32,7 @@ class Request:
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """The end of what was run."""
+    """The end of an episode."""
 
     value: Any
     """What it returned; None if it failed."""
@@ -40,7 +40,7 @@ class EpisodeEnd:
 
 
 class PolicyServer:
-    """Runs something that asks a model over HTTP, one request after the other."""
+    """A server of the policy for code that asks a model over HTTP, one request after the other."""
 
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[Request | EpisodeEnd] = queue.SimpleQueue()
@@ -216,7 +216,7 @@ class VerifiersEnvironment:
         return {**metrics, **rewards, "score": traces[0].reward}
 
     def close(self) -> None:
-        """Nothing: the process ends, and all that the episode has started with it."""
+        """No-op: the process ends, and with it everything that the episode has started."""
 
     async def _play(self, url: str, task: Any) -> Any:
         import verifiers.v1 as vf

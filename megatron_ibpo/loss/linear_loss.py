@@ -108,7 +108,7 @@ def linear_packed_logprobs(
 ) -> Tensor:
     """Return what `packed_logprobs` finds in the logits hidden_NH @ weight_VH.T, without a gradient.
 
-    Arguments are as there and in `linear_policy_loss`, and
+    Arguments are as there and in `linear_policy_loss`, except for one:
 
     Args:
         response_rows_R: [R] int64, the rows that response_mask_N keeps, if known: otherwise the host waits
@@ -134,7 +134,8 @@ def linear_packed_logprobs(
 
 
 def check_head(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor) -> None:
-    """
+    """Refuse a head that does not fit the hidden states or the targets.
+
     Raises:
         ValueError: see `linear_policy_loss`.
     """

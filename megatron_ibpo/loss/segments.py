@@ -1,5 +1,5 @@
-"""The loss over packed sequences from the log-probs of their rows: the part of every variant that knows of
-sequences, and one entry point for torch and the Triton kernels.
+"""The loss over packed sequences, computed from the log-probs of their rows: the part of every variant that
+depends on sequences, and one entry point for torch and the Triton kernels.
 
 All values are floats [N] and [S], so this plain torch is the definition on every device; the Triton kernels
 of `kernels/segment_loss.py` do the same in three launches.

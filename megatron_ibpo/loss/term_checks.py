@@ -1,4 +1,4 @@
-"""The checks of a loss variant's terms before a run starts: in torch, and of the code made of them.
+"""The checks of a loss variant's terms, in torch and as the code that is made of them, before a run starts.
 
 `ibpo loss`, the dry run, the driver and every trainer call these, so that they say the same.
 """
@@ -39,7 +39,7 @@ def variant_terms(variant: Variant) -> Iterator[VariantTerm]:
 
 
 def check_calls(variant: Variant, params: Mapping[str, float]) -> None:
-    """Refuse a variant that torch cannot train with. Every run does, whatever computes its loss.
+    """Refuse a variant that torch cannot train with. Every run is checked, whatever computes its loss.
 
     Raises:
         TermError: see `check_call`.

@@ -106,7 +106,8 @@ def name_of_variant(variant: str | Variant) -> str:
 def resolve_variant(
     name: str | Variant, params: Mapping[str, float] | None = None
 ) -> tuple[Variant, dict[str, float]]:
-    """The variant of that name and all its parameters, in its order: those given, and its defaults.
+    """Return the variant of that name and all its parameters, in its order: the given ones, and defaults for
+    the rest.
 
     Args:
         name: in VARIANTS, or where to import one: package.module:VARIANT; or the variant itself.

@@ -222,8 +222,8 @@ def weight_count(shape: ModelShape) -> WeightCount:
 
 @lru_cache(maxsize=64)
 def mixer_flops(shape: ModelShape) -> tuple[int, Mapping[int | None, int]]:
-    """Return (operations of all mixers per token beyond products with weights, by window those per pair of a
-    token and one that it attends to)."""
+    """Return (operations of all mixers per token besides products with weights; by window, operations per
+    pair of a token and one that it attends to)."""
     mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
     per_pair: dict[int | None, int] = {}
     for mixer in mixers:

@@ -181,8 +181,8 @@ class GroupedRowLinear(_GroupedLinear):
 
 
 class NoCoreAttention(torch.nn.Module):
-    """A placeholder for core attention in Megatron's layer: `PackedSelfAttention` computes it itself. It
-    holds the sinks, a number per head of this rank, and the window."""
+    """A placeholder for core attention in Megatron's layer, since `PackedSelfAttention` computes attention
+    itself. The placeholder holds the sinks, a number per head of this rank, and the window."""
 
     def __init__(
         self, *, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection, **_: Any

@@ -110,7 +110,8 @@ def target_of(piece: Piece) -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """A and B beside one HF matrix, number `number` of those that its Megatron parameter joins."""
+    """A and B beside one HF matrix; `number` is its index among the matrices that one Megatron parameter
+    joins."""
 
     number: int
     a: Entry

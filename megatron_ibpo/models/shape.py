@@ -227,7 +227,7 @@ class Fields:
                 )
 
     def groups(self, heads: str, shared: str) -> tuple[int, int]:
-        """Return (heads, heads that several of those share), by their fields' names."""
+        """Return (heads, groups of heads that share something) from the fields of these names."""
         many = self.count(heads)
         few = self.count(shared, many)
         if many % few:

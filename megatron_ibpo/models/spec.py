@@ -130,7 +130,8 @@ def transformer_layer(mixer: LayerSpec, mlp: MLPAndNorm) -> LayerSpec:
 
 
 def attention(backend: Backend, *, norms: bool = True, output_bias: bool = False) -> LayerSpec:
-    """
+    """Return the spec of softmax attention.
+
     Args:
         norms: whether queries and keys have norms.
     """

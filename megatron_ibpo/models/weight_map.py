@@ -85,7 +85,7 @@ class Piece:
 
     @property
     def ends_stored(self) -> bool:
-        """True for the last piece of that tensor, in the order of a weight map."""
+        """True for the last piece of the tensor `stored`, in the order of a weight map."""
         return self.fused is None or not self.fused.always or self.fused.expert == self.fused.shape[0] - 1
 
     def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:

@@ -16,7 +16,8 @@ FILE = Path(__file__).parent / "coefficients.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """The coefficients. The defaults are the start of a fit; `fitted` returns the values for runs."""
+    """Coefficients of the roofline. The defaults are the start of a fit; `fitted` returns the values for
+    runs."""
 
     matmul: float = 0.6
     """Share of the peak that a trainer's matrix products reach."""

@@ -276,6 +276,6 @@ class Sampled:
     slots: int
 
     def shared(self, steps: int) -> "Sampled":
-        """Return the share of one of `steps` steps."""
+        """Return the part of this time for one of `steps` steps that share it equally."""
         parts = {name: getattr(self, name) / steps for name in ("seconds", "prompts", "tail", "tokens")}
         return replace(self, **parts)

@@ -199,7 +199,7 @@ class Overrides:
 
 
 def read_overrides(config: Config) -> Overrides:
-    """Return what the overrides come to.
+    """Return the checked values of both flags.
 
     Raises:
         ValueError: see `model_overrides` and `optimizer_overrides`.

@@ -160,8 +160,8 @@ def plan_update(
 def plan_value_update(
     sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
 ) -> Plan[RankUpdate]:
-    """Plan the critic's optimizer steps of one rollout, as `plan_update` the policy's: it learns from all
-    sequences, whatever their advantage.
+    """Plan the critic's optimizer steps of one rollout, as `plan_update` does for the policy. The critic
+    learns from all sequences, whatever their advantage.
 
     Raises:
         ValueError: a sequence whose arrays do not fit its response, or without returns and old values.

@@ -1,8 +1,8 @@
 """The first code that a trainer's process runs: it sets the environment before a library reads it.
 
-The user's settings stay, except for the one setting that makes it impossible to lend weights to engines.
-What is for Transformer Engine and for engines on the same GPU has not been run on one; it follows from the
-sources of the pinned versions.
+The user's settings stay, except for the one setting that makes it impossible to lend weights to engines. The
+settings for Transformer Engine and for engines on the same GPU have not been run on a GPU; they follow from
+the sources of the pinned versions.
 """
 
 import logging
@@ -57,8 +57,8 @@ def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
 
 
 def hide_tilelang() -> None:
-    """Hide TileLang from flash-linear-attention unless it is to be used: if it finds TileLang it imports all
-    of TVM, even if FLA_TILELANG is 0 (0.6.0, `ops/utils/sinkhorn`)."""
+    """Hide TileLang from flash-linear-attention unless it is to be used. If flash-linear-attention finds
+    TileLang, it imports all of TVM, even if FLA_TILELANG is 0 (0.6.0, `ops/utils/sinkhorn`)."""
     if os.environ["FLA_TILELANG"] == "0":
         sys.modules.setdefault("tilelang", None)  # type: ignore[arg-type]
 

@@ -142,7 +142,7 @@ class TrainerRank:
         self.saver.seal()
 
     def end_save(self) -> None:
-        """Raise the error of that, if there was one."""
+        """Raise the error of giving the checkpoint its name, if there was one."""
         self.saver.end()
 
     def save_hf(self, directory: Path) -> None:

@@ -83,7 +83,7 @@ def joined_mask(sequences: Sequence[TrainSequence]) -> SamplingMask | None:
 def sets_of_rows(
     mask: SamplingMask, chosen_R: Flags, rows_R: Places, num_rows: int
 ) -> tuple[Ids, Offsets, Offsets]:
-    """Return the ids, and where each row's begin and end among them.
+    """Return the ids of all rows, and the bounds of each row's ids among them.
 
     Args:
         chosen_R: response tokens whose sets are needed.

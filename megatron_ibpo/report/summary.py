@@ -226,8 +226,8 @@ def _share(successes: float, trials: float) -> dict[str, float]:
 
 
 def break_even_lines(comparison: dict[str, Any] | None) -> list[str]:
-    """Return the same in sentences for the user, and where they come from; empty if there is nothing to
-    say."""
+    """Return the result of `break_even` in sentences for the user, with its source; empty if there is nothing
+    to say."""
     sentences = [
         _sentence(name, comparison[name]) for name in _COMPOSITIONS if comparison and name in comparison
     ]

@@ -235,7 +235,8 @@ def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def read_problem(label: str) -> Problem:
-    """
+    """Return the tests in a label.
+
     Raises:
         ValueError: what is wrong with the label.
     """
@@ -359,8 +360,8 @@ def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:
     equal as numbers.
 
     Args:
-        tolerance: difference, absolute or relative to the expected number, up to which a number may differ
-            that is expected to be real, so has a point or an exponent.
+        tolerance: largest difference, absolute or relative, from an expected number that has a point or an
+            exponent.
 
     Source: LiveCodeBench, grade_stdio.
     """

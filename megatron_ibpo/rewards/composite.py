@@ -24,7 +24,7 @@ class Part:
 
     @property
     def metric(self) -> str:
-        """Name of its value among the details: of a function in a file that of the function alone."""
+        """Name of the part's value among the details; for a function in a file, the function's name alone."""
         file, _, function = self.name.rpartition(":")
         return function if file.endswith(".py") else self.name
 

@@ -1,8 +1,8 @@
 """Verifier that asks a language model: a judge behind OpenAI's protocol for chat completions.
 
 The user's template makes one message of question, response and label. The score is taken from the text of the
-judge's answer. Where there is none, the judge is asked once more, by the same message with a demand for the
-score at its end; and what it then does not score either is the response's doing (`reward_server`).
+judge's answer. If the text has no score, the judge is asked once more, by the same message with a demand for
+the score at its end. If it gives none again, the response is at fault (`reward_server`).
 """
 
 import json
@@ -94,8 +94,8 @@ class JudgeWire:
 
 
 def score(text: str, place: str | None) -> dict[str, float]:
-    """Return the score in a judge's text, the last one if there are several, and whether it is unreadable,
-    which a number that is no reward is too.
+    """Return the score in a judge's text, the last one if there are several, and whether it is unreadable. A
+    number that cannot be a reward is unreadable.
 
     Args:
         place: name of a field of a JSON object, or a regular expression with one group; None: `Score: 0.8` or

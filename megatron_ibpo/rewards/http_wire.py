@@ -77,7 +77,7 @@ def reward_url(data: DataConfig) -> str:
     """Return --rm-url without a slash at its end.
 
     Raises:
-        ConfigError: it is missing, or as `server_url`.
+        ConfigError: --rm-url is missing, or `server_url` refuses it.
     """
     if data.rm_url is None:
         raise ConfigError("--rm-url: required for http_judge and http_score; http://HOST:PORT/… or https://…")

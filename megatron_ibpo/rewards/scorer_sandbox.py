@@ -97,10 +97,11 @@ _HINT = "; docs/code_rewards.md says how to allow it, also in a container"
 
 
 def open_scorers(*, retries: bool = False) -> ScorerSandbox | str:
-    """Return the sandbox of this process; the reason if none can be had.
+    """Return the sandbox of this process, or the reason why there is none.
 
     Args:
-        retries: a reason that is a minute old may have passed, such as a lack of memory: try again.
+        retries: try again if the last failure is a minute old, since its cause, such as a lack of memory, may
+            have passed.
     """
     global _refusal
     if _opened:

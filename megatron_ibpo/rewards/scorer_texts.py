@@ -1,5 +1,6 @@
-"""What reasoning_gym's scorers evaluate as Python, and the texts that may be evaluated: those of which an
-expression of the task is made. They can call `_FUNCTIONS`, and look up or assign nothing else.
+"""Texts that reasoning_gym's scorers evaluate as Python, and the rules for texts that may be evaluated: they
+consist of the parts of the task's expressions. They can call `_FUNCTIONS`, and look up or assign nothing
+else.
 
 The lists are of the pinned version of the library. `tests/rewards/test_generated_scorers.py` proves them
 against its source.

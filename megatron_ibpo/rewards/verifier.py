@@ -108,8 +108,8 @@ class Verifier:
         self._errors = 0
 
     def score(self, pairs: Sequence[tuple[Prompt, str | Response]]) -> list[Score]:
-        """Score each response to its prompt, in order. Of a text alone, thinking is open from its start if
-        the text of the prompt ends in a mark that opens it.
+        """Score each response to its prompt, in order. If a response is given as text alone, thinking is open
+        from its start if the text of the prompt ends in a mark that opens thinking.
 
         A function that raises, hangs, kills its process (twice, since it gets a second try) or returns no
         finite number gives a score without a reward. The first such error of a call is logged.

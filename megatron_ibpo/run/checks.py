@@ -60,7 +60,8 @@ def check_evaluation(config: Config) -> None:
 
 
 def check_loss_of_run(config: Config) -> None:
-    """Run the other part: refuse a loss that cannot work. Importing torch takes a second.
+    """Run the part of `check_run` that needs torch: refuse a loss that cannot work. Importing torch takes a
+    second.
 
     Raises:
         ConfigError: an unknown variant, parameters that it lacks or that are out of range, or a combination

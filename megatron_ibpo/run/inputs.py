@@ -37,7 +37,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Judges:
-    """The processes of this machine that score, and how the policy speaks with environments."""
+    """The processes of this machine that score, and the chat format between policy and environments."""
 
     pool: Pool
     """Verifiers."""

@@ -1,4 +1,4 @@
-"""Observations beside training: evaluation, instruments, checks. It is no cost of the algorithm."""
+"""Observations beside training: evaluation, instruments, checks. They are no cost of the algorithm."""
 
 import shutil
 from collections.abc import Sequence

@@ -48,8 +48,8 @@ class OnCluster:
     """Seconds to wait for nodes while the cluster has too few."""
 
     def check(self, config: Config, shape: ModelShape) -> None:
-        """Refuse a layout that cannot hold the model, on as few trainers as it takes if their number is not
-        known before Ray has counted GPUs."""
+        """Refuse a layout that cannot hold the model. If the number of trainers is not known before Ray has
+        counted GPUs, the fewest that the layout takes are assumed."""
         check_model_layout(shape, config, config.cluster.num_trainers or least_world(config.parallel))
 
     def connect(self, config: Config) -> AbstractContextManager[Callable[[], None]]:

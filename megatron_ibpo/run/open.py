@@ -95,7 +95,7 @@ def choose_backend(config: Config, node_wait: float) -> Backend:
 
 @dataclass(frozen=True)
 class Records:
-    """What was read and opened before the processes of a run were placed."""
+    """Inputs and files of a run that are read and opened before its processes are placed."""
 
     point: ResumePoint
     inputs: Inputs

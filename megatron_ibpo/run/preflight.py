@@ -1,8 +1,8 @@
 """Checks before anything large is loaded, and the dry run.
 
-A start passes these checks in the order of this file, each as soon as what it looks at is there. A check
-stands alone: it raises or returns nothing, and nothing after it depends on it. Alone in the opening of a run
-this file knows `plan/`.
+A start passes these checks in the order of this file, each as soon as its inputs exist. A check stands alone:
+it raises or returns nothing, and nothing after it depends on it. In the opening of a run, only this file uses
+`plan/`.
 """
 
 from collections.abc import Callable, Mapping

@@ -89,7 +89,6 @@ def _train_again(run: Run) -> None:
 
 
 def remember(run: Run, step: int, credit: Credit) -> None:
-    """Store the state that the credit of the next step needs from the one after `step` completed
-    steps."""
+    """Store the state that credit carries from the step after `step` completed ones to the next."""
     kept = {at: memory for at, memory in run.progress.remembered.items() if at >= run.progress.whole}
     run.progress.remembered = kept | ({step + 1: credit.memory} if credit.memory else {})

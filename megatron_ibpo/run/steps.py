@@ -40,7 +40,7 @@ class Step:
 
     @property
     def explanations(self) -> list[GroupExplanation]:
-        """How every advantage came about, by group; `print(step.explanations[0])` shows the sums."""
+        """The explanation of every advantage, by group; `print(step.explanations[0])` shows the sums."""
         return self.credit.explanations
 
 

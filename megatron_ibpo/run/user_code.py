@@ -59,11 +59,11 @@ def try_user_code(
 
 
 def check_user_code(config: Config) -> str | None:
-    """Check the labels of a plan's prompts, and call the user's functions, as the start of the run would do;
-    of a plan whose prompts or tokenizer are not here, nothing.
+    """Check the labels of a plan's prompts, and call the user's functions, as the start of the run would do.
+    If the prompts or the tokenizer are not on this machine, nothing is checked.
 
     Returns:
-        a line to print if they are not here, and there is something to check.
+        a line to print if something could not be checked for that reason.
 
     Raises:
         ValueError, OSError: what the start of the run would raise for them.

@@ -171,8 +171,8 @@ class Episodes:
 
 
 def unplayed(prompt: Prompt, request: SampleRequest) -> Sample:
-    """Return the sample without turns and without a reward of a prompt whose row names an environment while
-    the run has none: the row was not among those checked at the start."""
+    """Return a sample without turns and reward, for a prompt whose row names an environment while the run has
+    none. The row was not among those checked at the start."""
     sample = Transcript(request).sample
     try:
         environment_in(prompt.metadata, EnvironmentConfig())

@@ -78,7 +78,7 @@ class Drawn:
 
     @property
     def is_accepted(self) -> bool:
-        """True if the batch takes it as long as it has room."""
+        """True if the batch takes the group as long as there is room."""
         return self.usable and self.preferred
 
 

@@ -78,10 +78,9 @@ def execute(
     show: Callable[[dict[str, Any]], None],
     stop: threading.Event,
 ) -> Outcome:
-    """Run it from its start, after removing the remains of an interrupted attempt.
-
-    Its output goes to a .log file next to its directory. The child and all its processes have ended when this
-    function returns or raises.
+    """Run a run from its start, after removing the remains of an interrupted attempt. Its output goes to a
+    .log file next to its directory. The child and all its processes have ended when this function returns or
+    raises.
 
     Args:
         show: called from time to time with the newest row of the run's metrics.

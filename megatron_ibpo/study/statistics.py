@@ -91,9 +91,9 @@ def shown_p(p: float) -> str:
 def response_windows(
     values: Sequence[float], responses: Sequence[float], window: float = WINDOW_RESPONSES
 ) -> tuple[npt.NDArray[np.int64], Array]:
-    """Return (steps, means): the mean value of the last `window` responses at each step that has so many
-    before it. A window has whole steps, as few as hold so many responses, so that methods with small groups
-    are smoothed as much as those with large ones.
+    """Return (steps, means): the mean value of the last `window` responses at each step with at least that
+    many up to it. A window consists of whole steps, as few as hold that many responses, so that methods with
+    small groups are smoothed as much as those with large ones.
 
     Args:
         values: mean of a step's responses.

@@ -155,8 +155,8 @@ def method_settings(method: Settings | str | None) -> Settings:
 
     Args:
         method: settings; or the path of a recipe; or an import path module:NAME of settings, of an operator
-            (--ibpo-operator), or, on GSPO, of a function: one of rewards is an estimator (--advantages), one
-            of groups, advantages and context a token credit (--token-credit).
+            (--ibpo-operator), or of a function for use with GSPO: a function of rewards is an estimator
+            (--advantages), a function of groups, advantages and context a token credit (--token-credit).
 
     Raises:
         ConfigError: there is no such recipe, or the import path leads to none of these.

@@ -46,7 +46,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked."""
+    """The run under check, and the small run in its place."""
 
     config: Config
     """The run's own settings."""
@@ -84,8 +84,7 @@ class Subject:
         return Batch(near, credited, credited_reversed, unscored)
 
     def prompt_ids(self, count: int) -> list[TokenIds]:
-        """Return the ids of the run's first prompts. Environments write their own, so that these have others
-        in their place.
+        """Return the ids of the run's first prompts; made-up ids for prompts that an environment writes.
 
         Raises:
             NotCheckedError: there are no prompts.

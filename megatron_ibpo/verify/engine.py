@@ -66,8 +66,9 @@ def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> I
 
 
 def drawn_row(check: str, model: Any, sequences: Sequence[TrainSequence]) -> Row:
-    """Tokens are drawn from the distribution that is reported. The ratio of their probability at another
-    temperature to that at their own has the mean 1, so a large ratio has at most its inverse as its chance.
+    """Check that tokens are drawn from the distribution that is reported. The ratio of their probability at
+    another temperature to that at their own has the mean 1, so a ratio of x or more has a chance of at most
+    1/x.
 
     Args:
         model: transformers' model with the weights that they were sampled with.

@@ -72,7 +72,7 @@ def step_of(gradient: Tensor) -> Tensor:
 
 
 def gradient_of(change: Tensor) -> Tensor:
-    """Return the gradient whose `step_of` is a change."""
+    """Return the gradient that leads to this change of weights: the inverse of `step_of`."""
     return change / (1 - change.abs())
 
 
@@ -97,7 +97,7 @@ def largest_difference(
     the number of tensors compared. Tensors within a hundred roundings of 0 in both are not compared.
 
     Raises:
-        ValueError: other tensors.
+        ValueError: the two do not hold the same tensors.
     """
     if tensors.keys() != expected.keys():
         names = sorted(tensors.keys() ^ expected.keys())

@@ -1,4 +1,5 @@
-"""A run that ended after two steps goes on from its first checkpoint and its journal, as if it had not."""
+"""A run that ended after two steps resumes from its first checkpoint and its journal as if it had not
+ended."""
 
 import shutil
 from collections.abc import Iterator, Sequence

@@ -27,7 +27,7 @@ BROKEN, HANGING = f"{__name__}:broken", f"{__name__}:hanging"
 
 
 def check_rewards(subject: Subject) -> Iterator[Row]:
-    """Score labels, wrong answers, nothing, and cut answers, each twice; then let a function fail."""
+    """Score labels, wrong answers, empty answers and cut answers, each twice; then let a function fail."""
     config = replace(subject.small, data=subject.config.data)
     data = config.data
     prompts = scored_by_verifiers(open_run_data(config, subject.foundation).first_prompts)[:NUM_PROMPTS]

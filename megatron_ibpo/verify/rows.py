@@ -52,7 +52,7 @@ def measured(
 
 
 def counted_faults(check: str, faults: Sequence[str], reason: str) -> Row:
-    """Return the row of a check that allows no fault; the first ones are named.
+    """Return the row of a check that allows no fault; the first three faults are named.
 
     Args:
         reason: what was looked at.

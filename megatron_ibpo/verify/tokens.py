@@ -48,7 +48,7 @@ def check_tokens(subject: Subject) -> Iterator[Row]:
 
 
 def as_turn(sample: Sample) -> Turn:
-    """Return what an engine wrote at once."""
+    """Return the content of one sample of an engine, to be compared."""
     return sample.token_ids.tobytes(), sample.logprobs.tobytes()
 
 
@@ -58,7 +58,7 @@ def check_samples(
     """Compare what engines returned with what was asked and with what is trained on.
 
     Args:
-        turns: `as_turn` of all that engines returned, before episodes and prefixes were put together of it.
+        turns: `as_turn` of every sample that engines returned, before samples were joined to episodes.
     """
     count = sum(len(group.samples) for group in groups)
     cut = sum(sample.finish_reason == "length" for group in groups for sample in group.samples)

@@ -1,6 +1,6 @@
-"""Fixes of vLLM's workers: on CPUs, of updates of experts and tied heads, prompts of one token, seeded
-requests whose prompt is read in parts, and the prefix cache of models with delta nets; on GPUs, of sleep;
-and of updates of gpt-oss. Each is made to the version of vLLM that it was written for, and to no other."""
+"""Fixes of vLLM's workers. On CPUs they concern updates of experts and tied heads, prompts of one token,
+seeded requests whose prompt is read in parts, and the prefix cache of models with delta nets; on GPUs, sleep;
+on both, updates of gpt-oss. Each fix applies only to the version of vLLM that it was written for."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator

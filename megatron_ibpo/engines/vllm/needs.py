@@ -64,8 +64,8 @@ def kv_cache_bytes(rollout: RolloutConfig, *, on_gpu: bool) -> int | None:
 
 def on_device(config: Config, shape: ModelShape, on_gpu: bool) -> RolloutConfig:
     """Return the settings of sampling with "auto" resolved: --ibpo-draft-from-prompt by `draft_by_default`,
-    and --vllm-dtype to the trainer's precision on GPUs and float32 on CPUs, but bfloat16 where vLLM does not
-    support float32, which is with quantized weights, and on CPUs with delta nets.
+    and --vllm-dtype to the trainer's precision on GPUs and to float32 on CPUs. Where vLLM does not support
+    float32 (quantized weights, and delta nets on CPUs), it is bfloat16.
 
     Args:
         config: configuration with the trainer's precision resolved.

@@ -54,8 +54,8 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """A worker's side of `megatron_ibpo.weights.transfer.gloo`. It first answers what it needs, then joins
-    the trainers' group, and from then on receives that."""
+    """A worker's side of `megatron_ibpo.weights.transfer.gloo`. It first answers which parts of tensors it
+    needs, then joins the trainers' group, and from then on receives these parts."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo

@@ -105,8 +105,8 @@ OF_COMPILER = "vllm.env_override"
 
 
 def slim_imports(settings: EngineSettings) -> None:
-    """Have this process import vLLM without what an engine with these settings does not run. Call it before
-    torch is imported. For other engines it does nothing."""
+    """Have this process import vLLM without the packages that an engine with these settings does not use.
+    Call it before torch is imported. For other engines it does nothing."""
     has_one_process = settings.device == "cpu" and settings.tensor_parallel_size == 1
     if not has_one_process or not settings.enforce_eager or uses_second_runner("cpu"):
         return

@@ -96,7 +96,7 @@ class GatedNorm(RMSNorm):
 
 
 class TEGatedNorm:
-    """The same as a TENorm."""
+    """`GatedNorm` as a TENorm."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> Any:
         from megatron.core.extensions.transformer_engine import TENorm

@@ -133,9 +133,9 @@ def in_projection(
     join: Callable[[list[Tensor]], Tensor],
     part: Callable[[Tensor], list[Tensor]],
 ) -> Entry:
-    """Return the entry of the delta net's input projection, which checkpoints of each family hold in other
-    pieces. Megatron's has a section each of q, k, v, z, b and a, of all heads. Tensor-parallel ranks divide
-    each section, and a Megatron checkpoint stores them apart."""
+    """Return the entry of the delta net's input projection, which the checkpoints of each family hold in
+    different pieces. Megatron's has a section each of q, k, v, z, b and a, of all heads. Tensor-parallel
+    ranks divide each section, and a Megatron checkpoint stores them apart."""
     keys, values, heads = shape.gdn_keys, shape.gdn_values, shape.gdn_value_heads
     return Entry(
         "self_attention.in_proj.weight",

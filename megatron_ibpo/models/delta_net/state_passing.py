@@ -54,7 +54,8 @@ class Slices:
 
 @once_per_batch
 def make_slices(cu_seqlens: Tensor, group: Any, width: int) -> Slices:
-    """
+    """Return this rank's slices of a micro-batch.
+
     Args:
         cu_seqlens: boundaries of the whole sequences, each a multiple of 2 x ranks long.
         group: the context-parallel ranks.

@@ -307,8 +307,8 @@ _ENDLESS = re.compile(r"[eE][+-]?[0-9_]{4}")
 
 
 def is_right(dataset: "Any", task: str, answer: str, entry: "dict[str, Any]") -> bool:
-    """Return whether the scorer of a task gives full marks to an answer, and the answer earns them: it does
-    not if it is one of those to which the library's scorer gives them for another reason."""
+    """Return whether the scorer of a task gives full marks to an answer, and the answer earns them. To some
+    answers the library's scorer gives full marks for another reason."""
     if task == "coin_flip" and _ENDLESS.search(answer):  # a fraction of 1e99999999 has as many digits
         return False
     if not dataset.score_answer(answer, entry) >= 1.0:

@@ -126,7 +126,7 @@ class Checkpoint:
             ) from None
 
     def refuse_packed(self) -> None:
-        """Raise CheckpointError if some of it is in MXFP4: engines that load the same files would hold that,
+        """Raise CheckpointError if some of it is in MXFP4: engines that load the same files would hold MXFP4,
         and could not take the trained weights."""
         if self.packed:
             raise CheckpointError(

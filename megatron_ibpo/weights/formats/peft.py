@@ -134,7 +134,8 @@ def describe_adapters(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def check_same_adapters(saved: Any, model: ModelConfig, checkpoint: Path) -> None:
-    """
+    """Refuse to resume with adapters other than the checkpoint's.
+
     Args:
         saved: entry "lora" of the checkpoint's `layout.json`.
 

@@ -39,7 +39,7 @@ class WeightReceiver(Protocol):
         ...
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Join the trainers' group, or agree on buffers; what `init_info` holds is the transport's."""
+        """Join the trainers' group, or agree on buffers; the transport defines the content of `init_info`."""
         ...
 
     def start_weight_update(self, check: bool) -> None:
@@ -48,7 +48,7 @@ class WeightReceiver(Protocol):
         ...
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load tensors; what `update_info` holds is the transport's."""
+        """Receive and load tensors; the transport defines the content of `update_info`."""
         ...
 
     def missing_weights(self) -> list[list[str]]:
@@ -84,8 +84,8 @@ def start(
 
 
 def collect(links: Mapping[int, EngineLink], failures: Failures, timeout: float) -> dict[int, Any]:
-    """Return the answers of the engines that are not in `failures`. Adds to it those that fail now or do not
-    answer within `timeout` seconds."""
+    """Return the answers of the engines that are not in `failures`. Engines that fail now, or do not answer
+    within `timeout` seconds, are added to `failures`."""
     replies = {}
     for engine, link in without(links, failures).items():
         try:

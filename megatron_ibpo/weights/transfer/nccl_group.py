@@ -29,7 +29,7 @@ def say_lost(store: dist.Store) -> None:
 
 def run_join(join: Callable[[], T], device: int, store: dist.Store, timeout: float) -> T | None:
     """Return the result of `join`, called on GPU number `device`; None once the store reports a lost member,
-    or after `timeout` seconds. NCCL itself would wait forever; its thread then does.
+    or after `timeout` seconds. NCCL itself would wait forever; the thread that called it then does.
 
     Raises:
         Exception: what `join` raised. The others hear at once that this one is lost.
