@@ -112,7 +112,7 @@ def check_call(term: Any, names: Sequence[str], parameters: Mapping[str, float])
     """Refuse a term that torch cannot train with: call it once.
 
     Args:
-        names: inputs that there are.
+        names: inputs that the term may read.
 
     Raises:
         TermError: wrong arguments, an exception in the term, results other than (value, clipped) of the

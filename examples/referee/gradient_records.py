@@ -36,7 +36,7 @@ PROBES = 4
 """Further responses that tell how hard a prompt is, independently of the group that is judged."""
 
 
-class Answers(Protocol):
+class RequestSampler(Protocol):
     """Samples and scores (`FrozenPolicy.answers`)."""
 
     def __call__(self, requests: Sequence[tuple[Prompt, SampleRequest]]) -> list[Sample]: ...
@@ -149,7 +149,7 @@ def credit_of_records(contender: Contender, records: Sequence[PromptRecord]) -> 
 def record_prompts(
     prompts: Sequence[Prompt],
     contenders: Sequence[Contender],
-    answers: Answers,
+    sampler: RequestSampler,
     gradients: SequenceGradients,
     compass: Compass,
 ) -> list[PromptRecord]:
@@ -158,13 +158,15 @@ def record_prompts(
     widest = max(contenders, key=lambda contender: contender.size)
     seed = widest.context.seed
     probes = probe_requests(prompts, widest.config.rollout, seed)
-    tried = iter(answers([(prompt, request) for prompt, request in probes]))
+    tried = iter(sampler([(prompt, request) for prompt, request in probes]))
     for record in records:
         record.probes = [next(tried).correct for _ in range(PROBES)]
-    _answer(records, [response_requests(widest, prompt) for prompt in prompts], answers)
+    _answer(records, [response_requests(widest, prompt) for prompt in prompts], sampler)
     for contender in contenders:
-        asked = [follow_up_requests(contender, record)[1] for record in records]
-        _answer(records, [[each.request for each in of_prompt] for of_prompt in asked], answers)
+        follow_ups = [follow_up_requests(contender, record)[1] for record in records]
+        _answer(
+            records, [[follow_up.request for follow_up in of_prompt] for of_prompt in follow_ups], sampler
+        )
     for record in records:
         sequences = [
             s for contender in contenders for s in credit_of_records(contender, [record])[1].sequences
@@ -186,7 +188,7 @@ def probe_requests(
 
 
 def _answer(
-    records: Sequence[PromptRecord], requests: Sequence[Sequence[SampleRequest]], answers: Answers
+    records: Sequence[PromptRecord], requests: Sequence[Sequence[SampleRequest]], sampler: RequestSampler
 ) -> None:
     """Add the samples of requests that have none."""
     open_requests = [
@@ -195,7 +197,7 @@ def _answer(
         for request in of_prompt
         if request_key(request) not in record.samples
     ]
-    samples = answers([(record.prompt, request) for record, request in open_requests])
+    samples = sampler([(record.prompt, request) for record, request in open_requests])
     for (record, request), sample in zip(open_requests, samples, strict=True):
         record.samples[request_key(request)] = sample
 
@@ -217,7 +219,7 @@ def _measure(
 
 def make_compass(
     prompt_at: Callable[[int], Prompt],
-    answers: Answers,
+    sampler: RequestSampler,
     gradients: SequenceGradients,
     *,
     num_star: int,
@@ -237,23 +239,23 @@ def make_compass(
     for step in range(max(steps, BLOCKS)):
         first = FAR + step * STAR_PROMPTS_AT_ONCE
         prompts = [prompt_at(first + place) for place in range(STAR_PROMPTS_AT_ONCE)]
-        gradient = accuracy_gradient(prompts, answers, gradients, longest)
+        gradient = accuracy_gradient(prompts, sampler, gradients, longest)
         star[step % BLOCKS] += gradient
         counts[step % BLOCKS] += 1
         second += gradient**2
     spread = (second / max(steps, BLOCKS)).sqrt()
-    others = [prompt_at(2 * FAR + place) for place in range(num_scores)]
-    samples = answers([_star_request(prompt, 0, longest) for prompt in others])
+    score_prompts = [prompt_at(2 * FAR + place) for place in range(num_scores)]
+    samples = sampler([_star_request(prompt, 0, longest) for prompt in score_prompts])
     scores = gradients.each([score_query(s.prompt_token_ids, s.token_ids) for s in samples])
     return Compass(star / counts[:, None], scores, spread + 0.01 * spread.mean())
 
 
 def accuracy_gradient(
-    prompts: Sequence[Prompt], answers: Answers, gradients: SequenceGradients, longest: int
+    prompts: Sequence[Prompt], sampler: RequestSampler, gradients: SequenceGradients, longest: int
 ) -> Tensor:
     """Return an unbiased estimate of the gradient of expected reward, averaged over these prompts."""
     requests = [_star_request(prompt, number, longest) for prompt in prompts for number in range(STAR_SIZE)]
-    samples = answers(requests)
+    samples = sampler(requests)
     rewards = np.array([sample.reward for sample in samples]).reshape(len(prompts), STAR_SIZE)
     centred = (rewards - rewards.mean(1, keepdims=True)) / (STAR_SIZE - 1) / len(prompts)
     coefficients: dict[str, float] = {}
@@ -311,18 +313,18 @@ def packed(record: PromptRecord) -> dict[str, Any]:
 def unpacked(content: dict[str, Any], prompt_at: Callable[[int], Prompt]) -> PromptRecord:
     """Return the record that `packed` made."""
     record = PromptRecord(prompt_at(content["index"]), rows=content["rows"], probes=content["probes"])
-    for each in content["samples"]:
-        ids, prompt = token_ids(each["ids"].numpy()), token_ids(each["prompt"].numpy())
-        record.samples[prompt.tobytes(), each["seed"]] = Sample(
+    for entry in content["samples"]:
+        ids, prompt = token_ids(entry["ids"].numpy()), token_ids(entry["prompt"].numpy())
+        record.samples[prompt.tobytes(), entry["seed"]] = Sample(
             prompt_token_ids=prompt,
             token_ids=ids,
-            logprobs=each["logprobs"].numpy(),
-            finish_reason="stop" if each["stopped"] else "length",
+            logprobs=entry["logprobs"].numpy(),
+            finish_reason="stop" if entry["stopped"] else "length",
             temperature=1.0,
             versions=((0, 0),),
             loss_mask=np.ones(len(ids), bool),
-            reward=each["reward"],
-            correct=each["correct"],
+            reward=entry["reward"],
+            correct=entry["correct"],
         )
     for name in ("gram", "star", "scores"):
         setattr(record, name, content[name].double().numpy())

@@ -155,7 +155,7 @@ def choose(hf_dir: Path, devices: Devices, flags: Sequence[str] = ()) -> Choice:
         problems = plan.problems
         if isinstance(plan, Plan) and not problems:
             choice = Choice(recipe.path, str(recipe), devices.gpus_per_node, layout)
-            if tightest(plan).left >= ROOM * devices.gpu_memory_gib * 1024**3:
+            if tightest(plan).free_bytes >= ROOM * devices.gpu_memory_gib * 1024**3:
                 return choice
             tight = tight or choice
     if tight is not None:

@@ -122,14 +122,14 @@ def evaluate_policy(policy: Policy) -> None:
             config = stack.enter_context(_with_weights(policy))
         with stages("start"):
             opened = stack.enter_context(open_evaluation(config, policy.name))
-        print(opened.where, flush=True)
+        print(opened.placement_note, flush=True)
         for note in opened.data.notes:
             print(note, flush=True)
-        assert opened.kept is not None  # the policy has a name
-        if num_stored := opened.kept.num_found:
+        assert opened.stored_samples is not None  # the policy has a name
+        if num_stored := opened.stored_samples.num_found:
             print(f"{counted(num_stored, 'sample')} of an earlier start are reused", flush=True)
         with stages("evaluate"), _progress(opened, config) as meanwhile:
-            evaluated = opened.rollouts.evaluation(opened.data, meanwhile, opened.kept)
+            evaluated = opened.rollouts.evaluation(opened.data, meanwhile, opened.stored_samples)
         report_evaluation(
             config.run.run_dir,
             policy.name,
@@ -249,7 +249,7 @@ def _with_weights(policy: Policy) -> Iterator[Config]:
 def _progress(opened: "OpenEvaluation", config: Config) -> Iterator[Callable[[], None]]:
     """Yield a function to call while the evaluation runs. It lets restarted engines join, and shows the
     number of samples on a terminal."""
-    stored_samples = opened.kept
+    stored_samples = opened.stored_samples
     assert stored_samples is not None  # the policy has a name
     ways = 2 if config.run.eval_compare_and_correct else 1
     total = sum(

@@ -96,7 +96,7 @@ def measure(config: Config, path: Path) -> None:
         rates = read_pass_rates(path, policy)
         opened = stack.enter_context(open_evaluation(config))
         source = _prompts(config, opened.data.tokenizer)
-        for note in (*source.notes, opened.where):
+        for note in (*source.notes, opened.placement_note):
             print(note, flush=True)
         assert isinstance(opened.rollouts, LiveRollouts)  # there are engines
         sampler = opened.rollouts.sampler

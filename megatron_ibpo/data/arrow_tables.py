@@ -65,7 +65,7 @@ class Parquet:
     def row(self, block: int, number: int) -> Row:
         return self._group(block).row(number)
 
-    def where(self, block: int, number: int) -> str:
+    def location(self, block: int, number: int) -> str:
         return f"{self.path}, row {self._first[block] + number}"
 
     def _checked_bytes(self, number: int, group: Any) -> int:
@@ -134,7 +134,7 @@ class ArrowFile:
     def row(self, block: int, number: int) -> Row:
         return self._batch(block).row(number)
 
-    def where(self, block: int, number: int) -> str:
+    def location(self, block: int, number: int) -> str:
         return f"{self.path}, row {self._first[block] + number}"
 
     def _validated(self, block: int) -> _Block:

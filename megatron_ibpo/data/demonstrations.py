@@ -45,11 +45,11 @@ class Demonstration(Prompt):
 
     def sequence(self, number: int, weight: float) -> TrainSequence:
         """Return a training sequence of advantage 1 for `turns[number]`."""
-        own = self.turns[number]
+        turns = self.turns[number]
         return TrainSequence(
-            token_ids(own.prompt),
-            token_ids(own.response),
-            np.array(own.is_trained, np.bool_),
+            token_ids(turns.prompt),
+            token_ids(turns.response),
+            np.array(turns.is_trained, np.bool_),
             advantage=1.0,
             weight=weight,
             prompt_index=self.index,
@@ -80,8 +80,8 @@ class DemonstrationReader(Reader):
             turns = self._chat_turns(messages, tools)
         else:
             turns = self._plain_turns(messages)
-        for own in turns:
-            ids = token_ids([*own.prompt, *own.response])
+        for sequence in turns:
+            ids = token_ids([*sequence.prompt, *sequence.response])
             if self.max_prompt_len is not None and len(ids) > self.max_prompt_len:
                 raise TooLongError(
                     f"prompt and response have {len(ids)} tokens, and the context holds "
@@ -116,15 +116,15 @@ class DemonstrationReader(Reader):
         if not any(message["role"] == "assistant" for message in messages):
             raise DataError(f"field {key!r} has no turn of the assistant to learn from")
         # the columns of a table are present in every message, if only as null
-        return [{name: value for name, value in own.items() if value is not None} for own in messages]
+        return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
     def _plain_turns(self, messages: Sequence[Message]) -> list[Turns]:
         if len(messages) != 2:
             raise DataError("the row is a chat: add --apply-chat-template")
-        asked, answer = (message["content"] for message in messages)
-        own = Turns(self.tokenizer.encode_prompt(asked), [], [])
-        own.add([*self.tokenizer.encode(answer), self.tokenizer.eos_id], is_trained=True)
-        return [own]
+        question, answer = (message["content"] for message in messages)
+        turns = Turns(self.tokenizer.encode_prompt(question), [], [])
+        turns.add([*self.tokenizer.encode(answer), self.tokenizer.eos_id], is_trained=True)
+        return [turns]
 
     def _chat_turns(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Turns]:
         """Return the assistant's turns, each behind the very prompt that it has when it is sampled.
@@ -137,28 +137,28 @@ class DemonstrationReader(Reader):
         last = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
         if messages[last]["content"]:  # it may only call tools
             check_shown(messages[: last + 1], partial(render, generation_prompt=False))
-        eos, found = self.tokenizer.eos_id, list[Turns]()
-        told, rest = "", list[int]()
+        eos, turns = self.tokenizer.eos_id, list[Turns]()
+        shown_text, pending_ids = "", list[int]()
         for number in (n for n, message in enumerate(messages) if message["role"] == "assistant"):
-            asked = render(messages[:number])
-            answered = render(messages[: number + 1], generation_prompt=False)
-            if not answered.startswith(asked):
+            prompt_text = render(messages[:number])
+            text_with_turn = render(messages[: number + 1], generation_prompt=False)
+            if not text_with_turn.startswith(prompt_text):
                 raise DataError(
                     f"message {number}: the chat template does not continue its own generation prompt with "
                     "the assistant's turn; --apply-chat-template-kwargs may change that"
                 )
-            if told and asked.startswith(told):
-                found[-1].add([*rest, *encode(asked[len(told) :])], is_trained=False)
+            if shown_text and prompt_text.startswith(shown_text):
+                turns[-1].add([*pending_ids, *encode(prompt_text[len(shown_text) :])], is_trained=False)
             else:
-                found.append(Turns(self.tokenizer.encode_rendered(asked), [], []))
-            ids = encode(answered[len(asked) :])
+                turns.append(Turns(self.tokenizer.encode_rendered(prompt_text), [], []))
+            ids = encode(text_with_turn[len(prompt_text) :])
             if eos in ids:  # what the template writes after it is no part of the turn
                 end = len(ids) - ids[::-1].index(eos)
-                told, rest = answered, ids[end:]
+                shown_text, pending_ids = text_with_turn, ids[end:]
             else:
-                end, ids, told = len(ids) + 1, [*ids, eos], ""
-            found[-1].add(ids[:end], is_trained=True)
-        return found
+                end, ids, shown_text = len(ids) + 1, [*ids, eos], ""
+            turns[-1].add(ids[:end], is_trained=True)
+        return turns
 
 
 def _tools(row: Row) -> list[dict[str, Any]]:

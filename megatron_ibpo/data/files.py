@@ -111,16 +111,16 @@ def each_row(files: Sequence[Path], columns: Sequence[str]) -> Iterator[LazyRow]
     """Yield the rows of all files in order, whatever their size."""
     for file in files:
         if file.name.endswith(".gz"):
-            yield from (as_lazy_row(where, row) for where, row in read_jsonl(file))
+            yield from (as_lazy_row(location, row) for location, row in read_jsonl(file))
             continue
         table = _table(file, columns)
         for block in range(table.num_blocks):
             for number in range(table.count(block)):
                 place = (block, number)
-                yield partial(table.where, *place), partial(table.row, *place)
+                yield partial(table.location, *place), partial(table.row, *place)
 
 
-def as_lazy_row(where: str, row: Row | DataError) -> LazyRow:
+def as_lazy_row(location: str, row: Row | DataError) -> LazyRow:
     """Return a lazy row for a row already read, or for the error in its place."""
 
     def read() -> Row:
@@ -128,7 +128,7 @@ def as_lazy_row(where: str, row: Row | DataError) -> LazyRow:
             raise row
         return row
 
-    return lambda: where, read
+    return lambda: location, read
 
 
 def _rows_of(table: Table) -> Iterator[tuple[str, Row | DataError]]:
@@ -139,7 +139,7 @@ def _rows_of(table: Table) -> Iterator[tuple[str, Row | DataError]]:
                 row = table.row(block, number)
             except DataError as error:
                 row = error
-            yield table.where(block, number), row
+            yield table.location(block, number), row
 
 
 def _part(parts: Mapping[str, T], path: Path, role: str, split: str | None) -> T:

@@ -104,8 +104,8 @@ def training_rows(
 ) -> list[tuple[str, Row | DataError]]:
     """Return the rows that are trained on, including rows that cannot be read."""
     return [
-        (where, row)
-        for where, row in rows
+        (location, row)
+        for location, row in rows
         if (text := _text(row, question)) is None or not division.holds_out(text)
     ]
 
@@ -118,7 +118,7 @@ def held_out_rows(
     def held_out() -> Iterator[tuple[str, Row | DataError]]:
         seen: set[str] = set()
         characters = 0
-        for where, read in islice(rows, MOST_ROWS_READ):
+        for location, read in islice(rows, MOST_ROWS_READ):
             with suppress(DataError):  # a row that cannot be read is training's
                 row = read()
                 text = question(row)
@@ -126,7 +126,7 @@ def held_out_rows(
                     return
                 if text not in seen and division.holds_out(text):
                     seen.add(text)
-                    yield where(), row
+                    yield location(), row
 
     return islice(held_out(), MOST_HELD_OUT)
 

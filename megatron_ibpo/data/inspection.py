@@ -111,27 +111,27 @@ def inspect_source(
     data = replace(data, skip_bad_rows=True, drop_long_prompts=True)
     tally, settings = Tally(source.location), environment or EnvironmentConfig()
     reader = Reader(tokenizer, data, source, tally, max_prompt_len, rates, environment=settings, split=split)
-    found = Inspection(source.location, tally=reader.tally)
-    entries = _generated(reader) if source.location.startswith(SCHEME) else _read(reader, found)
+    inspection = Inspection(source.location, tally=reader.tally)
+    entries = _generated(reader) if source.location.startswith(SCHEME) else _read(reader, inspection)
     seen: set[str] = set()
-    for where, prompt in islice(entries, most_rows):
-        found.rows += 1
+    for row_location, prompt in islice(entries, most_rows):
+        inspection.rows += 1
         if prompt is None:
             continue
         if (question := normalised(prompt.text)) in seen:
             reason = DUPLICATE if data.deduplicate else f"{DUPLICATE}, which stay without --deduplicate"
-            found.tally.add(reason, (DUPLICATE, found.rows), where)
+            inspection.tally.add(reason, (DUPLICATE, inspection.rows), row_location)
             if data.deduplicate:
                 continue
         seen.add(question)
-        found.lengths.append(len(prompt.token_ids))
-        found.tasks[prompt.task] = found.tasks.get(prompt.task, 0) + 1
-        if len(found.to_check) < CHECKED_AT_START:
-            found.to_check.append(replace(prompt, index=found.rows - 1))
-        if len(found.first) < show:
-            found.first.append(prompt)
-    found.is_whole = not source.location.startswith(SCHEME) and next(entries, None) is None
-    return found
+        inspection.lengths.append(len(prompt.token_ids))
+        inspection.tasks[prompt.task] = inspection.tasks.get(prompt.task, 0) + 1
+        if len(inspection.to_check) < CHECKED_AT_START:
+            inspection.to_check.append(replace(prompt, index=inspection.rows - 1))
+        if len(inspection.first) < show:
+            inspection.first.append(prompt)
+    inspection.is_whole = not source.location.startswith(SCHEME) and next(entries, None) is None
+    return inspection
 
 
 def histogram(lengths: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -143,23 +143,24 @@ def histogram(lengths: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArra
     return np.histogram(lengths, edges)[0].astype(np.int64), edges
 
 
-def show_inspection(found: Inspection, tokenizer: Tokenizer, console: Console) -> None:
+def show_inspection(inspection: Inspection, tokenizer: Tokenizer, console: Console) -> None:
     """Print the findings: what is left out, lengths, the first prompts."""
-    more = "" if found.is_whole else ", and there are more"
-    layout = f", {found.layout}" if found.layout else ""
-    console.rule(escape(found.source))
+    and_more = "" if inspection.is_whole else ", and there are more"
+    layout = f", {inspection.layout}" if inspection.layout else ""
+    console.rule(escape(inspection.source))
     console.print(
-        f"{counted(found.rows, 'row')} looked at{more}; {len(found.lengths):,} prompts{layout}", markup=False
+        f"{counted(inspection.rows, 'row')} looked at{and_more}; {len(inspection.lengths):,} prompts{layout}",
+        markup=False,
     )
-    if found.tally.counts:
-        console.print(_left_out(found.tally))
-    for problem in found.label_problems[:_MOST_LABELS]:
+    if inspection.tally.counts:
+        console.print(_left_out(inspection.tally))
+    for problem in inspection.label_problems[:_MOST_LABELS]:
         console.print(f"a run would refuse this label: {problem}", markup=False, style="red")
-    if len(found.tasks) > 1:
-        console.print(", ".join(f"{escape(task)} {count:,}" for task, count in found.tasks.items()))
-    if found.lengths:
-        console.print(_bars(found.lengths))
-    for prompt in found.first:
+    if len(inspection.tasks) > 1:
+        console.print(", ".join(f"{escape(task)} {count:,}" for task, count in inspection.tasks.items()))
+    if inspection.lengths:
+        console.print(_bars(inspection.lengths))
+    for prompt in inspection.first:
         body = Text(tokenizer.decode_all(prompt.token_ids))
         body.append(f"\nlabel: {prompt.label}", style="bold")
         console.print(Panel(body, title=escape(prompt.task), title_align="left"))
@@ -192,15 +193,17 @@ def _generated(reader: Reader) -> Iterator[Entry]:
         index += 1
 
 
-def _read(reader: Reader, found: Inspection) -> Iterator[Entry]:
+def _read(reader: Reader, inspection: Inspection) -> Iterator[Entry]:
     location, split = reader.source.location, reader.split
     if location.startswith(OWN_SCHEME):
-        rows: Iterable[LazyRow] = (as_lazy_row(where, row) for where, row in own_rows(location, split))
+        rows: Iterable[LazyRow] = (
+            as_lazy_row(row_location, row) for row_location, row in own_rows(location, split)
+        )
     else:
         rows = each_row(chosen_files(Path(location), split, reader.source.split), reader.columns)
     ids: FirstPlaces = {}
-    for number, (where, read) in enumerate(rows):
+    for number, (row_location, read) in enumerate(rows):
         if number == 0:
             with suppress(DataError):
-                found.layout = reader.layout(read())
-        yield where, reader.prompt(number, where, unique_id(read, where, ids))
+                inspection.layout = reader.layout(read())
+        yield row_location, reader.prompt(number, row_location, unique_id(read, row_location, ids))

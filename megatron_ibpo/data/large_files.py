@@ -53,7 +53,7 @@ def prompts_of_table(table: Table, reader: Reader) -> PromptSource:
 
 
 def _prompt(table: Table, reader: Reader, place: Place) -> Prompt | None:
-    return reader.prompt(place, lambda: table.where(*place), lambda: table.row(*place))
+    return reader.prompt(place, lambda: table.location(*place), lambda: table.row(*place))
 
 
 def _shuffled(table: Table, order: TableOrder, reader: Reader) -> Callable[[int], Prompt]:
@@ -116,7 +116,7 @@ def _checked(table: Table, order: TableOrder, reader: Reader) -> tuple[str, ...]
             places.append((block, rng.randrange(count)))
     ids: set[int] = set()
     for place in dict.fromkeys(places):
-        looked.prompt(place, partial(table.where, *place), partial(_row_with_new_id, table, place, ids))
+        looked.prompt(place, partial(table.location, *place), partial(_row_with_new_id, table, place, ids))
     left_out = looked.tally.lines()
     count = len(set(places))
     note = f"{reader.source.location}: large, so {count} rows are checked now and the others when drawn"
@@ -153,7 +153,7 @@ def _without_duplicates(table: Table, reader: Reader) -> Table:
             try:
                 _check_id(row, ids)
             except DataError as error:
-                _refuse(reader, (block, number), f"{table.where(block, number)}: {error}")
+                _refuse(reader, (block, number), f"{table.location(block, number)}: {error}")
                 left_out.setdefault(block, []).append(number)
     reader.tally.counts[DUPLICATE] = duplicates
     return WithoutRows(table, {block: np.array(numbers, np.int64) for block, numbers in left_out.items()})

@@ -51,7 +51,7 @@ class Layout:
     """Field with the ground truth, alone or at the end of a solution."""
     label: Callable[[Any], Any]
     """Returns the label for the value of that field."""
-    says: str
+    description: str
     """Description of where the labels are, for notes."""
 
 
@@ -71,7 +71,7 @@ def _in_box(solution: Any) -> Any:
     return ",".join(boxes)
 
 
-def _whole(answer: Any) -> Any:
+def _unchanged(answer: Any) -> Any:
     return answer
 
 
@@ -89,8 +89,8 @@ LAYOUTS = (
     Layout("question", "answer", _after_hashes, "answer, of which the part after #### (GSM8K)"),
     Layout("problem", "answer", _unless_missing, "answer (OpenR1-Math, NuminaMath-1.5, MATH-500)"),
     Layout("problem", "solution", _in_box, r"the last \boxed{} of solution (NuminaMath)"),
-    Layout("messages", "label", _whole, "label"),
-    Layout("messages", "answer", _whole, "answer"),
+    Layout("messages", "label", _unchanged, "label"),
+    Layout("messages", "answer", _unchanged, "answer"),
 )
 """Layouts of known data sets, in the order in which they are tried."""
 _OF_LAYOUTS = {name for layout in LAYOUTS for name in (layout.question, layout.answer)}
@@ -171,9 +171,9 @@ def check_text_only(row: Row) -> None:
 def check_placeholders(messages: Iterable[Message], input_key: str) -> None:
     """Raise DataError for text that stands for a picture, a film or a sound."""
     for message in messages:
-        if message["role"] == "user" and (found := PLACEHOLDER.search(message["content"])) is not None:
+        if message["role"] == "user" and (match := PLACEHOLDER.search(message["content"])) is not None:
             raise DataError(
-                f"field {input_key!r} has {found[0].strip()} in place of a part of the question, and "
+                f"field {input_key!r} has {match[0].strip()} in place of a part of the question, and "
                 "policies read text alone; --skip-bad-rows leaves such rows out"
             )
 
@@ -208,7 +208,7 @@ def known_layout(row: Row, input_key: str, label_key: str) -> Layout | None:
     user names the fields."""
     if (input_key, label_key) != PLAIN_KEYS or all(key in row for key in PLAIN_KEYS):
         return None
-    return next((one for one in LAYOUTS if one.question in row and one.answer in row), None)
+    return next((layout for layout in LAYOUTS if layout.question in row and layout.answer in row), None)
 
 
 def layout_said(row: Row, input_key: str, label_key: str) -> str | None:
@@ -218,21 +218,21 @@ def layout_said(row: Row, input_key: str, label_key: str) -> str | None:
         return "the layout of RL data sets; labels are reward_model.ground_truth"
     if layout is None:
         return None
-    return f"a known layout: prompts are {layout.question}, labels {layout.says}"
+    return f"a known layout: prompts are {layout.question}, labels {layout.description}"
 
 
 def fields_read(input_key: str, label_key: str) -> set[str]:
     """Return the fields of a row that may be read."""
-    known = _OF_LAYOUTS if (input_key, label_key) == PLAIN_KEYS else set()
-    return {input_key, label_key, *COLUMNS, *MEDIA, *known}
+    layout_fields = _OF_LAYOUTS if (input_key, label_key) == PLAIN_KEYS else set()
+    return {input_key, label_key, *COLUMNS, *MEDIA, *layout_fields}
 
 
 def has_value(row: Row, field: str, value: str) -> bool:
     """Return whether the field has the value, compared as text; dots in its name lead into objects."""
-    found: Any = row
+    field_value: Any = row
     for name in field.split("."):
-        found = found.get(name) if isinstance(found, dict) else None
-    return str(found) == value
+        field_value = field_value.get(name) if isinstance(field_value, dict) else None
+    return str(field_value) == value
 
 
 def _check_keys(row: Row, flags: Mapping[str, str]) -> None:
@@ -240,12 +240,12 @@ def _check_keys(row: Row, flags: Mapping[str, str]) -> None:
     missing = [key for key in flags if key not in row]
     if not missing:
         return
-    found = listed([repr(name)[:60] for name in row], most=20)
-    said = " and ".join(flags[key] for key in missing)
+    present = listed([repr(name)[:60] for name in row], most=20)
+    flag_names = " and ".join(flags[key] for key in missing)
     many = len(missing) > 1
     raise DataError(
-        f"no field {' and no field '.join(map(repr, missing))} (found: {found or 'none'}); "
-        f"{said} {'name others' if many else 'names another'}"
+        f"no field {' and no field '.join(map(repr, missing))} (found: {present or 'none'}); "
+        f"{flag_names} {'name others' if many else 'names another'}"
     )
 
 

@@ -70,13 +70,13 @@ def read_pass_rates(path: Path, policy: str) -> dict[str, Rate]:
         DataError: a line is damaged.
     """
     found: dict[str, Rate] = {}
-    for where, line in record_lines(path) if path.exists() else ():
+    for location, line in record_lines(path) if path.exists() else ():
         try:
             row = read_json(line)
             if row["policy"] == policy:
                 found[str(row["prompt"])] = Rate(int(row["correct"]), int(row["scored"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{where}: no line of `ibpo pass-rates` ({error})") from error
+            raise DataError(f"{location}: no line of `ibpo pass-rates` ({error})") from error
     return found
 
 

@@ -108,12 +108,12 @@ class Reader:
             raise DataError(NOT_CHOSEN)
         return normalised(plain_row(row, self.input_key, self.label_key).messages[-1]["content"])
 
-    def prompt(self, key: Hashable, where: Callable[[], str], read: Callable[[], Row]) -> Prompt | None:
+    def prompt(self, key: Hashable, location: Callable[[], str], read: Callable[[], Row]) -> Prompt | None:
         """Return the prompt of a row, with `index` 0; None if the row is left out, which is counted.
 
         Args:
             key: identifies the row, so that it is counted once.
-            where: the row's place, for messages.
+            location: returns the row's file and line, for messages.
             read: returns the row, or raises DataError.
 
         Raises:
@@ -122,22 +122,22 @@ class Reader:
         try:
             row = read()
             if self.source.only is not None and not has_value(row, *self.source.only):
-                self.tally.add(NOT_CHOSEN, key, where)
+                self.tally.add(NOT_CHOSEN, key, location)
                 return None
             if self.division is not None and self.division.holds_out(self.question(row)):
-                self.tally.add(HELD_OUT, key, where)
+                self.tally.add(HELD_OUT, key, location)
                 return None
             prompt = self.of_row(row)
         except DataError as error:
             is_long = isinstance(error, TooLongError)
             if not (self.data.drop_long_prompts if is_long else self.data.skip_bad_rows):
-                raise DataError(f"{where()}: {error}") from error
+                raise DataError(f"{location()}: {error}") from error
             fault = str(error)
-            self.tally.add(TOO_LONG if is_long else BAD_ROW, key, lambda: f"{where()}: {fault}")
+            self.tally.add(TOO_LONG if is_long else BAD_ROW, key, lambda: f"{location()}: {fault}")
             return None
         refusal = None if self.rates is None else self.rates.refusal(prompt)
         if refusal is not None:
-            self.tally.add(refusal, key, where)
+            self.tally.add(refusal, key, location)
             return None
         return prompt
 
@@ -249,8 +249,8 @@ def read_prompts(rows: Rows, reader: Reader) -> PromptSource:
     questions: set[str] = set()
     layouts: set[str | None] = set()
     number = 0
-    for number, (where, row) in enumerate(rows, start=1):
-        place = partial(str, where)
+    for number, (location, row) in enumerate(rows, start=1):
+        place = partial(str, location)
         prompt = reader.prompt(number, place, unique_id(partial(_row, row), place, ids))
         layouts.add(reader.layout(row) if isinstance(row, dict) else None)
         if prompt is None:
@@ -294,7 +294,7 @@ def _row(row: Row | DataError) -> Row:
     return row
 
 
-def unique_id(read: Callable[[], Row], where: Callable[[], str], ids: FirstPlaces) -> Callable[[], Row]:
+def unique_id(read: Callable[[], Row], location: Callable[[], str], ids: FirstPlaces) -> Callable[[], Row]:
     """Return a function that reads the row and raises DataError if an earlier one has its id.
 
     Args:
@@ -304,8 +304,8 @@ def unique_id(read: Callable[[], Row], where: Callable[[], str], ids: FirstPlace
     def checked() -> Row:
         row = read()
         if (row_id := row.get("id")) is not None:
-            first = ids.setdefault(json.dumps(row_id, default=str), where)
-            if first is not where:
+            first = ids.setdefault(json.dumps(row_id, default=str), location)
+            if first is not location:
                 raise DataError(f"id {row_id!r} is also that of {first()}")
         return row
 

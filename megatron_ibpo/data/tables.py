@@ -51,7 +51,7 @@ class Table(Protocol):
         """Return row `number`, from 0, of the block. Raises DataError for a row that is not an object."""
         ...
 
-    def where(self, block: int, number: int) -> str:
+    def location(self, block: int, number: int) -> str:
         """Return the file and line, or row, for messages. May read the file up to there."""
         ...
 
@@ -126,42 +126,42 @@ class JsonLines:
     def row(self, block: int, number: int) -> Row:
         return parsed_row(self._line(int(self._starts(block)[number])))
 
-    def where(self, block: int, number: int) -> str:
-        before, line = int(self._starts(block)[number]), 1
-        for start in range(0, before, 1024**2):
-            line += os.pread(self._file, min(1024**2, before - start), start).count(b"\n")
+    def location(self, block: int, number: int) -> str:
+        offset, line = int(self._starts(block)[number]), 1
+        for start in range(0, offset, 1024**2):
+            line += os.pread(self._file, min(1024**2, offset - start), start).count(b"\n")
         return f"{self.path}, line {line}"
 
     def _find_starts(self, block: int) -> npt.NDArray[np.int64]:
         """Return the offsets at which the lines that are not blank start."""
         first = block * self._block_bytes
         last = min(first + self._block_bytes, self._size)
-        before = max(0, first - 1)  # a line starts after another one's newline
-        stretch = os.pread(self._file, last - before, before)
+        offset = max(0, first - 1)  # a line starts after another one's newline
+        stretch = os.pread(self._file, last - offset, offset)
         if not stretch.strip():  # quick, since a file may have gigabytes of this
-            return self._start_after_blanks(stretch, before, is_first=block == 0)
+            return self._start_after_blanks(stretch, offset, is_first=block == 0)
         content = np.frombuffer(stretch, np.uint8)
-        starts = np.flatnonzero(content[:-1] == _NEWLINE) + before + 1
+        starts = np.flatnonzero(content[:-1] == _NEWLINE) + offset + 1
         if block == 0:
             starts = np.concatenate([[0], starts])
-        return starts[~self._are_blank(starts, content, before)]
+        return starts[~self._are_blank(starts, content, offset)]
 
-    def _start_after_blanks(self, stretch: bytes, before: int, *, is_first: bool) -> npt.NDArray[np.int64]:
+    def _start_after_blanks(self, stretch: bytes, offset: int, *, is_first: bool) -> npt.NDArray[np.int64]:
         """Return the offset of the one line that may not be blank: the last, if it goes on in the next
         block."""
         newline = stretch.rfind(b"\n", 0, -1)
-        starts = [before + newline + 1] if newline >= 0 or is_first else []
+        starts = [offset + newline + 1] if newline >= 0 or is_first else []
         return np.array([start for start in starts if not self._is_blank(start)], np.int64)
 
     def _are_blank(
-        self, starts: npt.NDArray[np.int64], content: npt.NDArray[np.uint8], before: int
+        self, starts: npt.NDArray[np.int64], content: npt.NDArray[np.uint8], offset: int
     ) -> npt.NDArray[np.bool_]:
         """Return whether each line is blank: whether nothing else stands before the next line."""
-        if not np.isin(content[starts - before], _BLANKS).any():
+        if not np.isin(content[starts - offset], _BLANKS).any():
             return np.zeros(len(starts), np.bool_)
-        letters = np.append(np.flatnonzero(~np.isin(content, _BLANKS)), len(content)) + before
+        letters = np.append(np.flatnonzero(~np.isin(content, _BLANKS)), len(content)) + offset
         next_letters = letters[np.searchsorted(letters, starts)]
-        blank = next_letters >= np.append(starts[1:], before + len(content))
+        blank = next_letters >= np.append(starts[1:], offset + len(content))
         if len(starts) and blank[-1]:  # the last line goes on in the next block
             blank[-1] = self._is_blank(int(starts[-1]))
         return blank
@@ -198,18 +198,18 @@ class Files:
         self.window = max((table.window for table in tables), default=1)
 
     def count(self, block: int) -> int:
-        table, own = self._own(block)
-        return table.count(own)
+        table, block_in_table = self._table_of(block)
+        return table.count(block_in_table)
 
     def row(self, block: int, number: int) -> Row:
-        table, own = self._own(block)
-        return table.row(own, number)
+        table, block_in_table = self._table_of(block)
+        return table.row(block_in_table, number)
 
-    def where(self, block: int, number: int) -> str:
-        table, own = self._own(block)
-        return table.where(own, number)
+    def location(self, block: int, number: int) -> str:
+        table, block_in_table = self._table_of(block)
+        return table.location(block_in_table, number)
 
-    def _own(self, block: int) -> tuple[Table, int]:
+    def _table_of(self, block: int) -> tuple[Table, int]:
         index = int(np.searchsorted(self._first, block, side="right")) - 1
         return self._tables[index], block - int(self._first[index])
 
@@ -231,8 +231,8 @@ class WithoutRows:
     def row(self, block: int, number: int) -> Row:
         return self._table.row(block, self._number(block, number))
 
-    def where(self, block: int, number: int) -> str:
-        return self._table.where(block, self._number(block, number))
+    def location(self, block: int, number: int) -> str:
+        return self._table.location(block, self._number(block, number))
 
     def _number(self, block: int, number: int) -> int:
         if block not in self._left_out:

@@ -81,7 +81,7 @@ class Precision:
 class EngineNeeds:
     """The memory that one engine takes on each of its GPUs, and the flags that change it.
 
-    The planner counts with it and knows no engine by name.
+    The planner computes with these figures, and knows no engine by name.
     """
 
     memory_share: float

@@ -117,7 +117,7 @@ def _of_parquet(file: Path) -> Iterator[tuple[str, Row]]:
     table = Parquet(file)
     for block in range(table.num_blocks):
         for number in range(table.count(block)):
-            location = table.where(block, number)
+            location = table.location(block, number)
             try:
                 yield location, table.row(block, number)
             except DataError as error:

@@ -48,8 +48,8 @@ class Recovered:
     @property
     def open_samples(self) -> dict[SampleKey, Sample]:
         """Samples that none of the batches took."""
-        taken = {key for batch in self.batches for group in batch.groups for key in group.sample_keys()}
-        return {key: sample for key, sample in self.samples.items() if key not in taken}
+        batch_keys = {key for batch in self.batches for group in batch.groups for key in group.sample_keys()}
+        return {key: sample for key, sample in self.samples.items() if key not in batch_keys}
 
 
 def read_journal(directory: Path, after_step: int) -> Recovered:
@@ -74,7 +74,10 @@ def read_journal(directory: Path, after_step: int) -> Recovered:
             state.is_damaged |= not entry.is_torn
         else:
             state.take(entry)
-    notes = [_damage_note(segment_path(directory, number), own) for number, own in damages.items()]
+    notes = [
+        _damage_note(segment_path(directory, number), segment_damages)
+        for number, segment_damages in damages.items()
+    ]
     batches: list[ClosedBatch] = []
     samples: dict[SampleKey, Sample] = {}
     step = after_step
@@ -97,8 +100,8 @@ def read_journal(directory: Path, after_step: int) -> Recovered:
             )
     elif follows:
         samples |= {key: sample for group in state.open.values() for key, sample in group.items()}
-    whole = follows and not state.is_damaged
-    return Recovered(state.settings, tuple(batches), samples, step, whole, tuple(notes))
+    is_whole = follows and not state.is_damaged
+    return Recovered(state.settings, tuple(batches), samples, step, is_whole, tuple(notes))
 
 
 def entries(directory: Path, after_step: int) -> Iterator[tuple[int, Entry | Damage]]:
@@ -136,7 +139,7 @@ def settle(groups: dict[GroupId, dict[SampleKey, T]], batch: ClosedBatch) -> dic
     trains on."""
     for dropped in batch.dropped:
         groups.pop(dropped.id, None)
-    return {key: kept for group in batch.groups for key, kept in groups.pop(group.id, {}).items()}
+    return {key: value for group in batch.groups for key, value in groups.pop(group.id, {}).items()}
 
 
 def _first_needed(directory: Path, numbers: list[int], after_step: int) -> int:
@@ -151,9 +154,9 @@ def _first_needed(directory: Path, numbers: list[int], after_step: int) -> int:
 def _entries(directory: Path, number: int) -> Iterator[Entry | Damage]:
     path = segment_path(directory, number)
     is_empty = True
-    for found in records(path):
+    for record in records(path):
         is_empty = False
-        yield found if isinstance(found, Damage) else _entry(path, found)
+        yield record if isinstance(record, Damage) else _entry(path, record)
     if is_empty:
         yield Damage(0, "the segment is empty", is_torn=True)
 
@@ -170,13 +173,13 @@ def _entry(path: Path, record: Record) -> Entry | Damage:
     return entry
 
 
-def _damage_note(path: Path, found: list[Damage]) -> str:
-    places = ", ".join(f"{damage.what} (at byte {damage.offset})" for damage in found[:_MOST_PLACES])
-    more = f" and {len(found) - _MOST_PLACES} more" if len(found) > _MOST_PLACES else ""
-    if all(damage.is_torn for damage in found):
+def _damage_note(path: Path, damages: list[Damage]) -> str:
+    places = ", ".join(f"{damage.what} (at byte {damage.offset})" for damage in damages[:_MOST_PLACES])
+    and_more = f" and {len(damages) - _MOST_PLACES} more" if len(damages) > _MOST_PLACES else ""
+    if all(damage.is_torn for damage in damages):
         return f"{path}: {places}; that record is not used"
-    records_ = "1 damaged record is" if len(found) == 1 else f"{len(found)} damaged records are"
-    return f"{path}: {records_} left out, and what follows is kept: {places}{more}"
+    records_ = "1 damaged record is" if len(damages) == 1 else f"{len(damages)} damaged records are"
+    return f"{path}: {records_} left out, and what follows is kept: {places}{and_more}"
 
 
 def _newest_version(sample: Sample) -> float:
@@ -228,7 +231,7 @@ class _State:
     def trusted(self, step: int) -> dict[SampleKey, Sample]:
         """Return what is usable for batches after `step` if records are missing: responses of the policies up
         to that step. Corrections are left out, since their response may be missing."""
-        groups = [closed.samples for own, closed in self.closed.items() if own > step]
+        groups = [closed.samples for number, closed in self.closed.items() if number > step]
         groups += [samples for group, samples in self.open.items() if group not in self.doubtful]
         return {
             key: sample
@@ -257,5 +260,5 @@ class _State:
 
     def _rewind(self, step: int) -> None:
         self.open.clear()
-        self.closed = {own: closed for own, closed in self.closed.items() if own <= step}
+        self.closed = {number: closed for number, closed in self.closed.items() if number <= step}
         self.last_step = step

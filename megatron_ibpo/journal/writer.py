@@ -60,7 +60,7 @@ class Index:
                 self._open.setdefault(key.group, {})[key] = segment
             case ClosedBatch(step):
                 samples = settle(self._open, entry)
-                self._forget(lambda own: own >= step)  # in case the record of a rewind is lost
+                self._forget(lambda number: number >= step)  # in case the record of a rewind is lost
                 self.last_step = step
                 if step > self.saved:
                     self._batches[step] = min([segment, *samples.values()])
@@ -69,13 +69,13 @@ class Index:
                 self.last_step = max(self.last_step, last_step)
             case SegmentStart(rewound=int(step)):
                 self._open.clear()
-                self._forget(lambda own: own > step)
+                self._forget(lambda number: number > step)
                 self.last_step = step
 
     def save(self, step: int) -> None:
         """Note that the checkpoint of this step is complete: nothing up to it needs to be replayed."""
         self.saved = step
-        self._forget(lambda own: own <= step)
+        self._forget(lambda number: number <= step)
 
     def check_sample(self, key: SampleKey) -> None:
         """Raise ValueError for a sample that the journal has, or whose group is settled."""
@@ -92,18 +92,18 @@ class Index:
                 "from an earlier step must rewind its journal first"
             )
         for group in batch.groups:
-            named, known = set(group.sample_keys()), set(self._open.get(group.id, {}))
-            if named != known:
+            named, stored = set(group.sample_keys()), set(self._open.get(group.id, {}))
+            if named != stored:
                 raise ValueError(
                     f"the batch of step {batch.step} names other samples of prompt {group.prompt_index} "
-                    f"(attempt {group.attempt}) than the journal has: {len(named - known)} are missing, "
-                    f"{len(known - named)} too many"
+                    f"(attempt {group.attempt}) than the journal has: {len(named - stored)} are missing, "
+                    f"{len(stored - named)} too many"
                 )
 
     def _forget(self, chosen: Callable[[int], bool]) -> None:
         """Forget the batches of the chosen steps."""
-        self._batches = {own: segment for own, segment in self._batches.items() if not chosen(own)}
-        self._settled = {group: own for group, own in self._settled.items() if not chosen(own)}
+        self._batches = {step: segment for step, segment in self._batches.items() if not chosen(step)}
+        self._settled = {group: step for group, step in self._settled.items() if not chosen(step)}
 
 
 SEGMENT_BYTES = 64 * 1024**2
@@ -140,7 +140,7 @@ class Journal:
         self.directory = directory
         self._keep_bytes = keep_bytes
         self._settings = settings
-        self._holder = _alone(directory)
+        self._holder = _lock(directory)
         self._lock = threading.Lock()
         self._file: int | None = None
         """The present segment, once something is written to it."""
@@ -289,15 +289,15 @@ class Journal:
         path = segment_path(self.directory, self._number)
         if self._file is None:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        before = self._sizes.get(self._number, 0)
+        previous_size = self._sizes.get(self._number, 0)
         try:
             written = os.write(self._file, data)
             if written < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            os.ftruncate(self._file, before)  # records after a partial one could not be read
+            os.ftruncate(self._file, previous_size)  # records after a partial one could not be read
             raise OSError(error.errno, error.strerror, str(path)) from None
-        self._sizes[self._number] = before + len(data)
+        self._sizes[self._number] = previous_size + len(data)
         self._pending += len(data)
 
     def _begin(self, rewound: int | None = None) -> SegmentStart:
@@ -341,7 +341,7 @@ def _cut(path: Path, size: int) -> None:
         os.truncate(path, size)
 
 
-def _alone(directory: Path) -> IO[str]:
+def _lock(directory: Path) -> IO[str]:
     """Lock the directory until the returned file is closed or this process ends."""
     path = directory / "lock"
     holder = path.open("a+", encoding="utf-8")

@@ -122,10 +122,10 @@ def _placement(config: Config, world_size: int, problems: list[str]) -> Placemen
     if world_size % per_node:
         problems.append(f"--dry-run-gpus-per-node={per_node} does not divide the {world_size} ranks")
         return None
-    own = 0 if rollout.colocate else rollout.rollout_num_gpus or world_size
+    engine_gpus = 0 if rollout.colocate else rollout.rollout_num_gpus or world_size
     nodes = [
         Node(f"node {index}", f"node {index}", cpus=per_node, gpus=per_node)
-        for index in range(-(-world_size // per_node) + -(-own // per_node))
+        for index in range(-(-world_size // per_node) + -(-engine_gpus // per_node))
     ]
     engines = Engines(rollout.rollout_num_gpus_per_engine, rollout.colocate, rollout.rollout_num_gpus)
     try:
@@ -143,9 +143,9 @@ def _engine_problems(shape: ModelShape, config: Config) -> Iterator[str]:
     size = config.rollout.rollout_num_gpus_per_engine
     flag = f"--rollout-num-gpus-per-engine={size}"
     counts = {**shape.divided_by_tp(), "an expert's hidden size": shape.expert_hidden_size}
-    for what, count in counts.items():
+    for dimension, count in counts.items():
         if count % size:
-            yield f"{flag} does not divide {what} ({count})"
+            yield f"{flag} does not divide {dimension} ({count})"
     heads = shape.num_key_value_heads
     if heads % size and size % heads:
         yield f"{flag}: an engine can neither divide nor copy {heads} key/value heads evenly over {size} GPUs"
@@ -181,19 +181,19 @@ def _memory_problems(plan: Plan) -> Iterator[str]:
     }
     for phase, hint in advice.items():
         fullest = max(range(len(by_stage)), key=lambda stage: by_stage[stage][phase])
-        most = by_stage[fullest][phase]
-        if most > limit:
+        peak = by_stage[fullest][phase]
+        if peak > limit:
             rank = plan.census.ranks(fullest).start
             yield (
-                f"{phase} takes {most / GIB:.1f} GiB on rank {rank}, of {limit / GIB:.1f} GiB usable on a "
+                f"{phase} takes {peak / GIB:.1f} GiB on rank {rank}, of {limit / GIB:.1f} GiB usable on a "
                 f"GPU of {plan.config.run.dry_run_gpu_memory_gib:g} GiB: {hint}"
             )
-    asked = needs.memory_share
+    share = needs.memory_share
     resting = max(memory.resting for memory in plan.stages)  # for an engine that restarts after its death
-    if plan.config.rollout.colocate and asked * gpu_bytes + resting > gpu_bytes:
+    if plan.config.rollout.colocate and share * gpu_bytes + resting > gpu_bytes:
         yield (
-            f"{needs.memory_share_flag}={asked:g}: a starting engine needs that share, "
-            f"{asked * gpu_bytes / GIB:.1f} GiB, to be free beside the trainer's {resting / GIB:.1f} GiB"
+            f"{needs.memory_share_flag}={share:g}: a starting engine needs that share, "
+            f"{share * gpu_bytes / GIB:.1f} GiB, to be free beside the trainer's {resting / GIB:.1f} GiB"
         )
     if full_contexts(plan) < 1:
         yield (
@@ -233,23 +233,23 @@ class Tightest:
 
     phase: str
     rank: int
-    taken: int
+    used_bytes: int
     usable: int
 
     @property
-    def left(self) -> int:
+    def free_bytes(self) -> int:
         """Free bytes; below 0 if it does not fit."""
-        return self.usable - self.taken
+        return self.usable - self.used_bytes
 
 
 def tightest(plan: Plan) -> Tightest:
     """Return the tightest moment over all phases and ranks."""
-    taken, stage, phase = max(
-        (taken, -stage, phase)
+    used_bytes, stage, phase = max(
+        (used_bytes, -stage, phase)
         for stage in range(len(plan.stages))
-        for phase, taken in peaks(plan, stage).items()
+        for phase, used_bytes in peaks(plan, stage).items()
     )
-    return Tightest(phase, plan.census.ranks(-stage).start, taken, usable_bytes(plan.config))
+    return Tightest(phase, plan.census.ranks(-stage).start, used_bytes, usable_bytes(plan.config))
 
 
 def usable_bytes(config: Config) -> int:
@@ -265,9 +265,9 @@ def sequences(plan: Plan, tokens: int) -> float:
     """Return the number of sequences of `tokens` tokens that one engine's KV cache holds at once, each with
     its recurrent state."""
     size = plan.config.rollout.rollout_num_gpus_per_engine
-    one = kv_bytes(plan.shape, plan.needs, size, tokens)
-    one += state_bytes_per_sequence(plan.shape, plan.needs, size)
-    return plan.engine.kv_cache / one
+    sequence_bytes = kv_bytes(plan.shape, plan.needs, size, tokens)
+    sequence_bytes += state_bytes_per_sequence(plan.shape, plan.needs, size)
+    return plan.engine.kv_cache / sequence_bytes
 
 
 _GRAPHS = "what CUDA graphs hold"

@@ -164,13 +164,13 @@ class HostMemory:
 def rank_state(config: Config, overrides: Overrides, part: StagePart, census: Census) -> RankState:
     """Return the state of a trainer rank, which does not depend on its micro-batches."""
     optimizer = overrides.optimizer_bytes
-    own = _shard(census, part) if config.parallel.use_distributed_optimizer else part.trained
+    sharded = _shard(census, part) if config.parallel.use_distributed_optimizer else part.trained
     models = config.algorithm.num_models
     return RankState(
         weights=models * part.parameters * _trainer_element(config),
         gradients=models * part.trained * 4,
-        optimizer=round(models * own * optimizer.device),
-        host_optimizer=round(models * own * optimizer.host),
+        optimizer=round(models * sharded * optimizer.device),
+        host_optimizer=round(models * sharded * optimizer.host),
         moves_out=config.rollout.colocate and config.rollout.offload_train,
     )
 
@@ -199,13 +199,13 @@ def rank_memory(
 
 
 def _weight_copies(
-    shape: ModelShape, parallel: ParallelConfig, given: Mapping[str, Any], part: StagePart
+    shape: ModelShape, parallel: ParallelConfig, model: Mapping[str, Any], part: StagePart
 ) -> int:
     """Return the bytes of FP8 copies of the layers' matrices and of their transposes, one byte per element
     each. Transformer Engine keeps them from the first micro-batch of a step on, unless parameters are FP8
     themselves or disable_parameter_transpose_cache is set (transformer_engine/pytorch/module/linear.py).
     Embeddings and head have no copies. Not seen on a GPU."""
-    if not given.get("fp8") or given.get("fp8_param") or given.get("disable_parameter_transpose_cache"):
+    if not model.get("fp8") or model.get("fp8_param") or model.get("disable_parameter_transpose_cache"):
         return 0
     ends = (part.pipeline == 0) + (part.pipeline == parallel.pipeline_model_parallel_size - 1)
     if shape.tie_word_embeddings:
@@ -278,8 +278,8 @@ def engine_memory(
     if cache is None:
         cache = max(0, int(needs.memory_share * gpu_bytes) - weights - workspace - asleep)
     # vllm/model_executor/model_loader/reload/layerwise.py collects modules whole
-    whole = largest_module(shape) * _trainer_element(config)
-    return EngineMemory(weights, cache, workspace, loading=whole + whole // size, asleep=asleep)
+    module_bytes = largest_module(shape) * _trainer_element(config)
+    return EngineMemory(weights, cache, workspace, loading=module_bytes + module_bytes // size, asleep=asleep)
 
 
 def host_memory(
@@ -300,13 +300,13 @@ def node_memory(
         stages: state of a rank of each pipeline stage.
     """
     places = [census.place(rank) for rank in ranks]
-    own = [stages[place.pipeline] for place in places]
+    states = [stages[place.pipeline] for place in places]
     reference = config.loss.kl_coef > 0
     return HostMemory(
-        trainers=sum((rank.weights + rank.optimizer) * rank.moves_out for rank in own),
+        trainers=sum((rank.weights + rank.optimizer) * rank.moves_out for rank in states),
         checkpoint=_checkpoint_copies(config, census, places) if config.run.save else 0,
-        reference=sum(map(partial(_reference, config, census), own, places)) if reference else 0,
-        optimizer=sum(rank.host_optimizer for rank in own),
+        reference=sum(map(partial(_reference, config, census), states, places)) if reference else 0,
+        optimizer=sum(rank.host_optimizer for rank in states),
     )
 
 
@@ -323,13 +323,13 @@ def _checkpoint_copies(config: Config, census: Census, places: Sequence[Place]) 
     optimizer is gathered on the first rank of each data-parallel group; the ranks share everything
     besides."""
     if not config.parallel.use_distributed_optimizer:
-        whole = checkpoint_bytes(census.trained, bf16=bool(config.model.bf16))
-        return config.algorithm.num_models * whole * len(places) // census.world_size
+        checkpoint = checkpoint_bytes(census.trained, bf16=bool(config.model.bf16))
+        return config.algorithm.num_models * checkpoint * len(places) // census.world_size
     weights = census.trained * _trainer_element(config) * len(places) // census.world_size
     gathered = sum(_gathers(census, place) for place in places)
     sent = sum(_shard(census, census.stages[place.pipeline]) for place in places)
-    kept = config.algorithm.num_models * (weights + _GATHERED_BYTES * gathered)
-    return kept + _GATHERING_BYTES * (gathered + sent)
+    stored = config.algorithm.num_models * (weights + _GATHERED_BYTES * gathered)
+    return stored + _GATHERING_BYTES * (gathered + sent)
 
 
 def _shard(census: Census, part: StagePart) -> int:
@@ -375,9 +375,9 @@ def sync_bytes(census: Census, config: Config) -> tuple[int, int]:
     twice: being filled on the trainer's side, being loaded on the engine's.
     """
     element = _trainer_element(config)
-    whole, largest = census.total * element, census.largest * element
-    bucket = min(whole, max(config.rollout.update_weight_buffer_size, largest))
-    return whole, largest + 2 * bucket
+    model_bytes, largest_bytes = census.total * element, census.largest * element
+    bucket = min(model_bytes, max(config.rollout.update_weight_buffer_size, largest_bytes))
+    return model_bytes, largest_bytes + 2 * bucket
 
 
 def _trainer_element(config: Config) -> int:
@@ -388,7 +388,7 @@ def _trainer_element(config: Config) -> int:
 class _Layers:
     """The layers of a pipeline stage, in all its chunks."""
 
-    kept: list[float]
+    kept_by_layer: list[float]
     """Elements per token that each keeps for its backward pass."""
     widest: float
     """Elements per token of the largest, with nothing recomputed."""
@@ -399,13 +399,16 @@ class _Layers:
 
 def _layers(shape: ModelShape, parallel: ParallelConfig, overrides: Overrides, part: StagePart) -> _Layers:
     ranges = pipeline_layers(shape.num_layers, parallel, overrides.chunks)[part.pipeline]
-    own, tensor = [layer for layers in ranges for layer in layers], parallel.tensor_model_parallel_size
+    stage_layers = [layer for layers in ranges for layer in layers]
+    tensor = parallel.tensor_model_parallel_size
     shares = parallel.context_parallel_size > 1
     return _Layers(
-        kept=[kept_elements(shape, parallel, layer, overrides.recomputed_modules) for layer in own],
-        widest=max(kept_elements(shape, parallel, layer) for layer in own),
+        kept_by_layer=[
+            kept_elements(shape, parallel, layer, overrides.recomputed_modules) for layer in stage_layers
+        ],
+        widest=max(kept_elements(shape, parallel, layer) for layer in stage_layers),
         keys=max(kv_elements(shape, layer, tensor) for layer in range(shape.num_layers)) if shares else 0,
-        with_experts=sum(shape.has_experts(layer) for layer in own),
+        with_experts=sum(shape.has_experts(layer) for layer in stage_layers),
     )
 
 
@@ -416,7 +419,7 @@ def _activations(
     stages = config.parallel.pipeline_model_parallel_size
     element = _trainer_element(config)
     in_flight = _in_flight(overrides, stages, part.pipeline)
-    layer_bytes = [elements * tokens * element for elements in layers.kept]
+    layer_bytes = [elements * tokens * element for elements in layers.kept_by_layer]
     working = 2.0 * (layers.widest * tokens * element)  # a layer's tensors and their gradients
     working += _gathered(shape, config.parallel, tokens) * element
     # keys, values and their gradients: those in use by attention, and those arriving from another rank
@@ -428,12 +431,12 @@ def _activations(
     if config.model.recompute_granularity != "full":
         return int(in_flight * sum(layer_bytes) + working)
     tensor = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-    kept = shape.hidden_size * tokens * element / tensor
+    input_bytes = shape.hidden_size * tokens * element / tensor
     chunk = min(config.model.recompute_num_layers, part.layers)
     if config.model.recompute_method == "block":
-        return int(in_flight * (chunk * kept + sum(layer_bytes[chunk:])) + working)
+        return int(in_flight * (chunk * input_bytes + sum(layer_bytes[chunk:])) + working)
     chunks = -(-part.layers // chunk)
-    return int(in_flight * chunks * kept + (chunk - 1) * max(layer_bytes) + working)
+    return int(in_flight * chunks * input_bytes + (chunk - 1) * max(layer_bytes) + working)
 
 
 def _in_flight(overrides: Overrides, stages: int, stage: int) -> float:

@@ -42,7 +42,7 @@ from megatron_ibpo.weights.formats.retention import checkpoint_bytes, kept_at_on
 
 FITS, REFUSED = 0, 2
 
-_MOST_SHOWN = 256
+_MAX_RANKS_SHOWN = 256
 """Most ranks that the plan lists one by one."""
 _MOST_NODES = 64
 """Most nodes with engines on their own GPUs to list."""
@@ -97,11 +97,11 @@ def _on_this_machine(plan: Plan | Misfit, config: Config) -> str:
         parts = memory_on_cpus(config, plan.shape, plan.census)
     except ValueError as error:
         return f"On this machine, which has no GPU, it cannot run: {error}"
-    total, there = sum(parts.values()), main_memory()
+    total, memory = sum(parts.values()), main_memory()
     named = "; ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
-    enough = "" if total < there else " This is too little."
+    enough = "" if total < memory else " This is too little."
     return (
-        f"On this machine, which has no GPU, its processes hold {_gib(total)} GiB of {_gib(there)} GiB of "
+        f"On this machine, which has no GPU, its processes hold {_gib(total)} GiB of {_gib(memory)} GiB of "
         f"main memory ({named}); activations and data come on top.{enough}"
         f"{'' if note is None else f' {note}'}"
     )
@@ -149,8 +149,8 @@ def _print_plan(plan: Plan | Misfit, console: Console, on_this_machine: str) -> 
         least = tightest(plan)
         say(in_short(plan))
         say(
-            f"This fits. {least.phase.capitalize()} on rank {least.rank} takes most, {_gib(least.taken)} "
-            f"GiB, and leaves {_gib(least.left)}."
+            f"This fits. {least.phase.capitalize()} on rank {least.rank} takes most, "
+            f"{_gib(least.used_bytes)} GiB, and leaves {_gib(least.free_bytes)}."
         )
         return
     say("This cannot work:")
@@ -163,24 +163,24 @@ def _say_time(plan: Plan, hardware: str, say: Callable[[str], None]) -> None:
     say(f"Time on {hardware}, predicted; its errors are in docs/planner.md")
     try:
         setting = setting_of(config, plan.shape, plan.world_size, read_hardware(hardware))
-        said = lines(setting, config.run.num_rollout, config.run.gpu_hour_price)
+        time_lines = lines(setting, config.run.num_rollout, config.run.gpu_hour_price)
     except ValueError as error:
-        said = [f"not predicted: {error}"]
-    for line in said:
+        time_lines = [f"not predicted: {error}"]
+    for line in time_lines:
         say(line)
 
 
 def in_short(plan: Plan) -> str:
     """Return a line on a plan's needs, as in the heads of the recipes."""
     by_stage = [peaks(plan, stage) for stage in range(len(plan.stages))]
-    most = ", ".join(
+    fullest = ", ".join(
         f"{phase} {max(phases[phase] for phases in by_stage) / GIB:.1f}" for phase in by_stage[0]
     )
     disk = _disk_bytes(plan.config, plan.census)
     gpus = f"{counted(plan.world_size, 'GPU')} of {plan.config.run.dry_run_gpu_memory_gib:g} GiB"
     return (
         f"Needs {gpus}, of which {usable_bytes(plan.config) / GIB:.1f} can be used. GiB of the fullest: "
-        f"{most}. GiB of a node's main memory: {plan.host.total / GIB:,.0f}; of disk: {disk / GIB:,.0f}."
+        f"{fullest}. GiB of a node's main memory: {plan.host.total / GIB:,.0f}; of disk: {disk / GIB:,.0f}."
     )
 
 
@@ -191,15 +191,15 @@ def _places_table(plan: Plan) -> Table:
         table.add_column(name, justify="right")
     table.add_column("engine")
     first = list(accumulate((part.layers for part in census.stages), initial=0))
-    before = -1
+    previous = -1
     for rank in _shown_ranks(census, per_node):
         place = census.place(rank)
         if rank and rank % per_node == 0:
             table.add_section()
-        if rank != before + 1:
-            table.add_row(*["…"] * 10, f"{rank - before - 1:,} ranks, placed alike")
+        if rank != previous + 1:
+            table.add_row(*["…"] * 10, f"{rank - previous - 1:,} ranks, placed alike")
             table.add_section()
-        before = rank
+        previous = rank
         table.add_row(
             *map(str, (rank // per_node, rank % per_node, rank, place.tensor, place.pipeline)),
             *map(str, (place.expert if plan.shape.is_moe else "-", place.data)),
@@ -214,7 +214,7 @@ def _places_table(plan: Plan) -> Table:
 def _shown_ranks(census: Census, per_node: int) -> list[int]:
     """Return all ranks, or if there are too many to read, those of the first node of each stage and of the
     last node."""
-    if census.world_size <= _MOST_SHOWN:
+    if census.world_size <= _MAX_RANKS_SHOWN:
         return list(range(census.world_size))
     starts = [census.ranks(stage).start for stage in range(len(census.stages))]
     nodes = sorted({rank // per_node for rank in [*starts, census.world_size - 1]})
@@ -312,15 +312,15 @@ def _remarks(plan: Plan) -> list[str]:
     shared = f" x CP {context}" if context > 1 else ""
     expert_dp = f", expert DP {census.expert_data_parallel}" if plan.shape.is_moe else ""
     sharding = "sharded over these" if config.parallel.use_distributed_optimizer else "not sharded"
-    where = ", on the trainers' GPUs; asleep while those train" if rollout.colocate else ""
+    engine_place = ", on the trainers' GPUs; asleep while those train" if rollout.colocate else ""
     if not rollout.colocate:
         rows = [f"{node}: {engines}" for node, _, engines in plan.placement.rows() if engines != "–"]
-        where = f", on GPUs of their own ({listed(rows, '; ', most=_MOST_NODES)})"
+        engine_place = f", on GPUs of their own ({listed(rows, '; ', most=_MOST_NODES)})"
     lines = [
         f"parameters: {census.total:,}{_trained(census)}; DP {census.data_parallel // context}{shared}"
         f"{expert_dp}; optimizer state {sharding}",
         *_padding(plan),
-        f"engines: {engines} of {counted(rollout.rollout_num_gpus_per_engine, 'GPU')} each{where}",
+        f"engines: {engines} of {counted(rollout.rollout_num_gpus_per_engine, 'GPU')} each{engine_place}",
         _kv_cache(plan),
         f"weight update: {_gib(sent)} GiB to each engine, in buckets of "
         f"{rollout.update_weight_buffer_size / 1024**2:.0f} MiB",

@@ -45,7 +45,7 @@ class ScoreWire:
         return (answer,)
 
     def trial(self) -> tuple[str, Any]:
-        """Have a right answer to a sum scored."""
+        """Return a request to score the right answer to a sum."""
         return self.url, self.body([_TRIAL])
 
     def trial_problem(self, content: Any) -> str | None:

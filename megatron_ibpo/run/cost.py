@@ -57,7 +57,7 @@ class Spent:
         """Return the cost for the metrics log."""
         return {f"spent_{name}": value for name, value in asdict(self).items()}
 
-    def of(self, unit: str) -> float:
+    def amount(self, unit: str) -> float:
         """Return the amount in one currency, named as in --budget-unit."""
         return asdict(self)[unit.replace("-", "_")]
 
@@ -72,21 +72,21 @@ class CostMeter:
         *,
         recomputes: bool = False,
         epochs: int = 1,
-        before: Spent | None = None,
+        initial: Spent | None = None,
     ):
-        """Start from the cost in `before`.
+        """Start from the cost in `initial`.
 
         Args:
             accelerators: number that the run holds, engines' own included.
             recomputes: the backward pass repeats the forward pass (full activation recomputation).
             epochs: updates on each sequence, in prices of a sample.
-            before: cost before resuming; None for a new run.
+            initial: cost before resuming; None for a new run.
         """
         self._shape = shape
         self._accelerators = accelerators
         self._update_passes = 4.0 if recomputes else 3.0
         self._epochs = epochs
-        self.spent = before or Spent()
+        self.spent = initial or Spent()
 
     def sampling(self, samples: Iterable[Sample]) -> None:
         """Count samples of the engines."""
@@ -102,10 +102,11 @@ class CostMeter:
             written = len(sample.prompt_token_ids) + len(sample.token_ids) - read
             drafted, accepted = sample.drafts
             operations = self._written(read, written)
-            each = operations / max(1, written)
+            per_token = operations / max(1, written)
             tokens += written + drafted - accepted
-            flops += operations + each * (drafted - accepted)
-            decoding += operations - each * accepted  # a step computes what it accepts as a prompt is read
+            flops += operations + per_token * (drafted - accepted)
+            # a step computes what it accepts as a prompt is read
+            decoding += operations - per_token * accepted
         repeated_flops = sum(map(self._forward, repeated))
         self._add(tokens, flops, sum(repeated), repeated_flops, decoding)
 
@@ -146,14 +147,14 @@ class CostMeter:
         if not responses or not corrections:
             return None
 
-        def each(samples: Sequence[Sample], kind: str) -> float:
-            apart = CostMeter(self._shape, self._accelerators, recomputes=self._update_passes > 3)
-            apart.sampling(samples)
+        def mean_operations(samples: Sequence[Sample], kind: str) -> float:
+            meter = CostMeter(self._shape, self._accelerators, recomputes=self._update_passes > 3)
+            meter.sampling(samples)
             lengths = [sequence.num_tokens for sequence in sequences if sequence.kind == kind]
-            apart.training((), lengths * self._epochs)
-            return apart.spent.flops / len(samples)
+            meter.training((), lengths * self._epochs)
+            return meter.spent.flops / len(samples)
 
-        return each(corrections, "correction") / each(responses, "response")
+        return mean_operations(corrections, "correction") / mean_operations(responses, "response")
 
     def of_sample(self, prompt: int, response: int, *, sharing: int = 1, trained: int = 0) -> float:
         """Return the operations of one sample.
@@ -191,18 +192,18 @@ class CostMeter:
         repeated_flops: float,
         decoding: float = 0.0,
     ) -> None:
-        before = self.spent
+        spent = self.spent
         self.spent = Spent(
-            before.accelerator_seconds,
-            before.tokens + tokens,
-            before.flops + flops,
-            before.tokens_shared_prefixes + tokens - repeated_tokens,
-            before.flops_shared_prefixes + flops - repeated_flops,
-            before.flops_decoding + decoding,
+            spent.accelerator_seconds,
+            spent.tokens + tokens,
+            spent.flops + flops,
+            spent.tokens_shared_prefixes + tokens - repeated_tokens,
+            spent.flops_shared_prefixes + flops - repeated_flops,
+            spent.flops_decoding + decoding,
         )
 
 
 def _read(sample: Sample) -> TokenIds:
     """Return the tokens before the first sampled one: the prompt, and the given part of the response."""
-    begun = sample.num_begun_tokens
-    return np.concatenate([sample.prompt_token_ids, sample.token_ids[:begun]])
+    num_given = sample.num_begun_tokens
+    return np.concatenate([sample.prompt_token_ids, sample.token_ids[:num_given]])

@@ -110,8 +110,8 @@ class OnCluster:
         def build(checkpoint: Path | None) -> TrainersAlone:
             trainers.build(resolved.config, checkpoint)
             nodes = zip(placement.nodes, placement.rows(), strict=True)
-            where = "\n".join(f"{node.address}: trainers {ranks}" for node, (_, ranks, _) in nodes)
-            return TrainersAlone(trainers, where)
+            placement_note = "\n".join(f"{node.address}: trainers {ranks}" for node, (_, ranks, _) in nodes)
+            return TrainersAlone(trainers, placement_note)
 
         return Launched(trainers.main_memory(), build)
 
@@ -153,11 +153,11 @@ class OpenEvaluation:
     """An evaluation whose engines and verifiers have been started."""
 
     data: RunData
-    kept: KeptSamples | None
+    stored_samples: KeptSamples | None
     rollouts: Rollouts
     engines: Engines
     verifiers: Verifiers
-    where: str
+    placement_note: str
     """Nodes of the processes, for the user."""
 
 
@@ -184,9 +184,9 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         resolved = resolve(inputs.config, foundation, placement, trains=False)
         assert resolved.engine_start is not None  # engines are all that was placed
         config = resolved.config
-        kept = None
+        stored_samples = None
         if policy is not None:
-            kept = stack.enter_context(_kept_samples(resolved, inputs.data, policy))
+            stored_samples = stack.enter_context(_kept_samples(resolved, inputs.data, policy))
         verifiers, environments = _spread(inputs, judges, placement, stack)
         group = stack.enter_context(reserved(placement))
         no_trainers = Trainers(group, placement)
@@ -201,8 +201,10 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         episodes = open_episodes(config, judges, environments)
         opened = open_rollouts(resolved, inputs.data, engines, verifier, episodes=episodes)
         rollouts = stack.enter_context(opened)
-        where = "\n".join(filter(None, [verifiers.describe_placement(placement), resolved.engine_note]))
-        yield OpenEvaluation(inputs.data, kept, rollouts, engines, verifiers, where)
+        placement_note = "\n".join(
+            filter(None, [verifiers.describe_placement(placement), resolved.engine_note])
+        )
+        yield OpenEvaluation(inputs.data, stored_samples, rollouts, engines, verifiers, placement_note)
 
 
 def _kept_samples(resolved: ResolvedConfig, data: RunData, policy: str) -> KeptSamples:

@@ -146,7 +146,7 @@ def join(
         resolved.accelerators,
         recomputes=config.model.recompute_granularity == "full",
         epochs=config.loss.num_epochs_per_rollout,
-        before=point.spent,
+        initial=point.spent,
     )
     episodes = open_episodes(config, records.judges, processes.environments)
     disk = DiskWait(config.run.disk_wait, reporter.note)

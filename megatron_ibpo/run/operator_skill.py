@@ -108,8 +108,8 @@ async def try_corrections(sampler: Sampler, prompts: Sequence[Prompt], asking: A
     """
     seed, size = derive_seed("operator skill", asking.seed), asking.rollout.n_samples_per_prompt
     requests = group_requests(prompts, asking.rollout, seed=seed, step=0, prompt_ids=asking.prompt_ids)
-    asked = [(prompts[number // size], request) for number, request in enumerate(requests)]
-    responses = await sampler.answer_all(asked)
+    prompt_requests = [(prompts[number // size], request) for number, request in enumerate(requests)]
+    responses = await sampler.answer_all(prompt_requests)
     groups = [
         Group(prompt, responses[number * size : (number + 1) * size]) for number, prompt in enumerate(prompts)
     ]
@@ -220,8 +220,8 @@ def operator_skill(tried: Trials) -> dict[str, Any]:
         "prompts": len(tried.groups),
         "responses": len(responses),
         "accuracy": sum(correct) / len(responses),
-        "groups_with_both": sum(n > 0 and some for n, some in zip(correct, wrong, strict=True)),
-        "groups_all_wrong": sum(n == 0 and some for n, some in zip(correct, wrong, strict=True)),
+        "groups_with_both": sum(n > 0 and has_wrong for n, has_wrong in zip(correct, wrong, strict=True)),
+        "groups_all_wrong": sum(n == 0 and has_wrong for n, has_wrong in zip(correct, wrong, strict=True)),
         "corrections_too_long": tried.too_long,
         "reward_errors": tried.reward_errors,
         "ways": {
@@ -241,7 +241,7 @@ def _by_way(trials: Sequence[Trial]) -> dict[str, Any]:
 
 def _of_way(trials: Sequence[Trial], resampled: Mapping[tuple[int, int], Trial]) -> dict[str, Any]:
     successes = [trial for trial in trials if trial.success]
-    pairs = [(t, other) for t in trials if (other := resampled.get((t.prompt, t.target))) is not None]
+    pairs = [(t, resample) for t in trials if (resample := resampled.get((t.prompt, t.target))) is not None]
     above = _mean_of_prompts(
         [a.prompt for a, _ in pairs], [float(a.success) - float(b.success) for a, b in pairs]
     )
@@ -310,7 +310,7 @@ def premise(skill: Mapping[str, Any]) -> str:
             "corrections succeed more often than another try"
         )
     of_way, above = mixed[way], mixed[way]["above_resample"]
-    found = (
+    comparison = (
         f"corrections succeed {_short(of_way['success']['estimate'])} with "
         f"{'a correct reference' if way == 'correct reference' else way}, a resample succeeds "
         f"{_short(mixed[RESAMPLE]['success']['estimate'])}"
@@ -320,12 +320,12 @@ def premise(skill: Mapping[str, Any]) -> str:
         f"{of_way['trials']} wrong responses to {of_way['prompts']} prompts"
     )
     if above["low"] > 0:
-        told = "IBPO's premise holds for this policy"
+        verdict = "IBPO's premise holds for this policy"
     elif above["high"] < CLOSE:
-        told = "IBPO's premise does not hold for this policy"
+        verdict = "IBPO's premise does not hold for this policy"
     else:
-        told = "too few responses to say whether IBPO's premise holds for this policy"
-    return f"{found}: {told} ({size})"
+        verdict = "too few responses to say whether IBPO's premise holds for this policy"
+    return f"{comparison}: {verdict} ({size})"
 
 
 CLOSE = 0.1

@@ -110,12 +110,15 @@ class Rollouts(Protocol):
         ...
 
     def evaluation(
-        self, data: RunData, meanwhile: Callable[[], None] | None = None, kept: KeptSamples | None = None
+        self,
+        data: RunData,
+        meanwhile: Callable[[], None] | None = None,
+        stored_samples: KeptSamples | None = None,
     ) -> list[SetEvaluation]:
         """Evaluate the policy on every set of held-out prompts.
 
         Args:
-            kept: stored samples to reuse; takes every new sample.
+            stored_samples: stored samples to reuse; takes every new sample.
         """
         ...
 
@@ -208,7 +211,10 @@ class RecordedRollouts:
         return {}
 
     def evaluation(
-        self, data: RunData, meanwhile: Callable[[], None] | None = None, kept: KeptSamples | None = None
+        self,
+        data: RunData,
+        meanwhile: Callable[[], None] | None = None,
+        stored_samples: KeptSamples | None = None,
     ) -> list[SetEvaluation]:
         raise ValueError(
             "held-out prompts cannot be evaluated with --load-debug-rollout-data: no engine runs"
@@ -245,9 +251,9 @@ class LiveRollouts:
         self.sampler.version = self.fleet.version
         memory = self.memory
         if memory is not None and (closed := memory.batch(step + 1)) is not None:
-            return self._again(closed, memory, context)
+            return self._replayed(closed, memory, context)
         groups = GroupSampler(self.sampler, self.foundation.method.operator, self._rules(), memory)
-        sample = self._now if self._pace is None else self._next
+        sample = self._sample_synchronous if self._pace is None else self._sample_ahead
         batch = sample(step, groups, context, meanwhile)
         self._sampled = batch.sampled
         self._metrics = self.sampler.take_metrics() | batch.metrics
@@ -255,7 +261,7 @@ class LiveRollouts:
             self._under_way.close(memory.close(step + 1, batch))
         return batch.groups
 
-    def _again(self, closed: ClosedBatch, memory: JournalMemory, context: CreditContext) -> list[Group]:
+    def _replayed(self, closed: ClosedBatch, memory: JournalMemory, context: CreditContext) -> list[Group]:
         """Return groups that an earlier process sampled, but did not save the training on."""
         groups = self._recorded(closed, memory, context)
         self._under_way.close(closed)
@@ -269,8 +275,8 @@ class LiveRollouts:
         def draw(position: int) -> tuple[Prompt, CreditContext]:
             if self._pace is None:
                 return self._prompts.at(position), context
-            prompt, _, own = self._drawn(context, position, 0)
-            return prompt, own
+            prompt, _, draw_context = self._drawn(context, position, 0)
+            return prompt, draw_context
 
         return memory.groups(closed, draw, self.foundation.method.operator)
 
@@ -307,7 +313,7 @@ class LiveRollouts:
             return None
         return Pace(rollout.max_staleness, max(0, over), rollout.keep_order, self.config.run.num_rollout)
 
-    def _now(
+    def _sample_synchronous(
         self,
         step: int,
         groups: GroupSampler,
@@ -323,7 +329,7 @@ class LiveRollouts:
         batch = self.sampler.run(sample_batch(groups, draw, context), meanwhile)
         return batch if rounds > 1 else replace(batch, metrics={})
 
-    def _next(
+    def _sample_ahead(
         self,
         step: int,
         groups: GroupSampler,
@@ -336,18 +342,18 @@ class LiveRollouts:
             # credit's requests to the policy belong to the thread that trains it
             plain = replace(context, logprobs=None, values=None)
             self._ahead = Ahead(groups, partial(self._drawn, plain), pace, version=step)
-            self.sampler.wait(self.sampler.start(self._ahead.resume(*self._left(step))))
+            self.sampler.wait(self.sampler.start(self._ahead.resume(*self._groups_in_flight(step))))
         batch = self.sampler.wait(self.sampler.start(self._ahead.batch()), meanwhile)
         if pace.staleness == 0:
             self.sampler.run(self.sampler.settle())  # nothing is in flight now
         return batch
 
-    def _left(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
+    def _groups_in_flight(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
         """Return the groups that an earlier process left in flight, for `Ahead.resume`."""
         oldest = {} if self.memory is None else self.memory.open_groups()
         self._under_way.ask(index for index, _ in oldest)
-        left = [(*group, oldest.get(group, step)) for group in sorted(self._under_way.open)]
-        return self._under_way.cursor, left
+        in_flight = [(*group, oldest.get(group, step)) for group in sorted(self._under_way.open)]
+        return self._under_way.cursor, in_flight
 
     def _drawn(
         self, context: CreditContext, ordinal: int, attempt: int
@@ -365,11 +371,14 @@ class LiveRollouts:
         return self._metrics
 
     def evaluation(
-        self, data: RunData, meanwhile: Callable[[], None] | None = None, kept: KeptSamples | None = None
+        self,
+        data: RunData,
+        meanwhile: Callable[[], None] | None = None,
+        stored_samples: KeptSamples | None = None,
     ) -> list[SetEvaluation]:
         """See `Rollouts`. Raises the errors of `evaluate`, `Sampler.answer` and `KeptSamples.add`."""
         self.sampler.version = self.fleet.version
-        evaluated = [self._evaluated(own, meanwhile, kept) for own in data.eval_sets]
+        evaluated = [self._evaluated(eval_set, meanwhile, stored_samples) for eval_set in data.eval_sets]
         self.sampler.take_metrics()  # only training's metrics are shown
         return evaluated
 
@@ -381,44 +390,51 @@ class LiveRollouts:
         """Run an instrument's requests between steps, without any effect on a step's metrics. Raises the
         errors of `ask`."""
         self.sampler.version = self.fleet.version
-        found = self.sampler.run(ask(self.sampler), meanwhile)
+        result = self.sampler.run(ask(self.sampler), meanwhile)
         self.sampler.take_metrics()
-        return found
+        return result
 
     def _evaluated(
-        self, own: EvalSet, meanwhile: Callable[[], None] | None, kept: KeptSamples | None
+        self, eval_set: EvalSet, meanwhile: Callable[[], None] | None, stored_samples: KeptSamples | None
     ) -> SetEvaluation:
         evaluation, samples = evaluate(
-            own.prompts,
+            eval_set.prompts,
             partial(
                 complete_samples,
-                stored={} if kept is None else kept.stored(own.name),
-                ask=partial(self._ask_evaluated, own, meanwhile),
-                add=(lambda _: None) if kept is None else kept.add,
+                stored={} if stored_samples is None else stored_samples.stored(eval_set.name),
+                ask=partial(self._ask_evaluated, eval_set, meanwhile),
+                add=(lambda _: None) if stored_samples is None else stored_samples.add,
             ),
-            own.sampling,
+            eval_set.sampling,
             seed=self.config.run.seed,
-            has_answers=own.answer is not None,
+            has_answers=eval_set.answer is not None,
             corrector=self._corrector() if self.config.run.eval_compare_and_correct else None,
         )
-        return SetEvaluation(own, evaluation, samples)
+        return SetEvaluation(eval_set, evaluation, samples)
 
     def _ask_evaluated(
         self,
-        own: EvalSet,
+        eval_set: EvalSet,
         meanwhile: Callable[[], None] | None,
-        asked: Sequence[EvalRequest],
-        each: Callable[[int, EvalSample], None],
+        requests: Sequence[EvalRequest],
+        add: Callable[[int, EvalSample], None],
     ) -> None:
         corrects, read = self.config.run.eval_compare_and_correct, ResponseText(self.data.tokenizer)
 
         def scored(index: int, sample: Sample) -> None:
-            one = asked[index]
-            response = read(one.prompt, sample)
-            keep_tokens = corrects and one.key[0] == "sampled"
-            each(index, eval_sample(own.name, one, sample, response, own.answer, keep_tokens=keep_tokens))
+            request = requests[index]
+            response = read(request.prompt, sample)
+            keep_tokens = corrects and request.key[0] == "sampled"
+            add(
+                index,
+                eval_sample(
+                    eval_set.name, request, sample, response, eval_set.answer, keep_tokens=keep_tokens
+                ),
+            )
 
-        work = self.sampler.answer_all([(one.prompt, one.request) for one in asked], scored, held_out=True)
+        work = self.sampler.answer_all(
+            [(request.prompt, request.request) for request in requests], scored, held_out=True
+        )
         if self._pace is None:
             self.sampler.run(work, meanwhile)
         else:
@@ -463,7 +479,9 @@ class LiveRollouts:
         vocabulary, foundation = self.data.vocabulary, self.foundation
 
         def prompt_ids(prompt: Prompt, candidates: Sequence[Sample]) -> TokenIds:
-            first, *others = [part_in_prompt(candidate, vocabulary.thinking).ids for candidate in candidates]
-            return vocabulary.correction_prompt(prompt, first, others)
+            wrong, *references = [
+                part_in_prompt(candidate, vocabulary.thinking).ids for candidate in candidates
+            ]
+            return vocabulary.correction_prompt(prompt, wrong, references)
 
         return Corrector(prompt_ids, foundation.method.operator.ibpo_k, foundation.max_context)

@@ -129,7 +129,7 @@ class Run:
     def done(self) -> bool:
         """Return whether all steps are done, or the budget is spent."""
         run = self.config.run
-        within = run.budget is None or self.cost.spent.of(run.budget_unit) < run.budget
+        within = run.budget is None or self.cost.spent.amount(run.budget_unit) < run.budget
         return self.progress.step >= run.num_rollout or not within
 
 

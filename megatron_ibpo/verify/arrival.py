@@ -52,7 +52,8 @@ class _Sent:
 
 
 def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> Iterator[Row]:
-    """Change all tensors, and then each kind of them alone."""
+    """Change all tensors, and then each kind of tensor alone; send each change, and compare what the engine
+    samples."""
     if run.engines is None:
         raise NotCheckedError("recorded rollouts are replayed, so there is no engine")
     origin = export("arrival")

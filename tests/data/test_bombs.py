@@ -122,7 +122,7 @@ def test_blank_lines_are_no_rows_wherever_blocks_end(tmp_path, monkeypatch, bloc
     table = tables.JsonLines(tmp_path / "rows.jsonl")
     places = [(b, n) for b in range(table.num_blocks) for n in range(table.count(b))]
     expected = [n for n, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
-    assert [table.where(*place).rpartition(" ")[2] for place in places] == [str(line) for line in expected]
+    assert [table.location(*place).rpartition(" ")[2] for place in places] == [str(line) for line in expected]
     assert all(table.row(*place) == json.loads(ROW) for place in places)
 
 

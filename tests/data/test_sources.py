@@ -100,7 +100,9 @@ def test_blocks_of_any_size_hold_all_rows_in_order(tmp_path_factory, lines, size
     places = [(b, i) for b in range(table.num_blocks) for i in range(table.count(b))]
     numbered = [(n, line) for n, line in enumerate(lines, start=1) if line.strip()]
     assert [table.row(*place) for place in places] == [json.loads(line) for _, line in numbered]
-    assert [table.where(*place) for place in places] == [f"{path}, line {number}" for number, _ in numbered]
+    assert [table.location(*place) for place in places] == [
+        f"{path}, line {number}" for number, _ in numbered
+    ]
 
 
 def test_epochs_permute_all_rows_and_resume_without_state(tmp_path, any_size):

@@ -53,10 +53,10 @@ def test_an_update_costs_three_passes_or_four_with_recomputation():
 
 def test_observation_is_free():
     before = Spent.read({"tokens": 10.0, "flops": 30.0, "accelerator_seconds": 100.0})  # shares nothing
-    meter = CostMeter(DENSE, accelerators=4, before=before)
+    meter = CostMeter(DENSE, accelerators=4, initial=before)
     meter.time({"sample": 1.0, "credit": 0.5, "train": 2.0, "sync": 0.25, "score": 0.25})
     meter.time({"evaluate": 50.0, "save": 9.0, "report": 1.0, "gradient meter": 3.0})
-    assert meter.spent.of("accelerator-seconds") == 100 + 4 * 4.0
+    assert meter.spent.amount("accelerator-seconds") == 100 + 4 * 4.0
     spent = {"tokens": 10, "flops": 30, "tokens_shared_prefixes": 10, "flops_shared_prefixes": 30}
     spent |= {"accelerator_seconds": 116, "flops_decoding": 0}
     assert meter.spent.metrics() == {f"spent_{name}": value for name, value in spent.items()}
@@ -76,8 +76,8 @@ def test_a_shared_prompt_is_read_once_and_prefixes_may_be():
     assert meter.spent.flops_shared_prefixes == pytest.approx(meter.spent.flops - twice_read)
     trained = CostMeter(DENSE, accelerators=1)
     trained.training([4], [6, 5], [0], [0, 2])
-    assert trained.spent.of("tokens-shared-prefixes") == 13
-    assert trained.spent.of("flops-shared-prefixes") == pytest.approx(f[4] + 3 * (f[6] + f[5] - f[2]))
+    assert trained.spent.amount("tokens-shared-prefixes") == 13
+    assert trained.spent.amount("flops-shared-prefixes") == pytest.approx(f[4] + 3 * (f[6] + f[5] - f[2]))
 
 
 def test_rejected_drafts_are_computed_and_accepted_ones_take_no_step():
