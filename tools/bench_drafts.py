@@ -66,7 +66,7 @@ def correction_requests(directory: Path, most: int) -> list[SampleRequest]:
     picked = [
         samples[i] for i in np.linspace(0, len(samples) - 1, min(most, len(samples))).round().astype(int)
     ]
-    return [SampleRequest(own.prompt_token_ids, seed, longest) for seed, own in enumerate(picked)]
+    return [SampleRequest(sample.prompt_token_ids, seed, longest) for seed, sample in enumerate(picked)]
 
 
 class Engine:
@@ -97,17 +97,17 @@ class Engine:
 @torch.no_grad()
 def compare(model: Any, plain: Sequence[Sample], drafted: Sequence[Sample]) -> dict[str, int]:
     """Count greedy samples that differ, by whether the two tokens at the first difference tie."""
-    found = Counter(samples=len(plain), equal=0, ties=0, wrong=0)
-    for one, other in zip(plain, drafted, strict=True):
-        ours, theirs = one.token_ids.tolist(), other.token_ids.tolist()
+    counts = Counter(samples=len(plain), equal=0, ties=0, wrong=0)
+    for plain_sample, drafted_sample in zip(plain, drafted, strict=True):
+        ours, theirs = plain_sample.token_ids.tolist(), drafted_sample.token_ids.tolist()
         if ours == theirs:
-            found["equal"] += 1
+            counts["equal"] += 1
             continue
         place = next(i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
-        ids = torch.tensor([[*one.prompt_token_ids.tolist(), *ours[:place]]])
+        ids = torch.tensor([[*plain_sample.prompt_token_ids.tolist(), *ours[:place]]])
         best = model(ids).logits[0, -1].topk(2).values
-        found["ties" if best[0] - best[1] < TIE else "wrong"] += 1
-    return dict(found)
+        counts["ties" if best[0] - best[1] < TIE else "wrong"] += 1
+    return dict(counts)
 
 
 @torch.no_grad()
@@ -132,8 +132,8 @@ def chi_square(model: Any, engine: Engine, request: SampleRequest, draws: int) -
     ids = torch.tensor([request.prompt_token_ids.tolist()])
     first_V = (model(ids).logits[0, -1].double() / HOT).softmax(-1)
     vocabulary = len(first_V)
-    after = torch.cat([ids.expand(vocabulary, -1), torch.arange(vocabulary)[:, None]], 1)
-    second_VV = (model(after).logits[:, -1].double() / HOT).softmax(-1)
+    continued = torch.cat([ids.expand(vocabulary, -1), torch.arange(vocabulary)[:, None]], 1)
+    second_VV = (model(continued).logits[:, -1].double() / HOT).softmax(-1)
     expected = (first_V[:, None] * second_VV * draws).numpy()
     requests = [replace(request, seed=seed, max_tokens=4, temperature=HOT) for seed in range(draws)]
     samples, _, (drafted, accepted) = engine.sample(requests)
@@ -146,7 +146,7 @@ def chi_square(model: Any, engine: Engine, request: SampleRequest, draws: int) -
     large_VV = expected_VV >= 5
     cells = [*zip(counts_VV[large_VV], expected_VV[large_VV], strict=True)]
     cells.append((counts_VV[~large_VV].sum(), expected_VV[~large_VV].sum()))
-    value = sum((count - wanted) ** 2 / wanted for count, wanted in cells)
+    value = sum((count - expectation) ** 2 / expectation for count, expectation in cells)
     counts = {"draws": draws, "drafted": drafted, "accepted": accepted, "cells": len(cells)}
     return counts | {"chi_square": value, "p": float(chi2.sf(value, len(cells) - 1))}
 

@@ -49,8 +49,8 @@ class Parquet:
         names = self._file.schema_arrow.names
         self._columns = [name for name in names if columns is None or name in columns]
         if columns and not self._columns:
-            found = ", ".join(names[:20])
-            raise DataError(f"{path}: has none of the columns {', '.join(columns)} (found: {found})")
+            present = ", ".join(names[:20])
+            raise DataError(f"{path}: has none of the columns {', '.join(columns)} (found: {present})")
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
         self._first = np.concatenate([[0], np.cumsum([group.num_rows for group in groups], dtype=np.int64)])
         self.num_blocks = len(groups)
@@ -144,11 +144,11 @@ class ArrowFile:
 
         batch = self._batches[block]
         try:
-            kept = batch.select([name for name in batch.schema.names if name in self._columns])
-            kept.validate(full=True)
+            selected = batch.select([name for name in batch.schema.names if name in self._columns])
+            selected.validate(full=True)
         except (pyarrow.ArrowException, ValueError) as error:
             raise DataError(f"record batch {block} is damaged ({_first_line(error)})") from error
-        return _Block(kept, largest_row(kept) <= LONGEST_LINE)
+        return _Block(selected, largest_row(selected) <= LONGEST_LINE)
 
 
 @dataclass(frozen=True)

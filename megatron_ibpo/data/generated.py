@@ -97,9 +97,9 @@ def generated_prompts(reader: Reader) -> PromptSource:
 
     def prompt_of(index: int, attempt: int) -> Prompt | None:
         """Return the prompt of a draw for `index`; None if its question belongs to the other split."""
-        made, parameters = dataset(task.level(index, split))
+        items, parameters = dataset(task.level(index, split))
         try:
-            item = made[derive_seed("item", split, seed, index, attempt) % min(_ITEM_SEEDS, made.size)]
+            item = items[derive_seed("item", split, seed, index, attempt) % min(_ITEM_SEEDS, items.size)]
         except Exception as error:  # the task's own code raises it for parameters that contradict each other
             raise DataError(f"the task makes none: {type(error).__name__}: {error}") from error
         if _held_out(item["question"]) != (split == "eval"):
@@ -146,7 +146,7 @@ def generated_prompts(reader: Reader) -> PromptSource:
             + ": change its parameters"
         )
 
-    with told_if_slow(f"{spec}: the task prepares its items"):
+    with warn_if_slow(f"{spec}: the task prepares its items"):
         prompt_at(0)
         started, ready = time.monotonic(), 1
         while ready < _CHECKED_AT_START and time.monotonic() - started <= CHECK_S:
@@ -159,10 +159,10 @@ def generated_prompts(reader: Reader) -> PromptSource:
 
 
 @contextmanager
-def told_if_slow(said: str) -> Iterator[None]:
+def warn_if_slow(message: str) -> Iterator[None]:
     """Print what the run waits for if it takes more than a moment: some tasks make all their items at
     once."""
-    timer = threading.Timer(TOLD_AFTER_S, print, [said], {"file": sys.stderr, "flush": True})
+    timer = threading.Timer(TOLD_AFTER_S, print, [message], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
     try:
@@ -186,8 +186,8 @@ def _time_limit(spec: str) -> Iterator[None]:
     def give_up(*_: object) -> None:
         raise _TookTooLong
 
-    before = signal.signal(signal.SIGALRM, give_up)
-    others = signal.setitimer(signal.ITIMER_REAL, ITEM_S, AGAIN_S)
+    previous_handler = signal.signal(signal.SIGALRM, give_up)
+    previous_timer = signal.setitimer(signal.ITIMER_REAL, ITEM_S, AGAIN_S)
     try:
         yield
     except _TookTooLong:
@@ -196,8 +196,8 @@ def _time_limit(spec: str) -> Iterator[None]:
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, *others)
+        signal.signal(signal.SIGALRM, previous_handler)
+        signal.setitimer(signal.ITIMER_REAL, *previous_timer)
 
 
 def _parse_task(spec: str) -> _Task:

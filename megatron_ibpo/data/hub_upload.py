@@ -22,16 +22,16 @@ def prepare_upload(run: RunConfig) -> None:
     from httpx2 import HTTPError
     from huggingface_hub import HfApi, constants, get_token
 
-    api, what = HfApi(), f"--push-to-hub {run.push_to_hub}"
+    api, flag = HfApi(), f"--push-to-hub {run.push_to_hub}"
     if constants.HF_HUB_OFFLINE:
-        raise HubError(f"{what}: HF_HUB_OFFLINE is set, and nothing can be uploaded; unset it")
+        raise HubError(f"{flag}: HF_HUB_OFFLINE is set, and nothing can be uploaded; unset it")
     if get_token() is None:
-        raise HubError(f"{what}: no token; `hf auth login` stores one, or set HF_TOKEN")
+        raise HubError(f"{flag}: no token; `hf auth login` stores one, or set HF_TOKEN")
     try:
         api.create_repo(run.push_to_hub, private=True, exist_ok=True)
         api.auth_check(run.push_to_hub, write=True)
     except (HTTPError, OSError) as error:
-        raise HubError(f"{what}: nothing can be uploaded to {api.endpoint}: {_reason(error)}") from error
+        raise HubError(f"{flag}: nothing can be uploaded to {api.endpoint}: {_reason(error)}") from error
 
 
 def upload_export(run: RunConfig, *, stopped: bool) -> None:
@@ -42,9 +42,9 @@ def upload_export(run: RunConfig, *, stopped: bool) -> None:
     """
     if run.push_to_hub is None:
         return
-    export, what = run.run_dir / "hf", f"--push-to-hub {run.push_to_hub}"
+    export, flag = run.run_dir / "hf", f"--push-to-hub {run.push_to_hub}"
     if stopped:
-        print(f"{what}: the run was stopped before its end, so nothing is uploaded", file=sys.stderr)
+        print(f"{flag}: the run was stopped before its end, so nothing is uploaded", file=sys.stderr)
         return
     from huggingface_hub import HfApi
 
@@ -52,7 +52,7 @@ def upload_export(run: RunConfig, *, stopped: bool) -> None:
         HfApi().upload_folder(repo_id=run.push_to_hub, folder_path=export, commit_message="Trained by IBPO")
     except Exception as error:  # the library's errors and those of its transports have no common base
         raise UploadError(
-            f"{what}: not uploaded: {_reason(error)}; the policy is in {export}, and "
+            f"{flag}: not uploaded: {_reason(error)}; the policy is in {export}, and "
             f"`hf upload {run.push_to_hub} {export}` tries again"
         ) from error
     print(f"uploaded {export} to {HfApi().endpoint}/{run.push_to_hub}", file=sys.stderr, flush=True)
@@ -60,5 +60,5 @@ def upload_export(run: RunConfig, *, stopped: bool) -> None:
 
 def _reason(error: Exception) -> str:
     """Return what the Hub says, or else the first line of the error."""
-    said = getattr(error, "server_message", None) or str(error) or type(error).__name__
-    return str(said).partition("\n")[0][:200]
+    message = getattr(error, "server_message", None) or str(error) or type(error).__name__
+    return str(message).partition("\n")[0][:200]

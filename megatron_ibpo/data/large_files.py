@@ -70,12 +70,12 @@ def _shuffled(table: Table, order: TableOrder, reader: Reader) -> Callable[[int]
 
 def _in_order(table: Table, counted: RowCounts, reader: Reader) -> Callable[[int], Prompt]:
     usable: list[Place] = []
-    rest = _places(table, counted)
+    remaining_places = _places(table, counted)
 
     def prompt_at(position: int) -> Prompt:
         passed_over = 0
         while len(usable) <= position and passed_over < MOST_PASSED_OVER:
-            place = next(rest, None)
+            place = next(remaining_places, None)
             if place is None:
                 break
             if _prompt(table, reader, place) is not None:
@@ -159,10 +159,10 @@ def _without_duplicates(table: Table, reader: Reader) -> Table:
     return WithoutRows(table, {block: np.array(numbers, np.int64) for block, numbers in left_out.items()})
 
 
-def _refuse(reader: Reader, place: Place, why: str) -> None:
+def _refuse(reader: Reader, place: Place, reason: str) -> None:
     if not reader.data.skip_bad_rows:
-        raise DataError(why)
-    reader.tally.add(BAD_ROW, ("id", place), lambda: why)
+        raise DataError(reason)
+    reader.tally.add(BAD_ROW, ("id", place), lambda: reason)
 
 
 def _row_with_new_id(table: Table, place: Place, ids: set[int]) -> Row:

@@ -46,8 +46,8 @@ class Tally:
         lines = [f"{self.source}: left out {count} {reason}" for reason, count in sorted(self.counts.items())]
         bad = self.named.get(BAD_ROW, [])
         lines += [f"  {text}" for text in bad]
-        if (more := self.counts[BAD_ROW] - len(bad)) > 0 and bad:
-            lines.append(f"  and {counted(more, 'more bad row')}")
+        if (num_unnamed := self.counts[BAD_ROW] - len(bad)) > 0 and bad:
+            lines.append(f"  and {counted(num_unnamed, 'more bad row')}")
         return lines
 
 

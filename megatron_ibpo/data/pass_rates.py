@@ -69,15 +69,15 @@ def read_pass_rates(path: Path, policy: str) -> dict[str, Rate]:
     Raises:
         DataError: a line is damaged.
     """
-    found: dict[str, Rate] = {}
+    rates: dict[str, Rate] = {}
     for location, line in record_lines(path) if path.exists() else ():
         try:
             row = read_json(line)
             if row["policy"] == policy:
-                found[str(row["prompt"])] = Rate(int(row["correct"]), int(row["scored"]))
+                rates[str(row["prompt"])] = Rate(int(row["correct"]), int(row["scored"]))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{location}: no line of `ibpo pass-rates` ({error})") from error
-    return found
+    return rates
 
 
 def rate_record(policy: str, prompt: Prompt, rate: Rate) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def check_shown(messages: Sequence[Message], render: Callable[[Sequence[Message]
     """
     looked_for = {n for n, message in enumerate(messages) if message["role"] in _ALWAYS_SHOWN}
     looked_for.add(len(messages) - 1)
-    text = render([_marked(own, n) if n in looked_for else own for n, own in enumerate(messages)])
+    text = render([_marked(message, n) if n in looked_for else message for n, message in enumerate(messages)])
     for number in sorted(looked_for):
         if _mark(number) not in text:
             role = messages[number]["role"]
@@ -166,7 +166,7 @@ def check_prompt(ids: TokenIds, tokenizer: Tokenizer, max_prompt_len: int | None
     if has_unknown(tokenizer, ids):
         raise DataError(
             f"the tokenizer has no token for some of the prompt's characters (shown as ⁇ in "
-            f"{_shown(ids, tokenizer)!r}); use another tokenizer or other prompts"
+            f"{_legible(ids, tokenizer)!r}); use another tokenizer or other prompts"
         )
     if max_prompt_len is not None and len(ids) > max_prompt_len:
         raise TooLongError(
@@ -176,5 +176,5 @@ def check_prompt(ids: TokenIds, tokenizer: Tokenizer, max_prompt_len: int | None
         )
 
 
-def _shown(ids: TokenIds, tokenizer: Tokenizer) -> str:
+def _legible(ids: TokenIds, tokenizer: Tokenizer) -> str:
     return "".join("⁇" if i == tokenizer.unk_id else tokenizer.decode([i]) for i in ids[:60].tolist())

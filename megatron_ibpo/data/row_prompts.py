@@ -147,11 +147,11 @@ class Reader:
         Raises:
             DataError: the row cannot be used.
         """
-        prompt = self._made(plain_row(row, self.input_key, self.label_key))
+        prompt = self._prompt_of(plain_row(row, self.input_key, self.label_key))
         check_prompt(prompt.token_ids, self.tokenizer, self.max_prompt_len)
         return prompt
 
-    def _made(self, row: PlainRow) -> Prompt:
+    def _prompt_of(self, row: PlainRow) -> Prompt:
         data = self.data
         messages = self.with_context(row.messages)
         check_size(sum(len(message["content"]) for message in messages), self.max_prompt_len)

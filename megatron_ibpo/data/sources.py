@@ -45,11 +45,11 @@ def read_spec(spec: str) -> SourceSpec:
     """
     location, mark, query = spec.partition("?")
     try:
-        given = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        settings = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
         raise DataError(f"{spec}: settings must read name=value&name=value ({error})") from error
-    ours = {name: value for name, value in given if name in _NAMES}
-    theirs = [(name, value) for name, value in given if name not in _NAMES]
+    ours = {name: value for name, value in settings if name in _NAMES}
+    theirs = [(name, value) for name, value in settings if name not in _NAMES]
     if "://" in location:
         if not ours:
             return SourceSpec(spec)

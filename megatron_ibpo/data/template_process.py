@@ -142,14 +142,14 @@ def _serve(fd: int, render: Callable[..., str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
-    for other in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, fd}:
+    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, fd}:
         with suppress(OSError):  # that of the listing itself
-            os.close(other)
+            os.close(descriptor)
     with open("/proc/self/statm", encoding="utf-8") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = size + MOST_BYTES if hard == resource.RLIM_INFINITY else min(size + MOST_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit = size + MOST_BYTES if hard == resource.RLIM_INFINITY else min(size + MOST_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     connection = Connection(fd)
     while True:
         with suppress(EOFError, OSError):

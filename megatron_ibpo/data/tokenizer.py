@@ -326,9 +326,9 @@ class HuggingFaceTokenizer:
                 f"{self._name}: no chat template; use a checkpoint that has one, "
                 "or drop --apply-chat-template"
             )
-        shown = [{"type": "function", "function": dict(tool)} for tool in tools] or None
+        tool_schemas = [{"type": "function", "function": dict(tool)} for tool in tools] or None
         try:
-            return self._template.render(list(messages), shown, generation_prompt, settings or {})
+            return self._template.render(list(messages), tool_schemas, generation_prompt, settings or {})
         except TemplateError as error:
             raise DataError(f"{self._name}: its chat template refuses the messages: {error}") from None
 
@@ -452,11 +452,11 @@ def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
             continue
         config = read_json_object(hf_dir / name, DataError)
         text = config.get("text_config")  # a wrapped text model has its own
-        found = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
-        ids = found if isinstance(found, list) else [] if found is None else [found]
+        value = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(number) is int and 0 <= number < 2**31 for number in ids):
             raise ValueError(
-                f"{hf_dir / name}: eos_token_id must be an id or a list of ids, is {shown(found)}"
+                f"{hf_dir / name}: eos_token_id must be an id or a list of ids, is {shown(value)}"
             )
         if ids:
             return tuple(ids)

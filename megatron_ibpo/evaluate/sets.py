@@ -24,7 +24,7 @@ from megatron_ibpo.config import (
 from megatron_ibpo.credit import Operator
 from megatron_ibpo.data import DataError, PromptSource, Tokenizer, open_source
 from megatron_ibpo.data.files import each_row
-from megatron_ibpo.data.generated import told_if_slow
+from megatron_ibpo.data.generated import warn_if_slow
 from megatron_ibpo.data.layouts import fields_read
 from megatron_ibpo.data.prompts import in_environment
 from megatron_ibpo.data.row_prompts import prompts_of_rows
@@ -176,7 +176,7 @@ def _open(
         notes = [*source.notes, *_unused_fields(spec.spec, config.data)]
     count, available = config.run.eval_num_prompts, source.num_prompts()
     number = min(count, available or count)
-    with told_if_slow(f"{spec}: making {counted(number, 'prompt')}; --eval-num-prompts asks for fewer"):
+    with warn_if_slow(f"{spec}: making {counted(number, 'prompt')}; --eval-num-prompts asks for fewer"):
         half = config.run.eval_half
         prompts = source.batch(0, number) if half == "all" else _of_half(source, half, count, spec)
     if available > count:

@@ -62,9 +62,9 @@ class ClosedGroup(NamedTuple):
 
     def sample_keys(self) -> list[SampleKey]:
         """Return the keys of all its samples."""
-        of = self.prompt_index, self.attempt
-        return [SampleKey(*of, "response", index) for index in range(self.responses)] + [
-            SampleKey(*of, "correction", index) for index in range(self.corrections)
+        group_id = self.prompt_index, self.attempt
+        return [SampleKey(*group_id, "response", index) for index in range(self.responses)] + [
+            SampleKey(*group_id, "correction", index) for index in range(self.corrections)
         ]
 
 
@@ -198,15 +198,16 @@ def _sample_fields(sample: Sample) -> list[Any]:
         bool(sample.correct),
         sample.reward_error,
     ]
-    more = [
+    optional_fields = [
         sample.reward_details or None,
         None if sample.routed_experts is None else _choices_fields(sample.routed_experts),
         None if sample.sampling_mask is None else encoded_mask(sample.sampling_mask, sample.token_ids),
         sample.drafts if any(sample.drafts) else None,
     ]
-    while more and more[-1] is None:  # left out at the end, as in older versions without them
-        more.pop()
-    return fields + more
+    # left out at the end, as in older versions without them
+    while optional_fields and optional_fields[-1] is None:
+        optional_fields.pop()
+    return fields + optional_fields
 
 
 def _choices_fields(ids: ExpertIds) -> list[Any]:

@@ -34,7 +34,7 @@ class Damage:
     """Bytes from this offset to the next record that can be found, which hold no record."""
 
     offset: int
-    what: str
+    problem: str
     is_torn: bool = False
     """True if the file merely ends too early, because its writer was stopped in the middle of a record."""
 
@@ -72,12 +72,12 @@ def records(path: Path) -> Iterator[Record | Damage]:
                     yield Damage(offset, "a record does not match its checksum")
                 offset += len(header) + length
                 continue
-            found = _next_header(file, offset + 1, size)
-            if found == size and (length is not None or len(header) < _HEADER.size):
+            next_offset = _next_header(file, offset + 1, size)
+            if next_offset == size and (length is not None or len(header) < _HEADER.size):
                 yield Damage(offset, "a record is unfinished", is_torn=True)
             else:
                 yield Damage(offset, "no record begins here")
-            offset = found
+            offset = next_offset
 
 
 def _length(header: bytes) -> int | None:
@@ -92,19 +92,19 @@ def _length(header: bytes) -> int | None:
 
 def _next_header(file: FileIO, start: int, size: int) -> int:
     """Return the offset of the first header from `start` on, or `size` if there is none."""
-    offset, kept = start, b""  # end of the last read, since a header may span two reads
-    while (data_at := _skip_hole(file, offset + len(kept), size)) < size:
-        if data_at > offset + len(kept):
-            offset, kept = data_at, b""
+    offset, tail = start, b""  # end of the last read, since a header may span two reads
+    while (data_at := _skip_hole(file, offset + len(tail), size)) < size:
+        if data_at > offset + len(tail):
+            offset, tail = data_at, b""
         file.seek(data_at)
-        data = kept + file.read(_CHUNK)
+        data = tail + file.read(_CHUNK)
         at = data.find(_MAGIC)
         while at >= 0:
             if _length(data[at : at + _HEADER.size]) is not None:
                 return offset + at
             at = data.find(_MAGIC, at + 1)
-        kept = data[-(_HEADER.size - 1) :]
-        offset += len(data) - len(kept)
+        tail = data[-(_HEADER.size - 1) :]
+        offset += len(data) - len(tail)
     return size
 
 

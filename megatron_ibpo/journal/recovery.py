@@ -174,7 +174,7 @@ def _entry(path: Path, record: Record) -> Entry | Damage:
 
 
 def _damage_note(path: Path, damages: list[Damage]) -> str:
-    places = ", ".join(f"{damage.what} (at byte {damage.offset})" for damage in damages[:_MOST_PLACES])
+    places = ", ".join(f"{damage.problem} (at byte {damage.offset})" for damage in damages[:_MOST_PLACES])
     and_more = f" and {len(damages) - _MOST_PLACES} more" if len(damages) > _MOST_PLACES else ""
     if all(damage.is_torn for damage in damages):
         return f"{path}: {places}; that record is not used"

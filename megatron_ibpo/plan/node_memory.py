@@ -105,12 +105,12 @@ def _refusals(
     ]
 
 
-def _refusal(address: str, there: int, parts: Mapping[str, int], kv_cache_flag: str) -> str:
+def _refusal(address: str, memory_bytes: int, parts: Mapping[str, int], kv_cache_flag: str) -> str:
     largest = max(parts, key=lambda name: parts[name])
     advice = _ADVICE[largest].format(kv_cache_flag=kv_cache_flag)
     named = "; ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
     return (
-        f"{address} has {there / GIB:.1f} GiB of main memory, and this run needs at least "
+        f"{address} has {memory_bytes / GIB:.1f} GiB of main memory, and this run needs at least "
         f"{sum(parts.values()) / GIB:.1f} there ({named}): {advice}; or use nodes with more of "
         "it, or more nodes with fewer ranks on each"
     )
@@ -133,15 +133,15 @@ def _needed(
     engine_bytes = config.rollout.rollout_num_gpus_per_engine * (engine.weights + engine.kv_cache)
     needed = {}
     for node in sorted({*ranks, *engines}):
-        own = ranks.get(node, [])
-        parts = node_memory(config, census, stages, own).named()
+        node_ranks = ranks.get(node, [])
+        parts = node_memory(config, census, stages, node_ranks).named()
         if not on_gpu:
             # trainers hold here what they would hold on GPUs, and nothing moves out
-            states = [stages[census.place(rank).pipeline].state for rank in own]
+            states = [stages[census.place(rank).pipeline].state for rank in node_ranks]
             parts |= {"trainers' state while engines sample": 0, _TRAINERS: sum(states)}
             parts[_ENGINES] = engines[node] * engine_bytes
         # the program of an engine with GPUs has never been measured
-        programs = len(own) * TRAINER_PROGRAM_BYTES
+        programs = len(node_ranks) * TRAINER_PROGRAM_BYTES
         programs += 0 if on_gpu else engines[node] * ENGINE_PROGRAM_BYTES
         needed[node] = parts | {_PROGRAMS: programs}
     return needed
@@ -211,13 +211,13 @@ def census_by_names(
 def _adapters(parallel: ParallelConfig, entries: Iterable[Entry]) -> dict[bool, int]:
     """Return the elements of adapters on each rank of a pipeline stage: beside dense matrices (False), beside
     experts (True)."""
-    found = {False: 0, True: 0}
+    elements = {False: 0, True: 0}
     for entry in entries:
         is_expert = entry.expert is not None
         ranks = parallel.expert_tensor_parallel_size if is_expert else parallel.tensor_model_parallel_size
-        found[is_expert] += math.prod(entry.shape) // (1 if entry.cut is None else ranks)
-    found[True] //= parallel.expert_model_parallel_size
-    return found
+        elements[is_expert] += math.prod(entry.shape) // (1 if entry.cut is None else ranks)
+    elements[True] //= parallel.expert_model_parallel_size
+    return elements
 
 
 def _layer(entry: Entry) -> int:

@@ -149,8 +149,9 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
         places = {*layers, *([BEGINNING] if stage == 0 else []), *([END] if stage == last else [])}
         if stage == last and shape.tie_word_embeddings:
             places.add(BEGINNING)  # the last stage has a copy of the embedding as its head
-        held = [group for group in model if group.place in places]
-        base, added = _on_rank(held, parallel), _on_rank([a for a in adapters if a.place in places], parallel)
+        stage_groups = [group for group in model if group.place in places]
+        base = _on_rank(stage_groups, parallel)
+        added = _on_rank([a for a in adapters if a.place in places], parallel)
         parts.append(
             StagePart(
                 pipeline=stage,
@@ -159,7 +160,7 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
                 frozen_dense=0 if lora is None else base[False],
                 frozen_experts=0 if lora is None else base[True],
                 layers=len(layers),
-                largest=max(group.largest_on_rank(parallel) for group in held),
+                largest=max(group.largest_on_rank(parallel) for group in stage_groups),
             )
         )
     unpadded = _model(shape, mtp, None)

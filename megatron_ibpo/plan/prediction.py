@@ -141,8 +141,10 @@ def lines(setting: Setting, steps: int, price: float | None = None) -> list[str]
     ]
     for stage, seconds in times.stages().items():
         if seconds >= 0.005 * total:
-            what = times.bound.get(stage)
-            summary.append(f"  {stage.replace('_', '-')}: {_seconds(seconds)}{f' ({what})' if what else ''}")
+            bound = times.bound.get(stage)
+            summary.append(
+                f"  {stage.replace('_', '-')}: {_seconds(seconds)}{f' ({bound})' if bound else ''}"
+            )
     if not setting.colocated and setting.task.staleness:
         summary.append("  engines and trainers work at the same time: a step takes less than the sum")
     sampled = times.sampled

@@ -65,8 +65,8 @@ def step_times(
     ahead = task.staleness > 0 and not colocated
     stream = task.staleness + 1 if ahead else 1
     first = _phase(basis, engine, task, task.count / engines, task.prompt, task.group, stream)
-    shown = task.prompt + task.correction_prompt
-    second = _phase(basis, engine, task, task.count * task.corrections / engines, shown, 1, stream)
+    prompt_tokens = task.prompt + task.correction_prompt
+    second = _phase(basis, engine, task, task.count * task.corrections / engines, prompt_tokens, 1, stream)
     corrections = second.seconds - min(first.tail, second.seconds)
     scoring = pass_time(basis, replace(layout, recompute="none"), task.batch, backward=False)
     passes = pass_time(basis, layout, task.batch, steps=task.updates)
@@ -119,11 +119,11 @@ def _sampling_bound(basis: Basis, engine: Engine, task: Task, sampled: Sampled) 
     if sampled.prompts > sampled.seconds / 2:
         return "prompts"
     running, reached = max(1.0, sampled.mean_running), basis.reached
-    whole = decode_seconds(basis, engine, running, task.prompt + float(np.mean(task.responses)) / 2)
+    seconds = decode_seconds(basis, engine, running, task.prompt + float(np.mean(task.responses)) / 2)
     parts = {
-        "caches": whole - decode_seconds(basis, engine, running, 0),
+        "caches": seconds - decode_seconds(basis, engine, running, 0),
         "sequences' overhead": running * reached.engine_sequence,
         "layers' overhead": basis.shape.num_layers * reached.engine_layer,
     }
-    parts["weights"] = whole - sum(parts.values())
+    parts["weights"] = seconds - sum(parts.values())
     return max(parts, key=parts.__getitem__)

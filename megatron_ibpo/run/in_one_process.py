@@ -60,7 +60,7 @@ class InOneProcess:
                 verifiers=judges.pool,
                 environments=judges.environments,
                 deaths=partial(_deaths, judges),
-                where=ABOUT,
+                placement_note=ABOUT,
             )
 
         return Launched({}, build)
@@ -83,8 +83,8 @@ class OwnRank:
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Return the result of `method`, called with the one rank's arguments."""
-        (own,) = arguments
-        return [getattr(self._rank, method)(*own)]
+        (rank_arguments,) = arguments
+        return [getattr(self._rank, method)(*rank_arguments)]
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Return the result of `method`."""

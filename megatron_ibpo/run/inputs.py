@@ -123,12 +123,12 @@ def sampling_settings(config: Config) -> str:
     rollout = {name: value for name, value in sampling.items() if not name.endswith("_timeout")}
     # what a row may name changes no sample of a row that names something else
     data = {name: value for name, value in asdict(config.data).items() if name != "allowed_rm_types"}
-    more = {"seed": config.run.seed} | ({"prompts_held_out": True} if config.holds_out else {})
+    further = {"seed": config.run.seed} | ({"prompts_held_out": True} if config.holds_out else {})
     sections = [
         asdict(config.algorithm),
         data,
         rollout,
-        more | config.environment.of_samples(),
+        further | config.environment.of_samples(),
     ]
     return json.dumps(sections, default=str, sort_keys=True)
 

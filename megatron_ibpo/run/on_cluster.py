@@ -91,7 +91,7 @@ class OnCluster:
                 verifiers=verifiers,
                 environments=environments,
                 deaths=partial(_deaths, engines, verifiers, environments),
-                where=verifiers.describe_placement(placement),
+                placement_note=verifiers.describe_placement(placement),
                 wait_ready=partial(_wait_ready, engines, verifiers, environments),
             )
 

@@ -190,6 +190,6 @@ def _introduce(reporter: Report, resolved: ResolvedConfig, processes: Processes,
             layers=about.layers,
         )
     )
-    reporter.note(processes.where)
+    reporter.note(processes.placement_note)
     if resolved.engine_note is not None:
         reporter.note(resolved.engine_note)

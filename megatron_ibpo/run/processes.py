@@ -29,7 +29,7 @@ class Processes:
     verifiers: Pool
     deaths: Callable[[], dict[str, int]]
     """Returns the counts of dead and restarted engines, verifiers and environments so far, by metric."""
-    where: str
+    placement_note: str
     """Nodes of the processes, for the user."""
     wait_ready: Callable[[], None] = lambda: None
     """Waits for the processes that the first step needs and start-up does not."""
@@ -42,7 +42,7 @@ class TrainersAlone:
     """Trainers that have been started without engines and verifiers."""
 
     trainers: RankCalls
-    where: str
+    placement_note: str
     """Nodes of the processes, for the user."""
 
 

@@ -82,8 +82,8 @@ class ResolvedConfig:
         """GPUs that the run holds: the trainers', and the engines' unless they share them; on CPUs its
         trainer ranks."""
         placement, size = self.placement, self.config.rollout.rollout_num_gpus_per_engine
-        apart = placement.on_gpu and not placement.colocated
-        return self.world_size + (len(placement.engines) * size if apart else 0)
+        has_own_gpus = placement.on_gpu and not placement.colocated
+        return self.world_size + (len(placement.engines) * size if has_own_gpus else 0)
 
 
 def read_foundation(config: Config) -> Foundation:

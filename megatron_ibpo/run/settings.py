@@ -80,7 +80,7 @@ def fit_to_model(parsed: config.Config, typed: Set[str]) -> tuple[config.Config,
     Args:
         typed: fields that the user set on the command line; these keep their values.
     """
-    hf_dir, asked = parsed.model.hf_checkpoint, parsed.rollout.rollout_max_context_len
+    hf_dir, requested = parsed.model.hf_checkpoint, parsed.rollout.rollout_max_context_len
     if hf_dir is None or "rollout_max_context_len" in typed:
         return parsed, {}
     try:
@@ -88,13 +88,13 @@ def fit_to_model(parsed: config.Config, typed: Set[str]) -> tuple[config.Config,
     except ModelConfigError:
         return parsed, {}
     longest = parsed.rollout.rollout_max_response_len
-    if limit < CONTEXTS_PER_RESPONSE or limit >= (longest + 1 if asked is None else asked):
+    if limit < CONTEXTS_PER_RESPONSE or limit >= (longest + 1 if requested is None else requested):
         return parsed, {}
     rollout, run, changes = parsed.rollout, parsed.run, dict[str, str]()
-    if asked is not None:
+    if requested is not None:
         rollout = replace(rollout, rollout_max_context_len=limit)
-        changes["rollout_max_context_len"] = f"{asked} of the recipe → {limit}, the model's context"
-    meant = asked or CONTEXTS_PER_RESPONSE * longest
+        changes["rollout_max_context_len"] = f"{requested} of the recipe → {limit}, the model's context"
+    meant = requested or CONTEXTS_PER_RESPONSE * longest
     proportion = f"in proportion to the context of {limit}"
     if "rollout_max_response_len" not in typed:
         shorter = max(1, longest * limit // meant)

@@ -129,10 +129,10 @@ class SupervisedRun:
         with self.stages("data"):
             sequences = sequences_of(self.demonstrations.batch(self.step, size))
         with self.stages("train"):
-            found = self.policy.update(sequences)
+            all_metrics = self.policy.update(sequences)
         self.policy.take_passes()
         self.step += 1
-        metrics = {name: value for name, value in found.items() if name not in _METRICS_OF_SAMPLING}
+        metrics = {name: value for name, value in all_metrics.items() if name not in _METRICS_OF_SAMPLING}
         metrics |= {
             "tokens": sum(sequence.num_tokens for sequence in sequences),
             "loss_tokens": sum(sequence.num_trained_tokens for sequence in sequences),
@@ -142,7 +142,7 @@ class SupervisedRun:
             metrics["epoch"] = self.step * size / self.demonstrations.size
         seconds = self.stages.take()
         self.disk.write(lambda: self.reporter.step(self.step, metrics, seconds))
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if found["updates_skipped"] else 0
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if all_metrics["updates_skipped"] else 0
         if self.skipped_in_a_row >= self.config.run.max_nonfinite_steps:
             raise NotFiniteError(
                 f"{self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite; lower "
@@ -230,14 +230,14 @@ class _Inputs:
 
 
 @contextmanager
-def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
+def open_supervised(requested_config: Config) -> Iterator[SupervisedRun]:
     """Open a supervised run; close it, with all its processes, on the way out.
 
     Raises:
         ValueError, OSError, ProcessDiedError: says what is wrong, where, and what to do.
     """
     started = time.time()
-    config, idle = supervised(asked)
+    config, idle = supervised(requested_config)
     backend, stages, starting = choose_backend(config, 0.0), Stages(), StartLines()
     with ExitStack() as stack:
         with stages("start"):
@@ -249,7 +249,7 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
             starting("data")
             inputs = _open_inputs(config, foundation, point.step)
             stack.enter_context(locked(inputs.config.run.run_dir))
-            prepare_run_dir(asked, checkpoint_bytes=disk_bytes(inputs.config, inputs.weights))
+            prepare_run_dir(requested_config, checkpoint_bytes=disk_bytes(inputs.config, inputs.weights))
             starting("places of the processes")
             wait_connected()
             resolved = resolve(inputs.config, foundation, backend.place(inputs.config, samples=False))
@@ -261,7 +261,7 @@ def open_supervised(asked: Config) -> Iterator[SupervisedRun]:
             report = Report(resolved.config, completed_steps=point.step, started=started, command="sft")
             reporter = stack.enter_context(report)
             reporter.sizes(_sizes(resolved, about))
-            for note in (processes.where, *about.notes, *inputs.notes):
+            for note in (processes.placement_note, *about.notes, *inputs.notes):
                 reporter.note(note)
             if idle:
                 reporter.note(f"settings without effect here: {listed(idle, most=20)}")

@@ -208,7 +208,7 @@ class StandIns:
     def launch(self, resolved, inputs, judges, stack):
         processes = Processes(
             trainers=self.trainers, engines=self.engines, deaths=dict, verifiers=judges.pool,
-            where="in a test", wait_ready=self.wait_ready,
+            placement_note="in a test", wait_ready=self.wait_ready,
         )  # fmt: skip
         return Launched({}, lambda checkpoint: processes)
 
