@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -30,11 +30,21 @@ from megatron_ibpo.rewards.verifier import rm_type_of
 
 
 @dataclass
+class _DataFlags(DataConfig):
+    reward_part: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+
+
+@dataclass
+class _RolloutFlags(RolloutConfig):
+    parameters: Annotated[dict[str, Any], tyro.conf.Fixed, tyro.conf.Suppress] = field(default_factory=dict)
+
+
+@dataclass
 class Arguments:
     hf_checkpoint: Path
     """The model, for its tokenizer: a directory or a model of the Hugging Face Hub."""
-    data: tyro.conf.OmitArgPrefixes[DataConfig] = field(default_factory=DataConfig)
-    rollout: tyro.conf.OmitArgPrefixes[RolloutConfig] = field(default_factory=RolloutConfig)
+    data: tyro.conf.OmitArgPrefixes[_DataFlags] = field(default_factory=_DataFlags)
+    rollout: tyro.conf.OmitArgPrefixes[_RolloutFlags] = field(default_factory=_RolloutFlags)
     """--rollout-max-context-len less --rollout-max-response-len is the longest prompt; without it, any
     length. The pass rates of --pass-rates are those of these settings."""
     environment: tyro.conf.OmitArgPrefixes[EnvironmentConfig] = field(default_factory=EnvironmentConfig)

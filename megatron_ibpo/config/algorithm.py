@@ -9,11 +9,9 @@ from megatron_ibpo.config.ranges import (
     AROUND_1,
     COUNT,
     NAMED_VALUES,
-    NO_FLAG,
     NOT_NEGATIVE,
     POSITIVE,
     UNIT,
-    UseAppendAction,
 )
 
 
@@ -46,7 +44,7 @@ class AlgorithmConfig:
     group's mean, also as the divisor. "group-mean": the group's mean, no division (Dr. GRPO).
     "leave-one-out": the mean of the other responses. "critic": a critic's value for each token (PPO). Or an
     import path, package.module:name or path/to/file.py:name."""
-    parameters: Annotated[dict[str, Any], *NO_FLAG] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of the three choices above, by name. A parameter left out has its default."""
     group_filter: str | None = None
     """Import path (package.module:name or path/to/file.py:name) of a function that returns whether to train
@@ -93,7 +91,7 @@ class LossConfig:
     """Name in `megatron_ibpo.loss.VARIANTS`: gspo, gspo-token, gspo-dual-clip, grpo, ppo-clip, dual-clip,
     dapo, dr-grpo, cispo, sapo, gmpo, nll; or an import path package.module:VARIANT. A variant owns its
     parameters: naming another variant discards the clips and --loss-param given for the previous one."""
-    loss_param: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
+    loss_param: Annotated[tuple[str, ...], NAMED_VALUES] = ()
     """Parameters of the loss variant as name=value, such as sapo's tau_pos=1.2; in a recipe also a mapping.
     Each variant defines their defaults and ranges."""
     eps_clip: float | None = None

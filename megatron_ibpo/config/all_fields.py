@@ -23,8 +23,6 @@ class Entry:
     name: str
     section: str
     type: Any
-    hint: Any
-    """The type with its annotations, of which tyro reads its own."""
     ranges: tuple[Range, ...]
     kind: Kind | None
     """None as well for fields whose type already says whether they hold a path."""
@@ -97,7 +95,7 @@ def entry_of(name: str, section: str, hint: Any, *, default: Any = None, is_para
     plain, *extras = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
     ranges = (*OF_ALL, *(extra for extra in extras if isinstance(extra, Range)))
     kinds = [extra for extra in extras if isinstance(extra, Kind)]
-    return Entry(name, section, plain, hint, ranges, kinds[0] if kinds else None, default, is_parameter)
+    return Entry(name, section, plain, ranges, kinds[0] if kinds else None, default, is_parameter)
 
 
 def _entries() -> dict[str, Entry]:

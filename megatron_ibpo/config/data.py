@@ -18,7 +18,6 @@ from megatron_ibpo.config.ranges import (
     SEED,
     SHARES,
     SOURCES,
-    UseAppendAction,
     within,
 )
 from megatron_ibpo.config.run import RunConfig
@@ -75,7 +74,7 @@ class DataConfig:
     """Import paths that an rm_type in a row may name, besides those of --rm-type, --reward-part and ?rm_type=
     of a source. They are loaded at the start. None: rows may choose among the built-in verifiers only, since
     a data set that names any function would run code of its author's choice."""
-    reward_part: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
+    reward_part: Annotated[tuple[str, ...], NAMED_VALUES] = ()
     """One verifier of --rm-type composite and its weight, such as math=0.9; in a recipe also a mapping. The
     reward is the weighted sum, within 0 and 1. The first verifier is the main one: the others together must
     stay below --reward-threshold."""

@@ -7,11 +7,10 @@ given, flags. `megatron_ibpo.config.presets` defines where a preset counts.
 
 import argparse
 import dataclasses
-import io
+import re
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import redirect_stderr
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from megatron_ibpo.config.parameters import Registry, entries_of
 from megatron_ibpo.config.paths import path_in_recipe, path_of_user, recipe_file
 from megatron_ibpo.config.peer_flags import peer_override
 from megatron_ibpo.config.presets import Layer, of_this_version, resolve
-from megatron_ibpo.config.recipes import config_yaml, read_recipe, type_words, typed_settings
+from megatron_ibpo.config.recipes import config_yaml, read_recipe, typed_settings
+from megatron_ibpo.config.typed_values import alternatives, as_type, type_words
 from megatron_ibpo.config.unknown_settings import unknown_setting
 
 _TRAINING = "Train a policy by IBPO: Megatron-core trains, vLLM samples."
@@ -71,32 +71,31 @@ def parse_config(
         "--eval-prompt-data", "--eval_prompt_data", nargs="+", action="extend", default=argparse.SUPPRESS
     )
     try:
-        known, flags = early.parse_known_args(argv)
+        early_flags, flags = early.parse_known_args(argv)
     except argparse.ArgumentError as error:
         name = str(error.argument_name).partition("/")[0]
-        said = "is a switch, which takes no value" if "ignored" in error.message else "needs a value"
-        raise ConfigError(f"{name}: {said}") from None
-    flags = _with_values(flags)
+        problem = "is a switch, which takes no value" if "ignored" in error.message else "needs a value"
+        raise ConfigError(f"{name}: {problem}") from None
 
-    recipes = [recipe_file(name, path_of_user) for name in known.config]
-    layers = [layer for path in recipes for layer in _recipe_layers(path, registries)]
-    typed = {name: value for name, value in vars(known).items() if name in ENTRIES}
+    recipes = [recipe_file(name, path_of_user) for name in early_flags.config]
+    recipe_layers = [layer for path in recipes for layer in _recipe_layers(path, registries)]
+    typed = {name: value for name, value in vars(early_flags).items() if name in ENTRIES}
     if specs := typed.get("eval_prompt_data"):
         typed["eval_prompt_data"] = specs[0] if len(specs) == 1 else tuple(specs)
     names_prompts = any(word.partition("=")[0].replace("_", "-") == "--prompt-data" for word in flags)
-    given = [Layer(defaults or {}), *layers, Layer(typed)]
-    config = resolve(_held_out_with_their_prompts(given, names_prompts), registries)
-    if known.help_all or known.help is not None:
-        if known.help_all or not known.help:
+    layers = [Layer(defaults or {}), *recipe_layers, Layer(typed)]
+    config = resolve(_held_out_with_their_prompts(layers, names_prompts), registries)
+    if early_flags.help_all or early_flags.help is not None:
+        if early_flags.help_all or not early_flags.help:
             print(usage_text(program, description))
-        print(help_text(config, registries, None if known.help_all else known.help, common))
+        print(help_text(config, registries, None if early_flags.help_all else early_flags.help, common))
         raise SystemExit(0)
     if flags:
         _refuse_unknown(flags, config, registries)
         config = _with_flags(config, registries, flags)
     _locate(config, registries)
     config = fit(config, typed.keys() | (ENTRIES.keys() & _names_set(flags)))
-    if known.print_config:
+    if early_flags.print_config:
         print(config_yaml(config), end="")
         raise SystemExit(0)
     return config
@@ -110,8 +109,7 @@ def load_recipe(path: Path | str, settings: Mapping[str, Any], registries: Seque
             or choice, or a parameter that the choice does not have.
     """
     recipe = _recipe_layers(recipe_file(path, path_in_recipe), registries)
-    listed = {name: list(own) if isinstance(own, tuple) else own for name, own in settings.items()}
-    layers = [*recipe, Layer(*typed_settings(listed))]
+    layers = [*recipe, Layer(*typed_settings(settings))]
     config = resolve(_held_out_with_their_prompts(layers, names_prompts=False), registries)
     _locate(config, registries)
     return config
@@ -141,7 +139,7 @@ def _held_out_with_their_prompts(layers: Sequence[Layer], names_prompts: bool) -
     Args:
         names_prompts: True if a flag, in the last layer, names prompts.
     """
-    found: list[Layer] = []
+    new_layers: list[Layer] = []
     are_a_pair = False
     for number, layer in enumerate(layers, start=1):
         prompts = "prompt_data" in layer.fields or (names_prompts and number == len(layers))
@@ -150,106 +148,111 @@ def _held_out_with_their_prompts(layers: Sequence[Layer], names_prompts: bool) -
         elif prompts and are_a_pair:
             layer = dataclasses.replace(layer, fields={**layer.fields, "eval_prompt_data": None})
             are_a_pair = False
-        found.append(layer)
-    return found
+        new_layers.append(layer)
+    return new_layers
 
 
 def _with_flags(config: Config, registries: Sequence[Registry], flags: Sequence[str]) -> Config:
-    parameters = entries_of(config, registries)
-    # of all fields only those that are set: tyro takes a quarter of a second for a parser of all
-    given = _names_set(flags)
-    known = {name: entry for name, entry in (ENTRIES | parameters).items() if name in given}
-    try:
-        values = _values(known, flags, config)
-    except SystemExit:
-        raise ConfigError("\n  ".join(_of_another_type(known, flags, config))) from None
-    for name, entry in known.items():
-        entry.put(config, values[name])
+    entries = ENTRIES | entries_of(config, registries)
+    problems: list[str] = []
+    for flag_name, words in _by_flag(flags)[1:]:
+        entry = _entry_of(flag_name, entries)
+        assert entry is not None  # others were refused
+        try:
+            entry.put(config, _value(flag_name, words, entry, config))
+        except TypeError:
+            problems.append(f"{flag_name}: {shown(' '.join(words))} is not {type_words(entry.type)}")
+    if problems:
+        raise ConfigError("\n  ".join(problems))
     return config
 
 
-def _values(entries: Mapping[str, Entry], flags: Sequence[str], config: Config) -> dict[str, Any]:
-    """Return the values that these flags give to fields, by name; SystemExit if they cannot be read."""
-    import tyro  # imported here so that a trainer needs no tyro
-
-    kind = dataclasses.make_dataclass("Flags", [(name, entry.hint) for name, entry in entries.items()])
-    default = kind(**{name: entry.get(config) for name, entry in entries.items()})
-    with redirect_stderr(io.StringIO()):  # tyro draws a box
-        return vars(tyro.cli(kind, args=flags, default=default))
-
-
-def _of_another_type(known: Mapping[str, Entry], flags: Sequence[str], config: Config) -> Iterator[str]:
-    """Yield a line for each flag whose value is not of its field's type."""
-    for typed, words in _by_flag(flags)[1:]:
-        entry = _entry_of(typed, known)
-        assert entry is not None  # others were refused
-        try:
-            _values({entry.name: entry}, [typed, *words], config)
-        except SystemExit:
-            yield f"{typed}: {shown(' '.join(words))} is not {type_words(entry.type)}"
+def _value(flag_name: str, words: Sequence[str], entry: Entry, config: Config) -> Any:
+    """Return the value that a flag with these words gives to its field; TypeError if they mean none."""
+    if _is_switch(entry) and not words:
+        return not _turns_off(flag_name, entry)
+    spells_none = [*words] == ["None"] and types.NoneType in _kinds(entry)
+    value = as_type(words if _is_list(entry) and not spells_none else words[0], entry.type)
+    return (*entry.get(config), *value) if entry.has_names else value
 
 
 def _refuse_unknown(flags: Sequence[str], config: Config, registries: Sequence[Registry]) -> None:
     """Refuse all flags that do not exist, that belong to a method not chosen or to another trainer, and those
     with too many values or without one."""
-    known = ENTRIES | entries_of(config, registries)
+    entries = ENTRIES | entries_of(config, registries)
     chosen = vars(config.algorithm) | vars(config.rollout)
-    names = [*known, *(name.split()[0][2:] for name in HELP_FLAGS)]
-    problems: list[str | None] = []
-    for typed, words in _by_flag(flags):
-        entry = _entry_of(typed, known)
-        if typed and entry is None:
-            problems.append(unknown_setting(typed, names, chosen, registries))
-        answers = [peer_override(word) for word in words]
-        values = [word for word, answer in zip(words, answers, strict=True) if answer is None]
-        problems += [*answers, _wrong_number(typed, entry, values)]
-    found = [problem for problem in problems if problem is not None]
-    if len(found) > 1:
-        found.insert(0, f"{len(found)} wrong flags:")
-    if found:
-        raise ConfigError("\n  ".join(found))
+    names = [*entries, *(name.split()[0][2:] for name in HELP_FLAGS)]
+    problems: list[str] = []
+    for flag_name, words in _by_flag(flags):
+        entry = _entry_of(flag_name, entries)
+        if flag_name and entry is None:
+            problems.append(unknown_setting(flag_name, names, chosen, registries))
+        overrides = {word: answer for word in words if (answer := peer_override(word)) is not None}
+        problems += overrides.values()
+        problems += _wrong_number(flag_name, entry, [word for word in words if word not in overrides])
+    if len(problems) > 1:
+        problems.insert(0, f"{len(problems)} wrong flags:")
+    if problems:
+        raise ConfigError("\n  ".join(problems))
 
 
-def _entry_of(typed: str, known: Mapping[str, Entry]) -> Entry | None:
+def _entry_of(flag_name: str, entries: Mapping[str, Entry]) -> Entry | None:
     """Return the field that a flag sets, also as --no-NAME if it is a switch; None if there is none."""
-    name = typed.removeprefix("--").replace("-", "_")
-    off = known.get(name.removeprefix("no_"))
-    return known.get(name) or (off if off is not None and _is_switch(off) else None)
+    name = flag_name.removeprefix("--").replace("-", "_")
+    switch = entries.get(name.removeprefix("no_"))
+    return entries.get(name) or (switch if switch is not None and _is_switch(switch) else None)
+
+
+def _kinds(entry: Entry) -> set[Any]:
+    return {typing.get_origin(kind) or kind for kind in alternatives(entry.type)}
 
 
 def _is_switch(entry: Entry) -> bool:
-    return bool in (entry.type, *typing.get_args(entry.type))
+    return bool in _kinds(entry)
+
+
+def _is_list(entry: Entry) -> bool:
+    return not _kinds(entry).isdisjoint((list, tuple))
+
+
+def _turns_off(flag_name: str, entry: Entry) -> bool:
+    """Return whether a flag of a switch is its --no-NAME."""
+    return flag_name[2:].replace("-", "_") != entry.name
 
 
 def _by_flag(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return each flag with the words that follow it; those before the first flag with ""."""
-    found: list[tuple[str, list[str]]] = [("", [])]
+    """Return each flag with the words that follow it. Those before the first flag, and those from a word with
+    one dash on, are with ""."""
+    groups: list[tuple[str, list[str]]] = [("", [])]
     for word in words:
         if word.startswith("--"):
-            typed, is_pair, value = word.partition("=")
-            found.append((typed, [value] if is_pair else []))
+            flag_name, is_pair, value = word.partition("=")
+            groups.append((flag_name, [value] if is_pair else []))
+        elif re.match("-[A-Za-z]", word):
+            groups.append(("", [word]))
         else:
-            found[-1][1].append(word)
-    return found
+            groups[-1][1].append(word)
+    return groups
 
 
-def _wrong_number(typed: str, entry: Entry | None, values: Sequence[str]) -> str | None:
-    """Return what is wrong with the number of a flag's values; None if nothing is."""
+def _wrong_number(flag_name: str, entry: Entry | None, values: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with the number of a flag's values, if anything is."""
     if entry is None:
-        return f"{values[0]}: not a flag; flags begin with --" if values and not typed else None
-    on, is_switch = flag(entry.name), _is_switch(entry)
-    if is_switch and len(values) > (entry.type is not bool):
-        elsewhere = f"; {_GIVEN_ELSEWHERE[on[2:]]}" if on[2:] in _GIVEN_ELSEWHERE else ""
-        switch = f"{on} or {on.replace('--', '--no-', 1)}"
-        return f"{typed} {values[-1]}: a switch, {switch}, which takes no value{elsewhere}"
-    kinds = (entry.type, *typing.get_args(entry.type))
-    # no value empties a recipe's list, but a run cannot do without prompts
-    is_list = tuple in [typing.get_origin(kind) for kind in kinds] and (values or not entry.has_sources)
-    if is_switch or is_list or len(values) == 1:
-        return None
-    return (
-        f"{typed}: takes one value, so {values[1]} is one too many" if values else f"{typed}: needs a value"
-    )
+        if values and not flag_name:
+            yield f"{values[0]}: not a flag; flags begin with --"
+    elif _is_switch(entry):
+        may_have_value = entry.type is not bool and not _turns_off(flag_name, entry)
+        if values and not (may_have_value and [*values] in (["True"], ["False"], ["None"])):
+            name = flag(entry.name)[2:]
+            elsewhere = f"; {_GIVEN_ELSEWHERE[name]}" if name in _GIVEN_ELSEWHERE else ""
+            switch = f"--{name} or --no-{name}"
+            yield f"{flag_name} {values[-1]}: a switch, {switch}, which takes no value{elsewhere}"
+    elif not values:
+        # no value empties a recipe's list, but a run cannot do without prompts, and named values add up
+        if not _is_list(entry) or entry.has_sources or entry.has_names:
+            yield f"{flag_name}: needs a value"
+    elif values[1:] and not _is_list(entry):
+        yield f"{flag_name}: takes one value, so {values[1]} is one too many"
 
 
 _GIVEN_ELSEWHERE = {
@@ -258,21 +261,6 @@ _GIVEN_ELSEWHERE = {
     "use-wandb": "the key is set by `wandb login`",
 }
 """Switches of ours that take a value in other trainers → where that value is given here."""
-
-
-def _with_values(words: Sequence[str]) -> list[str]:
-    """Add the value to switches that may also be None. Users type them as plain switches, but tyro wants a
-    value."""
-    switches = {flag(name) for name, entry in ENTRIES.items() if entry.type == bool | None}
-    spelled = {switch: [switch, "True"] for switch in switches}
-    spelled |= {switch.replace("--", "--no-", 1): [switch, "False"] for switch in switches}
-    found: list[str] = []
-    for word, following in zip_longest(words, words[1:]):
-        has_value = following in ("None", "True", "False")
-        found += [word] if has_value else spelled.get(word.replace("_", "-"), [word])
-    return found
-
-
 _DECIDE = (
     "--advantage-estimator", "--loss-variant", "--ibpo-operator", "--token-credit", "--advantages",
     "--rollout-backend",

@@ -81,10 +81,20 @@ def built(found: Any, parameters: Mapping[str, Any]) -> Any:
 
 def entries_of(config: Config, registries: Sequence[Registry]) -> dict[str, Entry]:
     """Return the parameters of all choices."""
+    chosen = {registry.setting: registry.choice_in(config) for registry in registries}
+    return chosen_entries(chosen, registries)
+
+
+def chosen_entries(chosen: Mapping[str, Any], registries: Sequence[Registry]) -> dict[str, Entry]:
+    """Return the same.
+
+    Args:
+        chosen: setting → the choice made.
+    """
     return {
         name: entry
         for registry in registries
-        for name, entry in registry.entries(registry.choice_in(config)).items()
+        for name, entry in registry.entries(chosen.get(registry.setting)).items()
     }
 
 

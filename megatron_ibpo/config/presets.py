@@ -10,7 +10,7 @@ from megatron_ibpo.config.all_fields import ENTRIES
 from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.hooks import MOVED_PARAMETERS, nearest_value
-from megatron_ibpo.config.parameters import Registry, entries_of
+from megatron_ibpo.config.parameters import Registry, chosen_entries, entries_of
 from megatron_ibpo.config.recipes import NO_FILE, Source, typed_value
 from megatron_ibpo.config.unknown_settings import nested_names, unknown_setting
 
@@ -91,8 +91,8 @@ class Layer:
 
     fields: Mapping[str, Any]
     """Fields of `Config` and their values."""
-    others: Mapping[str, Any] = field(default_factory=dict)
-    """Other keys: parameters of the choices, or errors."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys, as written: parameters of the choices, or unknown."""
     source: Source = NO_FILE
     """Where its settings are from, for messages."""
 
@@ -112,24 +112,24 @@ def of_this_version(layer: Layer, registries: Sequence[Registry]) -> Layer:
     """Return a config.yaml of version 0.1 as this version writes it: only the parameters of the choices
     made, and no operator instead of no corrections. From other layers, remove what a run between the versions
     wrote: a gate that is off, and vLLM's settings beside another engine."""
-    others = {key.replace("-", "_"): value for key, value in layer.others.items()}
-    own = {name for registry in registries for name in registry.entries(layer.fields.get(registry.setting))}
-    idle = {"ibpo_gate"} if others.get("ibpo_gate") is False else set[str]()
-    if others.keys() >= _OF_EVERY_ENGINE:
-        idle |= _OF_EVERY_ENGINE - own
+    parameters = {key.replace("-", "_"): value for key, value in layer.parameters.items()}
+    chosen = chosen_entries(layer.fields, registries)
+    idle = {"ibpo_gate"} if parameters.get("ibpo_gate") is False else set[str]()
+    if parameters.keys() >= _OF_EVERY_ENGINE:
+        idle |= _OF_EVERY_ENGINE - chosen.keys()
     if idle:
-        rest = {key: value for key, value in layer.others.items() if key.replace("-", "_") not in idle}
-        layer = replace(layer, others=rest)
-        others = {name: value for name, value in others.items() if name not in idle}
-    if not others.keys() >= _WRITTEN_BY_0_1:
+        in_use = {key: value for key, value in layer.parameters.items() if key.replace("-", "_") not in idle}
+        layer = replace(layer, parameters=in_use)
+        parameters = _without(parameters, idle)
+    if not parameters.keys() >= _WRITTEN_BY_0_1:
         return layer
     fields = dict(layer.fields)
-    if fields["ibpo_operator"] == "compare-and-correct" and others["ibpo_corrections"] == 0:
+    if fields["ibpo_operator"] == "compare-and-correct" and parameters["ibpo_corrections"] == 0:
         fields["ibpo_operator"] = "none"
-        own = {name for registry in registries for name in registry.entries(fields.get(registry.setting))}
+        chosen = chosen_entries(fields, registries)
     # keep a gate that is on, so that it is refused with a pointer to its new place
-    kept = {name: value for name, value in others.items() if name in own or name in MOVED_PARAMETERS}
-    return Layer(fields, kept, layer.source)
+    still_read = {name: parameters[name] for name in parameters if name in chosen or name in MOVED_PARAMETERS}
+    return Layer(fields, still_read, layer.source)
 
 
 def resolve(layers: Sequence[Layer], registries: Sequence[Registry]) -> Config:
@@ -144,18 +144,18 @@ def resolve(layers: Sequence[Layer], registries: Sequence[Registry]) -> Config:
             or a value of the wrong type.
     """
     named = AlgorithmConfig.advantage_estimator
-    preset, given = _preset(named), dict[str, Any]()
+    preset, settings = _preset(named), dict[str, Any]()
     for layer in layers:
         if "advantage_estimator" in layer.fields:
             named = layer.fields["advantage_estimator"]
             chosen = _preset(named)
-            given = _without(given, [*_forgotten(preset | given, chosen, registries), *chosen])
+            settings = _without(settings, [*_forgotten(preset | settings, chosen, registries), *chosen])
             preset = chosen
-        forgotten = _forgotten(preset | given, layer.fields, registries)
-        preset, given = _without(preset, forgotten), _without(given, forgotten)
-        given = _over(given, layer.fields)
-        given |= _parameters(layer, {**preset, **given, "advantage_estimator": named}, registries)
-    return _config(preset | given, registries)
+        forgotten = _forgotten(preset | settings, layer.fields, registries)
+        preset, settings = _without(preset, forgotten), _without(settings, forgotten)
+        settings = _over(settings, layer.fields)
+        settings |= _parameters(layer, {**preset, **settings, "advantage_estimator": named}, registries)
+    return _config(preset | settings, registries)
 
 
 def algorithm_of(preset: str, registries: Sequence[Registry], **settings: Any) -> AlgorithmConfig:
@@ -165,14 +165,14 @@ def algorithm_of(preset: str, registries: Sequence[Registry], **settings: Any) -
         ConfigError: as `resolve`.
     """
     fields = {name: value for name, value in settings.items() if name in ENTRIES}
-    others = {name: value for name, value in settings.items() if name not in ENTRIES}
-    return resolve([Layer(fields | {"advantage_estimator": preset}, others)], registries).algorithm
+    parameters = _without(settings, ENTRIES)
+    return resolve([Layer(fields | {"advantage_estimator": preset}, parameters)], registries).algorithm
 
 
 def unknown_preset(name: str) -> str:
     """Return the error message for a name that is not in `PRESETS`."""
-    flag, known = "--advantage-estimator", ", ".join(PRESETS)
-    return f"{flag}: no preset {shown(name)}; there are {known}{nearest_value(flag, name, PRESETS)}"
+    flag, names = "--advantage-estimator", ", ".join(PRESETS)
+    return f"{flag}: no preset {shown(name)}; there are {names}{nearest_value(flag, name, PRESETS)}"
 
 
 def _preset(name: str) -> dict[str, Any]:
@@ -199,26 +199,22 @@ def _forgotten(
     if layer.get("loss_variant", in_force["loss_variant"]) != in_force["loss_variant"]:
         names += _OF_THE_VARIANT
     for registry in registries:
-        before = registry.name_of(in_force.get(registry.setting))
-        chosen = registry.name_of(layer.get(registry.setting, before))
-        if chosen != before and registry.find(chosen) is not registry.find(before):
-            names += registry.entries(before)
+        previous = registry.name_of(in_force.get(registry.setting))
+        chosen = registry.name_of(layer.get(registry.setting, previous))
+        if chosen != previous and registry.find(chosen) is not registry.find(previous):
+            names += registry.entries(previous)
     return names
 
 
 def _parameters(layer: Layer, in_force: Mapping[str, Any], registries: Sequence[Registry]) -> dict[str, Any]:
     """Return the other keys of a layer as typed parameters, with "name=value" settings after those in
     force."""
-    if not layer.others:
+    if not layer.parameters:
         return {}
-    entries = {
-        name: entry
-        for registry in registries
-        for name, entry in registry.entries(in_force.get(registry.setting)).items()
-    }
-    found: dict[str, Any] = {}
+    entries = chosen_entries(in_force, registries)
+    parameters: dict[str, Any] = {}
     problems: list[str] = []
-    for key, value in layer.others.items():
+    for key, value in layer.parameters.items():
         entry = entries.get(key.replace("-", "_"))
         if entry is None:
             place, names = layer.source.of(key), [*ENTRIES, *entries]
@@ -228,22 +224,22 @@ def _parameters(layer: Layer, in_force: Mapping[str, Any], registries: Sequence[
             ]
         else:
             typed = typed_value(value, entry, layer.source.of(key) + key)
-            found[entry.name] = (*in_force.get(entry.name, ()), *typed) if entry.has_names else typed
+            parameters[entry.name] = (*in_force.get(entry.name, ()), *typed) if entry.has_names else typed
     if problems:
         raise ConfigError("\n".join(problems))
-    return found
+    return parameters
 
 
 def _without(settings: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    gone = set(names)
-    return {name: value for name, value in settings.items() if name not in gone}
+    removed = set(names)
+    return {name: value for name, value in settings.items() if name not in removed}
 
 
-def _over(given: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `layer` over `given`. "name=value" settings are concatenated, since `named_values` lets the
+def _over(settings: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `layer` over `settings`. "name=value" settings are concatenated, since `named_values` lets the
     later one win."""
-    merged = {**given, **layer}
+    merged = {**settings, **layer}
     for name in layer:
         if ENTRIES[name].has_names:
-            merged[name] = (*given.get(name, ()), *layer[name])
+            merged[name] = (*settings.get(name, ()), *layer[name])
     return merged

@@ -1,8 +1,7 @@
-"""Annotations of fields: ranges, as in `Annotated[int, at_least(1)]`, and tyro's markers."""
+"""Annotations of fields: ranges, as in `Annotated[int, at_least(1)]`."""
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,15 +125,3 @@ def named_values(settings: Iterable[str]) -> dict[str, str]:
     """Return {name: value} of "name=value" settings; a later value of a name wins. Names get underscores."""
     parts = (text.partition("=") for text in settings)
     return {name.strip().replace("-", "_"): value.strip() for name, _, value in parts}
-
-
-# trainers read no flags, so they work without tyro
-UseAppendAction: Any = None
-"""Marks a flag that may be repeated."""
-NO_FLAG: tuple[Any, ...] = (None,)
-"""Marks a field that is not a flag."""
-with suppress(ModuleNotFoundError):
-    import tyro
-
-    UseAppendAction = tyro.conf.UseAppendAction
-    NO_FLAG = (tyro.conf.Fixed, tyro.conf.Suppress)

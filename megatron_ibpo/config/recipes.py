@@ -4,13 +4,12 @@ written."""
 import dataclasses
 import io
 import json
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlencode
 
 import yaml
@@ -20,6 +19,7 @@ from megatron_ibpo.basics.user_files import RECIPE_BYTES, UserFileError, read_us
 from megatron_ibpo.config.all_fields import ENTRIES, PARAMETERS, Entry
 from megatron_ibpo.config.config import Config
 from megatron_ibpo.config.config_error import ConfigError
+from megatron_ibpo.config.typed_values import as_type, type_words
 
 BASE = "base"
 """Key of a recipe that names the recipe it builds on, relative to its own directory."""
@@ -49,7 +49,7 @@ class Recipe(typing.NamedTuple):
     """The settings that one file gives (`typed_settings`), and their origin."""
 
     fields: dict[str, Any]
-    others: dict[str, Any]
+    parameters: dict[str, Any]
     source: Source
 
 
@@ -83,7 +83,7 @@ def typed_settings(
     settings: Mapping[Any, Any], source: Source = NO_FILE
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return ({field name: value}, {other key as written: value}) of settings by their keys, with absolute
-    paths. Other keys are parameters of the choices, or errors.
+    paths. Other keys are taken for parameters of the choices.
 
     Args:
         source: where they are from, for messages.
@@ -92,15 +92,15 @@ def typed_settings(
         ConfigError: a value of the wrong type.
     """
     fields: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for key, value in settings.items():
         name = str(key).replace("-", "_")
         entry = ENTRIES.get(name)
         if entry is None:
-            others[str(key)] = value
+            parameters[str(key)] = value
         else:
             fields[name] = typed_value(value, entry, f"{source.of(name)}{key}")
-    return fields, others
+    return fields, parameters
 
 
 def typed_value(value: Any, entry: Entry, key: str) -> Any:
@@ -202,11 +202,11 @@ def _value(value: Any, entry: Entry) -> Any:
         # JSON spells numbers and booleans as a flag does
         value = [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in value.items()]
     if entry.has_sources:
-        sources = value if isinstance(value, list) else [] if value is None else [value]
+        sources = value if isinstance(value, list | tuple) else [] if value is None else [value]
         value = [_source_spec(source) for source in sources]
     if entry.is_json and isinstance(value, dict):
         value = json.dumps(value)
-    return _typed(value, entry.type)
+    return as_type(value, entry.type)
 
 
 def _source_spec(source: Any) -> Any:
@@ -221,58 +221,6 @@ def _source_spec(source: Any) -> Any:
         return path
     texts = {name: v if isinstance(v, str) else json.dumps(v) for name, v in settings.items()}
     return f"{path}{'&' if '?' in path else '?'}{urlencode(texts)}"
-
-
-def _typed(value: Any, hint: Any) -> Any:
-    """Return `value` as the type in `hint`. If it is not one, raise TypeError with the expected type in
-    words."""
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        for choice in typing.get_args(hint):
-            try:
-                return _typed(value, choice)
-            except TypeError:
-                continue
-    elif origin is Literal:
-        if value in typing.get_args(hint):
-            return value
-    elif origin is tuple:
-        count = _fixed_length(hint)
-        if isinstance(value, list) and count in (None, len(value)):
-            return tuple(_typed(item, typing.get_args(hint)[0]) for item in value)
-    elif hint is float and not isinstance(value, bool):
-        try:
-            return float(value)  # YAML 1.1 reads 3e-4 as text
-        except (TypeError, ValueError, OverflowError):
-            pass
-    elif hint is int and isinstance(value, bool):
-        pass
-    elif hint is Path and isinstance(value, str):
-        if value:  # pathlib reads an empty path as the user's directory
-            return Path(value)
-    elif isinstance(value, hint):
-        return value
-    raise TypeError(type_words(hint))
-
-
-def _fixed_length(hint: Any) -> int | None:
-    """Return the length of a tuple type whose items have one type; None for any length."""
-    items = typing.get_args(hint)
-    return None if items[-1] is ... else len(items)
-
-
-def type_words(hint: Any) -> str:
-    """Return a field's type in words, for "… is not WORDS"."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(type_words(choice) for choice in typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
-    if typing.get_origin(hint) is tuple:
-        count = _fixed_length(hint)
-        items = type_words(typing.get_args(hint)[0])
-        return f"a list{'' if count is None else f' of {count}'}, each item {items}"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
-    return names.get(hint, "null")
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,6 @@ from megatron_ibpo.config.ranges import (
     BYTES,
     COUNT,
     IMPORT_PATHS,
-    NO_FLAG,
     POSITIVE,
     RANKS,
     SECONDS,
@@ -38,7 +37,7 @@ class RolloutConfig:
     that transformers runs, in float32 on CPUs, in waves of requests; slower than vLLM. Or an import path
     package.module:Engine (docs/extending.md). None: vllm, but transformers on CPUs for models that vLLM does
     not compute there; the start says so."""
-    parameters: Annotated[dict[str, Any], *NO_FLAG] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
     """Settings that the engine declares (`engines.protocol.Engine`), by name. One left out has its
     default."""
     rollout_batch_size: Annotated[int, COUNT] = 32

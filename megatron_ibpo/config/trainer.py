@@ -17,7 +17,6 @@ from megatron_ibpo.config.ranges import (
     RANKS,
     TARGETS,
     UNIT,
-    UseAppendAction,
     named_values,
     within,
 )
@@ -65,7 +64,7 @@ class ModelConfig:
     """Factor on the gradient of the multi-token prediction loss; Megatron-LM's flag and default. This
     gradient is separate from the policy's, so the factor matters only in relation to --clip-grad and
     --adam-eps."""
-    model_override: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
+    model_override: Annotated[tuple[str, ...], NAMED_VALUES] = ()
     """Any other field of Megatron's TransformerConfig, as name=value, such as fp8=hybrid or
     recompute_modules=[core_attn,moe]; in a recipe also a mapping."""
     lora_rank: Annotated[int | None, COUNT] = None
@@ -229,7 +228,7 @@ class OptimizerConfig:
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Copy one parameter's gradient while another parameter is updated, with --optimizer-cpu-offload. Off, as
     in Megatron-LM."""
-    optimizer_override: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
+    optimizer_override: Annotated[tuple[str, ...], NAMED_VALUES] = ()
     """Any other field of Megatron's OptimizerConfig, as name=value like --model-override, such as
     exp_avg_dtype=bf16."""
 

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron_ibpo.config import COUNT, RolloutConfig, built
-from megatron_ibpo.config.ranges import BYTES, NAMED_VALUES, SECONDS, SHARE, UseAppendAction
+from megatron_ibpo.config.ranges import BYTES, NAMED_VALUES, SECONDS, SHARE
 
 
 @dataclass(frozen=True)
 class VllmParameters:
     """Settings of vLLM's engines."""
 
-    vllm_arg: Annotated[tuple[str, ...], UseAppendAction, NAMED_VALUES] = ()
+    vllm_arg: Annotated[tuple[str, ...], NAMED_VALUES] = ()
     """Any other argument of vLLM's engine, as name=value with the names of its EngineArgs; in a recipe also a
     mapping."""
     vllm_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
