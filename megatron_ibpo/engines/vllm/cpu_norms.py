@@ -1,5 +1,8 @@
-"""RMS norms of vLLM's layers on CPUs by vLLM's own kernel. Its CPU layers take seven or more operations of torch for
-each, which were 9 to 15 % of the time of a decode step of a small model."""
+"""RMS norms of vLLM's layers on CPUs by vLLM's own kernel.
+
+Its CPU layers take seven or more operations of torch for each, which were 9 to 15 % of a decode step
+of a small model.
+"""
 
 from typing import Any
 
