@@ -6,6 +6,9 @@
 on every node, with its own rank. Node 0 starts the cluster, waits for the others, runs COMMAND with
 RAY_ADDRESS set, and ends the cluster with it; the others join, and end when node 0 has ended. They know each
 other by a token that node 0 writes into DIR.
+
+Ray has `ray symmetric-run` for this. It ends by `ray stop`, which ends every other Ray of the machine too,
+and does not start beside one; its status is 0 where Ray did not start; it hands on no signal and no token.
 """
 
 import argparse

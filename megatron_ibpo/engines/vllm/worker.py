@@ -12,6 +12,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
+from megatron_ibpo.engines.vllm.cpu_norms import take_norm_kernels
 from megatron_ibpo.engines.vllm.engine_process import NCCL_BACKEND
 from megatron_ibpo.engines.vllm.fixes import fix_cpu, fix_gpu, take_updates_whole
 from megatron_ibpo.engines.vllm.receivers import Drafter, GlooWeightTransferEngine, Loading, NcclWorker
@@ -94,5 +95,6 @@ _say_less()
 take_updates_whole()
 if current_platform.is_cpu():
     fix_cpu()
+    take_norm_kernels()
 else:
     fix_gpu()
