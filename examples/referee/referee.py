@@ -34,6 +34,7 @@ PROMPTS_AT_ONCE = 10
 Metric = Literal["plain", "adam"]
 StudyFile = Annotated[Path, tyro.conf.Positional]
 Names = tyro.conf.UseAppendAction[tuple[str, ...]]
+_TRAINED = ("gspo", "wrong-weight", "ibpo", "ibpo-shaping-only", "plain-prompt", "plain-prompt-gated")
 
 
 def record(
@@ -115,7 +116,14 @@ def judge_methods(
 
 
 def predict(
-    study: StudyFile, save: Path, bursts: Path, metric: Metric = "adam", steps: int = 12, responses: int = 64
+    study: StudyFile,
+    save: Path,
+    bursts: Path,
+    metric: Metric = "adam",
+    train: tuple[str, ...] = _TRAINED,
+    seeds: tuple[int, ...] = (0, 1),
+    steps: int = 12,
+    responses: int = 64,
 ) -> None:
     """Write what the referee predicts, and the studies of short training that test it.
 
@@ -124,11 +132,15 @@ def predict(
         save: directory of the records.
         bursts: directory for predictions.json and one study for each policy and group size.
         metric: as in `judge`.
+        train: methods to train, the study's baseline first.
+        seeds: seeds of each method.
         steps: steps of each method; larger costs of a method are met by fewer prompts in each.
         responses: number of responses in a step of the baseline.
     """
     read = read_study([study])
-    write_bursts(read, dict(judge_tasks(read, save, metric)), bursts, steps=steps, responses=responses)
+    cells = dict(judge_tasks(read, save, metric))
+    sizes = {"steps": steps, "responses": responses}
+    write_bursts(read, cells, bursts, trained=train, seeds=seeds, **sizes)
 
 
 def check(bursts: tyro.conf.Positional[Path]) -> None:

@@ -19,9 +19,6 @@ from megatron_ibpo.study.plan import Study
 from megatron_ibpo.study.statistics import estimate
 
 Array = npt.NDArray[np.float64]
-METHODS = ("gspo", "wrong-weight", "ibpo", "ibpo-shaping-only", "plain-prompt", "plain-prompt-gated")
-"""Methods that are trained; the others are coefficients on the same gradients."""
-SEEDS = (0, 1)
 CURRENCY = "free"
 """Operations as the run's own meter counts them."""
 TRAINING: dict[str, Any] = {
@@ -34,12 +31,20 @@ PREDICTIONS = "predictions.json"
 
 
 def write_bursts(
-    study: Study, cells: Mapping[str, Any], directory: Path, *, steps: int, responses: int
+    study: Study,
+    cells: Mapping[str, Any],
+    directory: Path,
+    *,
+    trained: Sequence[str],
+    seeds: Sequence[int],
+    steps: int,
+    responses: int,
 ) -> None:
     """Write the predictions and one study for each cell.
 
     Args:
         cells: task → what the records say, as plain values.
+        trained: methods to train, the study's baseline among them.
         steps: number of steps of the baseline; the budget of all.
         responses: number of responses in a step of the baseline.
     """
@@ -48,7 +53,7 @@ def write_bursts(
     for task in study.tasks:
         methods = cells[task.name]["methods"] if task.name in cells else {}
         for size in sorted({int(name.rpartition("@")[2]) for name in methods}):
-            chosen = {name: methods[f"{name}@{size}"] for name in METHODS}
+            chosen = {name: methods[f"{name}@{size}"] for name in trained}
             prompts = {
                 name: max(1, round(responses / size / entry["cost"][CURRENCY]))
                 for name, entry in chosen.items()
@@ -64,10 +69,10 @@ def write_bursts(
                 "baseline": study.baseline,
                 "budget": float(f"{price * prompts[study.baseline] * steps:.6g}"),
                 "budget-unit": "flops",
-                "seeds": list(SEEDS),
+                "seeds": list(seeds),
                 "common": {**study.common, **task.settings, **TRAINING, "n-samples-per-prompt": size},
                 "methods": {
-                    name: {**study.methods[name], "rollout-batch-size": prompts[name]} for name in METHODS
+                    name: {**study.methods[name], "rollout-batch-size": prompts[name]} for name in trained
                 },
             }
             del content["common"]["data-seed"]  # type: ignore[attr-defined]  # each seed has its own
@@ -77,17 +82,19 @@ def write_bursts(
     (directory / PREDICTIONS).write_text(text + "\n", encoding="utf-8")
 
 
-def outcomes(directory: Path, cell: str) -> Array:
+def outcomes(directory: Path, cell: str, trained: Sequence[str]) -> Array:
     """Return [seeds, methods]: accuracy after the bursts of the seeds that every method has finished."""
 
-    def accuracies(seed: int) -> list[float]:
-        paths = [directory / cell / "runs" / method / f"seed_{seed}" / "summary.json" for method in METHODS]
+    def accuracies(seed: str) -> list[float]:
+        paths = [runs / method / seed / "summary.json" for method in trained]
         if not all(path.exists() for path in paths):
             return []
         ends = [json.loads(path.read_text(encoding="utf-8")).get("accuracy_end") for path in paths]
         return [] if None in ends else ends
 
-    return np.array([of_seed for seed in SEEDS if (of_seed := accuracies(seed))])
+    runs = directory / cell / "runs"
+    seeds = sorted(path.name for path in (runs / trained[0]).glob("seed_*"))
+    return np.array([of_seed for seed in seeds if (of_seed := accuracies(seed))])
 
 
 def agreement(predicted: Array, measured: Array) -> float:
@@ -98,16 +105,19 @@ def agreement(predicted: Array, measured: Array) -> float:
 def check_bursts(directory: Path) -> str:
     """Return the table of predictions and outcomes, and how well they agree over the cells."""
     predictions = json.loads((directory / PREDICTIONS).read_text(encoding="utf-8"))
-    lines = ["| cell | seeds | τ | " + " | ".join(METHODS) + " |", "|---" * (len(METHODS) + 3) + "|"]
+    trained = list(next(iter(predictions.values())))
+    lines = ["| cell | seeds | τ | " + " | ".join(trained) + " |", "|---" * (len(trained) + 3) + "|"]
     taus, of_prices, of_seeds, signs = [], [], [], []
     for cell, of_cell in predictions.items():
-        trained_SM = outcomes(directory, cell)
+        trained_SM = outcomes(directory, cell, trained)
         if not len(trained_SM):
             continue
-        expected = np.array([of_cell[method]["value"] for method in METHODS])
+        expected = np.array([of_cell[method]["value"] for method in trained])
         reached = trained_SM.mean(axis=0)
         taus.append(agreement(expected, reached))
-        of_prices.append(agreement(np.array([of_cell[method]["prompts"] for method in METHODS]), reached))
+        prompts = np.array([of_cell[method]["prompts"] for method in trained])
+        if np.ptp(prompts):  # equal prices rank nothing
+            of_prices.append(agreement(prompts, reached))
         if len(trained_SM) > 1:
             of_seeds.append(agreement(*trained_SM[:2]))
         signs += ((expected[1:] > 1) == (reached[1:] > reached[0])).tolist()
