@@ -1,8 +1,6 @@
-import json
-
 import pytest
 from mutants import ROOT
-from plant_faults import LIST, RESULTS, Arguments, main, read_trials, table
+from plant_faults import LIST, RESULTS, Arguments, main, read_results, read_trials, table
 
 
 def test_every_published_fault_fits_its_file_once():
@@ -20,17 +18,17 @@ def test_most_faults_of_the_list_were_reported_and_the_others_say_that_they_were
 
 
 def test_the_record_has_every_fault_and_nothing_wrong_without_one_and_the_document_shows_it():
-    trials = {trial["name"]: trial for trial in json.loads(RESULTS.read_text())["trials"]}
-    assert {trial.name for trial in read_trials() if trial.caught_by} - trials.keys() == set()
-    assert [name for name, trial in trials.items() if not trial["as_expected"]] == []
+    results = read_results(RESULTS)
+    assert {trial.name for trial in read_trials() if trial.caught_by} - results.keys() == set()
+    assert [name for name, result in results.items() if not result["as_expected"]] == []
     document = (ROOT / "docs/verify.md").read_text()
-    assert [line for line in table(trials) if line not in document] == []
+    assert [line for line in table(results) if line not in document] == []
 
 
 @pytest.mark.slow
 def test_verify_sees_faults_that_are_planted(tmp_path):
     """One of the loss and one of a reward, whose checks need no engine: the record has all of them."""
     faults = ("gradients shrink by the number of micro-batches", "no answer is right")
-    assert main(Arguments(only=faults, save=tmp_path / "results.json")) == 0
-    results = json.loads((tmp_path / "results.json").read_text())["trials"]
-    assert {result["name"]: bool(result["wrong"]) for result in results} == dict.fromkeys(faults, True)
+    assert main(Arguments(only=faults, save=tmp_path)) == 0
+    results = read_results(tmp_path)
+    assert {name: bool(result["wrong"]) for name, result in results.items()} == dict.fromkeys(faults, True)
