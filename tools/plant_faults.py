@@ -1,5 +1,5 @@
-"""Plant the published faults of faults.yaml, and record which of them `ibpo verify` sees; run its settings without
-a fault, and record what each line of verify says.
+"""Plant the published faults of faults.yaml, and record which of them `ibpo verify` sees. Run its settings
+without a fault, and record what verify says of them.
 
     python tools/plant_faults.py                          all of them, and every setting without a fault
     python tools/plant_faults.py --only "no answer is right"      with the checks alone that should see it
