@@ -19,7 +19,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ FAULTS, RECIPES = "verify_faults.json", "verify_recipes.json"
 """Files of the results: of planted faults, and of settings without a fault."""
 LONGEST_S = 900
 """Seconds after which verify is ended."""
+PARTS = (("rewards", "data"), ("reference",), ("split",), ("tokens", "engine", "arrival", "resume", "memory"))
+"""Checks made together where nothing is planted; a record that lacks some is continued with these."""
 
 
 @dataclass
@@ -62,15 +65,15 @@ class Trial:
     """Without a fault it changes nothing."""
     caught_by: tuple[str, ...] = ()
 
-    def run(self, copy: Path, *, all_checks: bool) -> dict[str, Any]:
-        """Run verify in a copy with the fault; return its result."""
+    def run(self, copy: Path, only: Sequence[str] = ()) -> dict[str, Any]:
+        """Run verify in a copy with the fault; return its result.
+
+        Args:
+            only: checks to make; all by default.
+        """
         path, saved, began = copy / self.mutant.file, copy / "verify.json", time.monotonic()
         source, began_cpu = path.read_text(), cpu_seconds()
         words = [sys.executable, "-m", "megatron_ibpo.commands.verify", *self.flags, "--save", str(saved)]
-        of_samples = (
-            ["engine"] if "tokens" in self.caught_by else []
-        )  # opens the run, whose samples are looked at
-        only = [] if all_checks else [*dict.fromkeys([*self.caught_by, *of_samples])]
         words += ["--only", ",".join(only)] if only else []
         words += [] if self.model is None else ["--hf-checkpoint", str(changed_model(copy, self.model))]
         saved.unlink(missing_ok=True)
@@ -84,7 +87,7 @@ class Trial:
         content = json.loads(saved.read_text()) if saved.exists() else {"checks": [], "seed": None}
         rows = content["checks"]
         wrong = [row for row in rows if row["verdict"] == "wrong"]
-        wrong_checks = {row["check"].partition(":")[0] for row in wrong}
+        wrong_checks = {check_of(row["check"]) for row in wrong}
         is_right = bool(wrong_checks & {*self.caught_by}) if self.caught_by else bool(rows) and not wrong
         note = "" if is_right else ", NOT AS IT SHOULD"
         print(f"{self.name}: {sorted(wrong_checks) or 'nothing wrong'}{note}")
@@ -101,8 +104,48 @@ class Trial:
             }  # fmt: skip
         return result | {
             "seed": content["seed"], "cpu_seconds": round(cpu_seconds() - began_cpu, 1),
-            "right": len(rows) - len(wrong) - len(unchecked), "wrong": wrong, "not_checked": unchecked,
+            "right": Counter(check_of(row["check"]) for row in rows if row["verdict"] == "right"),
+            "wrong": wrong, "not_checked": unchecked,
         }  # fmt: skip
+
+    def run_in_parts(self, copy: Path, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Run verify without a fault, part by part; yield the record after each part.
+
+        Args:
+            record: an earlier one. If it is complete, all is run again.
+        """
+        if not record.get("as_expected") or all(is_recorded(part, record) for part in PARTS):
+            record = {}
+        for part in PARTS:
+            if not is_recorded(part, record):
+                record = combined(record, self.run(copy, part))
+                yield record
+
+
+def check_of(row_name: str) -> str:
+    """Return the check that a row of verify belongs to."""
+    return row_name.partition(":")[0]
+
+
+def is_recorded(part: Sequence[str], record: dict[str, Any]) -> bool:
+    """Return whether the record has rows of each check."""
+    others = [*(row["check"] for row in record.get("wrong", ())), *record.get("not_checked", ())]
+    return {*part} <= {*record.get("right", ()), *map(check_of, others)}
+
+
+def combined(record: dict[str, Any], of_part: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with the result of a further part."""
+    if not record:
+        return of_part
+    return of_part | {
+        "as_expected": record["as_expected"] and of_part["as_expected"],
+        "error": record["error"] or of_part["error"],
+        "seconds": round(record["seconds"] + of_part["seconds"], 1),
+        "cpu_seconds": round(record["cpu_seconds"] + of_part["cpu_seconds"], 1),
+        "right": record["right"] | of_part["right"],
+        "wrong": record["wrong"] + of_part["wrong"],
+        "not_checked": record["not_checked"] | of_part["not_checked"],
+    }
 
 
 def cpu_seconds() -> float:
@@ -173,10 +216,21 @@ def main(arguments: Arguments) -> int:
     is_right = True
     with copied(1) as (copy,):
         for trial in chosen:
-            result = trial.run(copy, all_checks=not arguments.only)
-            store(result, trials, arguments.save)
-            is_right = is_right and result["as_expected"]
+            for result in results_of(trial, copy, arguments):
+                store(result, trials, arguments.save)
+                is_right = is_right and result["as_expected"]
     return DONE if is_right else FAILED
+
+
+def results_of(trial: Trial, copy: Path, arguments: Arguments) -> Iterator[dict[str, Any]]:
+    """Yield the result of a fault, or the growing one of a setting without a fault."""
+    if not trial.caught_by:
+        yield from trial.run_in_parts(copy, read_results(arguments.save).get(trial.name, {}))
+    elif arguments.only:
+        of_samples = ["engine"] if "tokens" in trial.caught_by else []  # it opens the run, which samples
+        yield trial.run(copy, [*dict.fromkeys([*trial.caught_by, *of_samples])])
+    else:
+        yield trial.run(copy)
 
 
 def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -192,7 +246,7 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         if entry["name"] not in results:
             continue
         wrong = results[entry["name"]]["wrong"]
-        rows = [row for row in wrong if row["check"].partition(":")[0] in entry["caught_by"]]
+        rows = [row for row in wrong if check_of(row["check"]) in entry["caught_by"]]
         row = rows[0] if rows else {"check": "not seen"}
         figures = (f"{row[name]:.3g}" if row.get(name) is not None else "" for name in ("figure", "bound"))
         place = f"`{entry['file'].removeprefix('megatron_ibpo/')}`, {entry['under']}"
@@ -203,7 +257,7 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     for name in listed["settings"]:
         if name in results:
             result = results[name]
-            counts = (result["right"], len(result["wrong"]), len(result["not_checked"]))
+            counts = (sum(result["right"].values()), len(result["wrong"]), len(result["not_checked"]))
             seconds = (result["seconds"], result["cpu_seconds"])
             yield f"| {' | '.join([name, *map(str, (result['seed'], *counts, *seconds))])} |"
 

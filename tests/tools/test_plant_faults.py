@@ -1,6 +1,10 @@
+from pathlib import Path
+
 import pytest
 from mutants import ROOT
-from plant_faults import LIST, RESULTS, Arguments, main, read_results, read_trials, table
+from plant_faults import LIST, PARTS, RESULTS, Arguments, Trial, main, read_results, read_trials, table
+
+from megatron_ibpo.verify.rows import CHECKS
 
 
 def test_every_published_fault_fits_its_file_once():
@@ -23,6 +27,27 @@ def test_the_record_has_every_fault_and_nothing_wrong_without_one_and_the_docume
     assert [name for name, result in results.items() if not result["as_expected"]] == []
     document = (ROOT / "docs/verify.md").read_text()
     assert [line for line in table(results) if line not in document] == []
+
+
+def test_a_setting_without_a_fault_is_continued_where_its_record_ends(monkeypatch):
+    made = []
+
+    def run(trial, copy, only):
+        made.append(only)
+        right, not_checked = dict.fromkeys(only[1:], 2), {f"{only[0]}: a": "why"}
+        return {"name": trial.name, "as_expected": True, "error": None, "seconds": 1.0, "cpu_seconds": 2.0,
+                "seed": 0, "right": right, "wrong": [], "not_checked": not_checked}  # fmt: skip
+
+    monkeypatch.setattr(Trial, "run", run)
+    lean, *_ = read_trials()
+    first, *_, last = lean.run_in_parts(Path(), {})
+    assert sorted(check for part in made for check in part) == sorted(CHECKS)
+    assert last["seconds"] == len(PARTS)
+    assert len(last["right"]) + len(last["not_checked"]) == len(CHECKS)
+    *_, continued = lean.run_in_parts(Path(), first)
+    assert continued == last
+    assert made == [*PARTS, *PARTS[1:]]
+    assert len([*lean.run_in_parts(Path(), last)]) == len(PARTS), "a complete record is made anew"
 
 
 @pytest.mark.slow
