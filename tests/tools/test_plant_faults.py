@@ -1,9 +1,22 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from mutants import ROOT
-from plant_faults import LIST, PARTS, RESULTS, Arguments, Trial, main, read_results, read_trials, table
+from plant_faults import (
+    LIST,
+    PARTS,
+    RESULTS,
+    Arguments,
+    Trial,
+    changed_model,
+    main,
+    read_results,
+    read_trials,
+    table,
+)
 
+from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.verify.rows import CHECKS
 
 
@@ -48,6 +61,33 @@ def test_a_setting_without_a_fault_is_continued_where_its_record_ends(monkeypatc
     assert continued == last
     assert made == [*PARTS, *PARTS[1:]]
     assert len([*lean.run_in_parts(Path(), last)]) == len(PARTS), "a complete record is made anew"
+
+
+@pytest.mark.slow
+def test_four_recipes_of_dense_models_have_one_small_run_but_for_their_lengths(tmp_path):
+    """What verify says of the first, cut down, it says of the other three."""
+    from megatron_ibpo.verify.small_run import small_run  # imports torch
+
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "build").mkdir()
+    trials = {trial.name: trial for trial in read_trials()}
+    runs, weights = [], set()
+    for name in ("qwen3_0_6b_one_gpu", "qwen3_0_6b_ibpo", "qwen3_4b_one_gpu", "qwen3_4b_ibpo"):
+        model, scratch = changed_model(tmp_path, trials[name].model), tmp_path / "small"
+        small = small_run(
+            parse_config([*trials[name].flags, "--hf-checkpoint", str(model)]), scratch, full=False
+        )
+        weights.add((scratch / "model/model.safetensors").read_bytes())
+        parameters = {**small.rollout.parameters, "vllm_gpu_memory_utilization": None}
+        runs.append(
+            replace(
+                small,
+                model=replace(small.model, max_tokens_per_gpu=1),
+                rollout=replace(small.rollout, rollout_max_context_len=1, parameters=parameters),
+            )
+        )
+    assert len(weights) == 1
+    assert [run == runs[0] for run in runs] == [True] * 4
 
 
 @pytest.mark.slow
