@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from mutants import ROOT, Mutant, copied, environment, mutant_of
 from megatron_ibpo.basics.entry_point import DONE, FAILED, run_tool
 from megatron_ibpo.basics.supervised import adopt_orphans
 from megatron_ibpo.basics.versions import machine
+from megatron_ibpo.verify.rows import CHECKS
 
 LIST = ROOT / "tools/faults.yaml"
 RESULTS = ROOT / "tools/results"
@@ -39,7 +39,9 @@ FAULTS, RECIPES = "verify_faults.json", "verify_recipes.json"
 """Files of the results: of planted faults, and of settings without a fault."""
 LONGEST_S = 900
 """Seconds after which verify is ended."""
-PARTS = (("rewards", "data"), ("reference",), ("split",), ("tokens", "engine", "arrival", "resume", "memory"))
+PARTS = (
+    ("split",), ("reference",), ("tokens", "engine", "memory"), ("arrival",), ("resume",), ("rewards", "data")
+)  # fmt: skip
 """Checks made together where nothing is planted; a record that lacks some is continued with these."""
 
 
@@ -72,6 +74,7 @@ class Trial:
             only: checks to make; all by default.
         """
         path, saved, began = copy / self.mutant.file, copy / "verify.json", time.monotonic()
+        log = copy / "verify.log"  # shows how far it is
         source, began_cpu = path.read_text(), cpu_seconds()
         words = [sys.executable, "-m", "megatron_ibpo.commands.verify", *self.flags, "--save", str(saved)]
         words += ["--only", ",".join(only)] if only else []
@@ -79,9 +82,10 @@ class Trial:
         saved.unlink(missing_ok=True)
         path.write_text(self.mutant.planted(source))
         try:
-            done = subprocess.run(
-                words, cwd=copy, env=environment(copy), timeout=LONGEST_S, capture_output=True, text=True
-            )
+            with log.open("w") as output:
+                status = subprocess.run(
+                    words, cwd=copy, env=environment(copy), timeout=LONGEST_S, stdout=output, stderr=output
+                ).returncode
         finally:
             path.write_text(source)
         content = json.loads(saved.read_text()) if saved.exists() else {"checks": [], "seed": None}
@@ -94,7 +98,7 @@ class Trial:
         unchecked = {row["check"]: row["reason"] for row in rows if row["verdict"] == "not checked"}
         result = {
             "name": self.name, "as_expected": is_right, "seconds": round(time.monotonic() - began, 1),
-            "error": None if rows else f"status {done.returncode}: {done.stderr[-600:]}",
+            "error": None if rows else f"status {status}: {log.read_text()[-600:]}",
         }  # fmt: skip
         if self.caught_by:  # the reasons of a fault's many rows would be half of the record
             fields = ("check", "figure", "bound")
@@ -103,9 +107,8 @@ class Trial:
                 "wrong": [{field: row[field] for field in fields} for row in wrong],
             }  # fmt: skip
         return result | {
-            "seed": content["seed"], "cpu_seconds": round(cpu_seconds() - began_cpu, 1),
-            "right": Counter(check_of(row["check"]) for row in rows if row["verdict"] == "right"),
-            "wrong": wrong, "not_checked": unchecked,
+            "seed": content["seed"], "cpu_seconds": round(cpu_seconds() - began_cpu, 1), "checks": [*only],
+            "right": len(rows) - len(wrong) - len(unchecked), "wrong": wrong, "not_checked": unchecked,
         }  # fmt: skip
 
     def run_in_parts(self, copy: Path, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -114,23 +117,17 @@ class Trial:
         Args:
             record: an earlier one. If it is complete, all is run again.
         """
-        if not record.get("as_expected") or all(is_recorded(part, record) for part in PARTS):
-            record = {}
-        for part in PARTS:
-            if not is_recorded(part, record):
-                record = combined(record, self.run(copy, part))
-                yield record
+        remaining = [part for part in PARTS if not {*part} <= {*record.get("checks", ())}]
+        if not remaining or not record.get("as_expected"):
+            remaining, record = [*PARTS], {}
+        for part in remaining:
+            record = combined(record, self.run(copy, part))
+            yield record
 
 
 def check_of(row_name: str) -> str:
     """Return the check that a row of verify belongs to."""
     return row_name.partition(":")[0]
-
-
-def is_recorded(part: Sequence[str], record: dict[str, Any]) -> bool:
-    """Return whether the record has rows of each check."""
-    others = [*(row["check"] for row in record.get("wrong", ())), *record.get("not_checked", ())]
-    return {*part} <= {*record.get("right", ()), *map(check_of, others)}
 
 
 def combined(record: dict[str, Any], of_part: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +139,8 @@ def combined(record: dict[str, Any], of_part: dict[str, Any]) -> dict[str, Any]:
         "error": record["error"] or of_part["error"],
         "seconds": round(record["seconds"] + of_part["seconds"], 1),
         "cpu_seconds": round(record["cpu_seconds"] + of_part["cpu_seconds"], 1),
-        "right": record["right"] | of_part["right"],
+        "checks": record["checks"] + of_part["checks"],
+        "right": record["right"] + of_part["right"],
         "wrong": record["wrong"] + of_part["wrong"],
         "not_checked": record["not_checked"] | of_part["not_checked"],
     }
@@ -252,14 +250,17 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         place = f"`{entry['file'].removeprefix('megatron_ibpo/')}`, {entry['under']}"
         issues = ", ".join(entry["issue"]) or "none"
         yield f"| {' | '.join([entry['what'], issues, place, row['check'], *figures])} |"
-    titles = "settings without a fault | seed | right | wrong | not checked | seconds | CPU seconds"
-    yield f"\n| {titles} |\n{'|---' * 7}|"
+    titles = (
+        "settings without a fault | seed | right | wrong | not checked | checks not made | seconds | of CPU"
+    )
+    yield f"\n| {titles} |\n{'|---' * 8}|"
     for name in listed["settings"]:
         if name in results:
             result = results[name]
-            counts = (sum(result["right"].values()), len(result["wrong"]), len(result["not_checked"]))
-            seconds = (result["seconds"], result["cpu_seconds"])
-            yield f"| {' | '.join([name, *map(str, (result['seed'], *counts, *seconds))])} |"
+            counts = (result["right"], len(result["wrong"]), len(result["not_checked"]))
+            rest = [check for check in CHECKS if check not in result["checks"]]
+            cells = (name, result["seed"], *counts, ", ".join(rest), result["seconds"], result["cpu_seconds"])
+            yield f"| {' | '.join('' if cell is None else str(cell) for cell in cells)} |"
 
 
 if __name__ == "__main__":

@@ -47,16 +47,16 @@ def test_a_setting_without_a_fault_is_continued_where_its_record_ends(monkeypatc
 
     def run(trial, copy, only):
         made.append(only)
-        right, not_checked = dict.fromkeys(only[1:], 2), {f"{only[0]}: a": "why"}
         return {"name": trial.name, "as_expected": True, "error": None, "seconds": 1.0, "cpu_seconds": 2.0,
-                "seed": 0, "right": right, "wrong": [], "not_checked": not_checked}  # fmt: skip
+                "seed": 0, "checks": [*only], "right": 2, "wrong": [],
+                "not_checked": {only[0]: "why"}}  # fmt: skip
 
     monkeypatch.setattr(Trial, "run", run)
     lean, *_ = read_trials()
     first, *_, last = lean.run_in_parts(Path(), {})
-    assert sorted(check for part in made for check in part) == sorted(CHECKS)
-    assert last["seconds"] == len(PARTS)
-    assert len(last["right"]) + len(last["not_checked"]) == len(CHECKS)
+    assert sorted(last["checks"]) == sorted(CHECKS)
+    assert (last["seconds"], last["right"]) == (len(PARTS), 2 * len(PARTS))
+    assert len(last["not_checked"]) == len(PARTS)
     *_, continued = lean.run_in_parts(Path(), first)
     assert continued == last
     assert made == [*PARTS, *PARTS[1:]]
