@@ -39,20 +39,22 @@ FAULTS, RECIPES = "verify_faults.json", "verify_recipes.json"
 """Files of the results: of planted faults, and of settings without a fault."""
 LONGEST_S = 900
 """Seconds after which verify is ended."""
-PARTS = (
-    ("split",), ("reference",), ("tokens", "engine", "memory"), ("arrival",), ("resume",), ("rewards", "data")
-)  # fmt: skip
-"""Checks made together where nothing is planted; a record that lacks some is continued with these."""
 
 
 @dataclass
 class Arguments:
     only: tuple[str, ...] = ()
     """Names of faults, or of settings to run without a fault; all by default."""
+    checks: tuple[str, ...] = ()
+    """Checks of settings to make now, `tokens` with `engine`, which opens the run; by default all that a record
+    lacks. A busy machine may have no time for all at once."""
     save: Path = RESULTS
     """Directory of the results; those of other faults and settings in it are kept."""
     table: bool = False
     """Print the table of the stored results, and plant nothing."""
+
+
+NO_RECORD: dict[str, Any] = {"as_expected": False, "checks": []}
 
 
 @dataclass(frozen=True)
@@ -111,38 +113,32 @@ class Trial:
             "right": len(rows) - len(wrong) - len(unchecked), "wrong": wrong, "not_checked": unchecked,
         }  # fmt: skip
 
-    def run_in_parts(self, copy: Path, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Run verify without a fault, part by part; yield the record after each part.
-
-        Args:
-            record: an earlier one. If it is complete, all is run again.
-        """
-        remaining = [part for part in PARTS if not {*part} <= {*record.get("checks", ())}]
-        if not remaining or not record.get("as_expected"):
-            remaining, record = [*PARTS], {}
-        for part in remaining:
-            record = combined(record, self.run(copy, part))
-            yield record
-
 
 def check_of(row_name: str) -> str:
     """Return the check that a row of verify belongs to."""
     return row_name.partition(":")[0]
 
 
-def combined(record: dict[str, Any], of_part: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with the result of a further part."""
-    if not record:
-        return of_part
-    return of_part | {
-        "as_expected": record["as_expected"] and of_part["as_expected"],
-        "error": record["error"] or of_part["error"],
-        "seconds": round(record["seconds"] + of_part["seconds"], 1),
-        "cpu_seconds": round(record["cpu_seconds"] + of_part["cpu_seconds"], 1),
-        "checks": record["checks"] + of_part["checks"],
-        "right": record["right"] + of_part["right"],
-        "wrong": record["wrong"] + of_part["wrong"],
-        "not_checked": record["not_checked"] | of_part["not_checked"],
+def remaining_checks(record: dict[str, Any], chosen: Sequence[str]) -> list[str]:
+    """Return the checks that a setting's record lacks; all if there is nothing to continue.
+
+    Args:
+        chosen: no others; all if empty.
+    """
+    missing = [check for check in CHECKS if check not in record["checks"]] if record["as_expected"] else []
+    return [check for check in missing or CHECKS if not chosen or check in chosen]
+
+
+def continued(record: dict[str, Any], of_rest: dict[str, Any]) -> dict[str, Any]:
+    """Return a setting's record with the result of further checks; that alone if nothing can be continued."""
+    if not record["as_expected"] or {*record["checks"]} & {*of_rest["checks"]}:
+        return of_rest
+    return of_rest | {
+        "seconds": round(record["seconds"] + of_rest["seconds"], 1),
+        "cpu_seconds": round(record["cpu_seconds"] + of_rest["cpu_seconds"], 1),
+        "checks": record["checks"] + of_rest["checks"],
+        "right": record["right"] + of_rest["right"],
+        "not_checked": record["not_checked"] | of_rest["not_checked"],
     }
 
 
@@ -214,21 +210,21 @@ def main(arguments: Arguments) -> int:
     is_right = True
     with copied(1) as (copy,):
         for trial in chosen:
-            for result in results_of(trial, copy, arguments):
-                store(result, trials, arguments.save)
-                is_right = is_right and result["as_expected"]
+            record = read_results(arguments.save).get(trial.name, NO_RECORD)
+            if trial.caught_by:
+                result = trial.run(copy, checks_of(trial) if arguments.only else ())
+            elif checks := remaining_checks(record, arguments.checks):
+                result = continued(record, trial.run(copy, checks))
+            else:
+                continue
+            store(result, trials, arguments.save)
+            is_right = is_right and result["as_expected"]
     return DONE if is_right else FAILED
 
 
-def results_of(trial: Trial, copy: Path, arguments: Arguments) -> Iterator[dict[str, Any]]:
-    """Yield the result of a fault, or the growing one of a setting without a fault."""
-    if not trial.caught_by:
-        yield from trial.run_in_parts(copy, read_results(arguments.save).get(trial.name, {}))
-    elif arguments.only:
-        of_samples = ["engine"] if "tokens" in trial.caught_by else []  # it opens the run, which samples
-        yield trial.run(copy, [*dict.fromkeys([*trial.caught_by, *of_samples])])
-    else:
-        yield trial.run(copy)
+def checks_of(trial: Trial) -> list[str]:
+    """Return the checks that should see a fault. For `tokens` the run must be opened, as `engine` does."""
+    return [*dict.fromkeys([*trial.caught_by, *(["engine"] if "tokens" in trial.caught_by else [])])]
 
 
 def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -1,18 +1,18 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from mutants import ROOT
 from plant_faults import (
     LIST,
-    PARTS,
+    NO_RECORD,
     RESULTS,
     Arguments,
-    Trial,
     changed_model,
+    continued,
     main,
     read_results,
     read_trials,
+    remaining_checks,
     table,
 )
 
@@ -42,25 +42,19 @@ def test_the_record_has_every_fault_and_nothing_wrong_without_one_and_the_docume
     assert [line for line in table(results) if line not in document] == []
 
 
-def test_a_setting_without_a_fault_is_continued_where_its_record_ends(monkeypatch):
-    made = []
-
-    def run(trial, copy, only):
-        made.append(only)
-        return {"name": trial.name, "as_expected": True, "error": None, "seconds": 1.0, "cpu_seconds": 2.0,
-                "seed": 0, "checks": [*only], "right": 2, "wrong": [],
-                "not_checked": {only[0]: "why"}}  # fmt: skip
-
-    monkeypatch.setattr(Trial, "run", run)
-    lean, *_ = read_trials()
-    first, *_, last = lean.run_in_parts(Path(), {})
-    assert sorted(last["checks"]) == sorted(CHECKS)
-    assert (last["seconds"], last["right"]) == (len(PARTS), 2 * len(PARTS))
-    assert len(last["not_checked"]) == len(PARTS)
-    *_, continued = lean.run_in_parts(Path(), first)
-    assert continued == last
-    assert made == [*PARTS, *PARTS[1:]]
-    assert len([*lean.run_in_parts(Path(), last)]) == len(PARTS), "a complete record is made anew"
+def test_a_record_of_a_setting_is_continued_with_the_checks_that_it_lacks():
+    first = {"as_expected": True, "seconds": 1.0, "cpu_seconds": 2.0, "checks": ["split", "data"], "right": 9,
+             "wrong": [], "not_checked": {"data: epochs": "why"}}  # fmt: skip
+    rest = remaining_checks(first, ())
+    assert {*rest} == {*CHECKS} - {"split", "data"}
+    assert remaining_checks(first, ("split", "memory")) == ["memory"]
+    last = continued(first, first | {"checks": rest, "not_checked": {"memory": "why"}})
+    assert {*last["checks"]} == {*CHECKS}
+    assert (last["seconds"], last["cpu_seconds"], last["right"]) == (2.0, 4.0, 18)
+    assert [*last["not_checked"]] == ["data: epochs", "memory"]
+    for record in (last, first | {"as_expected": False}, NO_RECORD):  # nothing to continue
+        assert remaining_checks(record, ()) == [*CHECKS]
+        assert continued(record, last | {"right": 1})["right"] == 1
 
 
 @pytest.mark.slow
