@@ -1,7 +1,9 @@
-"""Plant the published faults of faults.yaml, and record which of them `ibpo verify` sees.
+"""Plant the published faults of faults.yaml, and record which of them `ibpo verify` sees. Run its settings
+without a fault, and record what verify says of them.
 
     python tools/plant_faults.py                          all of them, and every setting without a fault
     python tools/plant_faults.py --only "no answer is right"      with the checks alone that should see it
+    python tools/plant_faults.py --only "small_cpu with seed 1"   settings of faults.yaml, without a fault
     python tools/plant_faults.py --table                  print the results for docs/verify.md
 
 Each fault is planted in a copy of the last commit, where verify runs with the settings of the fault. The exit
@@ -11,11 +13,14 @@ status is 1 if no check that should see it does, or if a setting without a fault
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +29,14 @@ import yaml
 from mutants import ROOT, Mutant, copied, environment, mutant_of
 
 from megatron_ibpo.basics.entry_point import DONE, FAILED, run_tool
+from megatron_ibpo.basics.supervised import adopt_orphans
 from megatron_ibpo.basics.versions import machine
+from megatron_ibpo.verify.rows import CHECKS
 
 LIST = ROOT / "tools/faults.yaml"
-RESULTS = ROOT / "tools/results/verify_faults.json"
+RESULTS = ROOT / "tools/results"
+FAULTS, RECIPES = "verify_faults.json", "verify_recipes.json"
+"""Files of the results: of planted faults, and of settings without a fault."""
 LONGEST_S = 900
 """Seconds after which verify is ended."""
 
@@ -36,10 +45,16 @@ LONGEST_S = 900
 class Arguments:
     only: tuple[str, ...] = ()
     """Names of faults, or of settings to run without a fault; all by default."""
+    checks: tuple[str, ...] = ()
+    """Checks of settings to make now, `tokens` with `engine`, which opens the run; by default all that a record
+    lacks. A busy machine may have no time for all at once."""
     save: Path = RESULTS
-    """JSON file for the results; rows of other faults in it are kept."""
+    """Directory of the results; those of other faults and settings in it are kept."""
     table: bool = False
     """Print the table of the stored results, and plant nothing."""
+
+
+NO_RECORD: dict[str, Any] = {"as_expected": False, "checks": []}
 
 
 @dataclass(frozen=True)
@@ -54,40 +69,102 @@ class Trial:
     """Without a fault it changes nothing."""
     caught_by: tuple[str, ...] = ()
 
-    def run(self, copy: Path, *, all_checks: bool) -> dict[str, Any]:
-        """Run verify in a copy with the fault; return its result."""
+    def run(self, copy: Path, only: Sequence[str] = ()) -> dict[str, Any]:
+        """Run verify in a copy with the fault; return its result.
+
+        Args:
+            only: checks to make; all by default.
+        """
         path, saved, began = copy / self.mutant.file, copy / "verify.json", time.monotonic()
-        source = path.read_text()
+        log = copy / "verify.log"  # shows how far it is
+        source, began_cpu = path.read_text(), cpu_seconds()
         words = [sys.executable, "-m", "megatron_ibpo.commands.verify", *self.flags, "--save", str(saved)]
-        of_samples = (
-            ["engine"] if "tokens" in self.caught_by else []
-        )  # opens the run, whose samples are looked at
-        only = [] if all_checks else [*dict.fromkeys([*self.caught_by, *of_samples])]
         words += ["--only", ",".join(only)] if only else []
         words += [] if self.model is None else ["--hf-checkpoint", str(changed_model(copy, self.model))]
         saved.unlink(missing_ok=True)
         path.write_text(self.mutant.planted(source))
         try:
-            done = subprocess.run(
-                words, cwd=copy, env=environment(copy), timeout=LONGEST_S, capture_output=True, text=True
-            )
+            with log.open("w") as output:
+                status = subprocess.run(
+                    words, cwd=copy, env=environment(copy), timeout=LONGEST_S, stdout=output, stderr=output
+                ).returncode
         finally:
             path.write_text(source)
-        rows = json.loads(saved.read_text())["checks"] if saved.exists() else []
+        content = json.loads(saved.read_text()) if saved.exists() else {"checks": [], "seed": None}
+        rows = content["checks"]
         wrong = [row for row in rows if row["verdict"] == "wrong"]
-        wrong_checks = {row["check"].partition(":")[0] for row in wrong}
+        wrong_checks = {check_of(row["check"]) for row in wrong}
         is_right = bool(wrong_checks & {*self.caught_by}) if self.caught_by else bool(rows) and not wrong
         note = "" if is_right else ", NOT AS IT SHOULD"
         print(f"{self.name}: {sorted(wrong_checks) or 'nothing wrong'}{note}")
-        # the reasons of a fault's many rows would be half of the record
-        fields = ("check", "figure", "bound", *(() if self.caught_by else ("reason",)))
-        return {
-            "name": self.name, "caught_by": list(self.caught_by), "as_expected": is_right,
-            "wrong": [{field: row[field] for field in fields} for row in wrong],
-            "not_checked": [row["check"] for row in rows if row["verdict"] == "not checked"],
-            "rows": len(rows), "seconds": round(time.monotonic() - began, 1),
-            "error": None if rows else f"status {done.returncode}: {done.stderr[-600:]}",
+        unchecked = {row["check"]: row["reason"] for row in rows if row["verdict"] == "not checked"}
+        result = {
+            "name": self.name, "as_expected": is_right, "seconds": round(time.monotonic() - began, 1),
+            "error": None if rows else f"status {status}: {log.read_text()[-600:]}",
         }  # fmt: skip
+        if self.caught_by:  # the reasons of a fault's many rows would be half of the record
+            fields = ("check", "figure", "bound")
+            return result | {
+                "caught_by": list(self.caught_by), "rows": len(rows), "not_checked": [*unchecked],
+                "wrong": [{field: row[field] for field in fields} for row in wrong],
+            }  # fmt: skip
+        return result | {
+            "seed": content["seed"], "cpu_seconds": round(cpu_seconds() - began_cpu, 1), "checks": [*only],
+            "right": len(rows) - len(wrong) - len(unchecked), "wrong": wrong, "not_checked": unchecked,
+        }  # fmt: skip
+
+
+def check_of(row_name: str) -> str:
+    """Return the check that a row of verify belongs to."""
+    return row_name.partition(":")[0]
+
+
+def remaining_checks(record: dict[str, Any], chosen: Sequence[str]) -> list[str]:
+    """Return the checks that a setting's record lacks; all if there is nothing to continue.
+
+    Args:
+        chosen: no others; all if empty.
+    """
+    missing = [check for check in CHECKS if check not in record["checks"]] if record["as_expected"] else []
+    return [check for check in missing or CHECKS if not chosen or check in chosen]
+
+
+def continued(record: dict[str, Any], of_rest: dict[str, Any]) -> dict[str, Any]:
+    """Return a setting's record with the result of further checks; that alone if nothing can be continued."""
+    if not record["as_expected"] or {*record["checks"]} & {*of_rest["checks"]}:
+        return of_rest
+    return of_rest | {
+        "seconds": round(record["seconds"] + of_rest["seconds"], 1),
+        "cpu_seconds": round(record["cpu_seconds"] + of_rest["cpu_seconds"], 1),
+        "checks": record["checks"] + of_rest["checks"],
+        "right": record["right"] + of_rest["right"],
+        "not_checked": record["not_checked"] | of_rest["not_checked"],
+    }
+
+
+def cpu_seconds() -> float:
+    """Return the processor time of all descendants that have ended, also of those whose own parents did not
+    wait for them (`adopt_orphans`)."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def read_results(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the stored results of faults and settings by their names."""
+    paths = [directory / name for name in (FAULTS, RECIPES) if (directory / name).exists()]
+    return {result["name"]: result for path in paths for result in json.loads(path.read_text())["trials"]}
+
+
+def store(result: dict[str, Any], trials: list[Trial], directory: Path) -> None:
+    """Store the result of a fault or a setting beside those of others."""
+    results = read_results(directory) | {result["name"]: result}
+    is_fault = "caught_by" in result
+    in_order = [results[t.name] for t in trials if t.name in results and bool(t.caught_by) == is_fault]
+    content = {"machine": machine(), "trials": in_order}
+    (directory / (FAULTS if is_fault else RECIPES)).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def changed_model(copy: Path, changes: dict[str, Any]) -> Path:
@@ -122,22 +199,32 @@ def read_trials() -> list[Trial]:
 
 def main(arguments: Arguments) -> int:
     """Plant the faults; return the exit status."""
-    stored = json.loads(arguments.save.read_text())["trials"] if arguments.save.exists() else []
-    results = {result["name"]: result for result in stored}
     if arguments.table:
-        print(*table(results), sep="\n")
+        print(*table(read_results(arguments.save)), sep="\n")
         return DONE
     trials = read_trials()
     chosen = [trial for trial in trials if not arguments.only or trial.name in arguments.only]
     if unknown := {*arguments.only} - {trial.name for trial in chosen}:
         raise ValueError(f"{LIST}: no fault or setting is called {', '.join(sorted(unknown))}")
+    adopt_orphans()
+    is_right = True
     with copied(1) as (copy,):
         for trial in chosen:
-            results[trial.name] = trial.run(copy, all_checks=not arguments.only)
-            in_order = [results[trial.name] for trial in trials if trial.name in results]
-            content = {"machine": machine(), "trials": in_order}
-            arguments.save.write_text(json.dumps(content, indent=1) + "\n")
-    return FAILED if any(not results[trial.name]["as_expected"] for trial in chosen) else DONE
+            record = read_results(arguments.save).get(trial.name, NO_RECORD)
+            if trial.caught_by:
+                result = trial.run(copy, checks_of(trial) if arguments.only else ())
+            elif checks := remaining_checks(record, arguments.checks):
+                result = continued(record, trial.run(copy, checks))
+            else:
+                continue
+            store(result, trials, arguments.save)
+            is_right = is_right and result["as_expected"]
+    return DONE if is_right else FAILED
+
+
+def checks_of(trial: Trial) -> list[str]:
+    """Return the checks that should see a fault. For `tokens` the run must be opened, as `engine` does."""
+    return [*dict.fromkeys([*trial.caught_by, *(["engine"] if "tokens" in trial.caught_by else [])])]
 
 
 def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -153,19 +240,23 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         if entry["name"] not in results:
             continue
         wrong = results[entry["name"]]["wrong"]
-        rows = [row for row in wrong if row["check"].partition(":")[0] in entry["caught_by"]]
+        rows = [row for row in wrong if check_of(row["check"]) in entry["caught_by"]]
         row = rows[0] if rows else {"check": "not seen"}
         figures = (f"{row[name]:.3g}" if row.get(name) is not None else "" for name in ("figure", "bound"))
         place = f"`{entry['file'].removeprefix('megatron_ibpo/')}`, {entry['under']}"
         issues = ", ".join(entry["issue"]) or "none"
         yield f"| {' | '.join([entry['what'], issues, place, row['check'], *figures])} |"
-    yield "\n| settings without a fault | right | wrong | not checked | seconds |\n" + "|---" * 5 + "|"
+    titles = (
+        "settings without a fault | seed | right | wrong | not checked | checks not made | seconds | of CPU"
+    )
+    yield f"\n| {titles} |\n{'|---' * 8}|"
     for name in listed["settings"]:
         if name in results:
             result = results[name]
-            wrong, unchecked = len(result["wrong"]), len(result["not_checked"])
-            counts = (result["rows"] - wrong - unchecked, wrong, unchecked, result["seconds"])
-            yield f"| {' | '.join([name, *map(str, counts)])} |"
+            counts = (result["right"], len(result["wrong"]), len(result["not_checked"]))
+            rest = [check for check in CHECKS if check not in result["checks"]]
+            cells = (name, result["seed"], *counts, ", ".join(rest), result["seconds"], result["cpu_seconds"])
+            yield f"| {' | '.join('' if cell is None else str(cell) for cell in cells)} |"
 
 
 if __name__ == "__main__":

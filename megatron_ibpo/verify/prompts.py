@@ -2,14 +2,17 @@
 
 import hashlib
 import json
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.cluster.ray_token import variables_set
 from megatron_ibpo.config import Config
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.data.files import chosen_files, each_row
@@ -23,6 +26,8 @@ from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
 
 READING_TIMEOUT_S = 300.0
+MOST_HASH_SEED = 2**32 - 1
+Result = TypeVar("Result")
 FEW_HELD_OUT = 128
 MOST, LABELLED, SCANNED = 512, 64, 20_000
 """Prompts that are compared, those that are looked for in their file, and its rows that are searched."""
@@ -56,8 +61,7 @@ def _with_few_held_out(config: Config) -> Config:
 
 def _readings(prompts: Sequence[Prompt], config: Config) -> Row:
     """The prompts are the same in another process, where Python's hashes have another seed."""
-    with get_context("spawn").Pool(1) as pool:
-        theirs = pool.apply_async(digests, (config, len(prompts))).get(READING_TIMEOUT_S)
+    theirs = with_other_hashes(digests, config, len(prompts))
     faults = [
         f"prompt {prompt.index} is another in a second reading"
         for prompt, digest in zip(prompts, theirs, strict=True)
@@ -66,6 +70,15 @@ def _readings(prompts: Sequence[Prompt], config: Config) -> Row:
     faults += [f"prompt {i} has the index {p.index}" for i, p in enumerate(prompts) if p.index != i]
     reason = f"{len(prompts)} prompts have the same ids, labels and order in two processes"
     return counted_faults("data: two readings", faults, reason)
+
+
+def with_other_hashes(function: Callable[..., Result], *arguments: object) -> Result:
+    """Return what a function returns in another process, where Python's hashes have another seed than here,
+    even if the environment fixes that of this process."""
+    seed = os.environ.get("PYTHONHASHSEED", "")
+    other_seed = str(int(seed) + 1) if seed.isdigit() and int(seed) < MOST_HASH_SEED else "1"
+    with variables_set({"PYTHONHASHSEED": other_seed}), get_context("spawn").Pool(1) as pool:
+        return pool.apply_async(function, arguments).get(READING_TIMEOUT_S)
 
 
 def digests(config: Config, count: int) -> list[str]:

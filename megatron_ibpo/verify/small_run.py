@@ -105,4 +105,5 @@ def described(config: Config, small: Config) -> dict[str, Any]:
         "layout": {name: size for name, size in vars(small.parallel).items() if name.endswith("_size")},
         "trainers": small.cluster.num_trainers,
         "precision": "float32",
+        "seed": small.run.seed,
     }

@@ -1,8 +1,23 @@
-import json
+from dataclasses import replace
 
 import pytest
 from mutants import ROOT
-from plant_faults import LIST, RESULTS, Arguments, main, read_trials, table
+from plant_faults import (
+    LIST,
+    NO_RECORD,
+    RESULTS,
+    Arguments,
+    changed_model,
+    continued,
+    main,
+    read_results,
+    read_trials,
+    remaining_checks,
+    table,
+)
+
+from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.verify.rows import CHECKS
 
 
 def test_every_published_fault_fits_its_file_once():
@@ -20,17 +35,59 @@ def test_faults_of_the_list_name_their_issue_or_none():
 
 
 def test_the_fault_record_is_complete_and_documented():
-    trials = {trial["name"]: trial for trial in json.loads(RESULTS.read_text())["trials"]}
-    assert {trial.name for trial in read_trials() if trial.caught_by} - trials.keys() == set()
-    assert [name for name, trial in trials.items() if not trial["as_expected"]] == []
+    results = read_results(RESULTS)
+    assert {trial.name for trial in read_trials() if trial.caught_by} - results.keys() == set()
+    assert [name for name, result in results.items() if not result["as_expected"]] == []
     document = (ROOT / "docs/verify.md").read_text()
-    assert [line for line in table(trials) if line not in document] == []
+    assert [line for line in table(results) if line not in document] == []
+
+
+def test_a_setting_is_continued_with_the_checks_it_lacks():
+    first = {"as_expected": True, "seconds": 1.0, "cpu_seconds": 2.0, "checks": ["split", "data"], "right": 9,
+             "wrong": [], "not_checked": {"data: epochs": "why"}}  # fmt: skip
+    rest = remaining_checks(first, ())
+    assert {*rest} == {*CHECKS} - {"split", "data"}
+    assert remaining_checks(first, ("split", "memory")) == ["memory"]
+    last = continued(first, first | {"checks": rest, "not_checked": {"memory": "why"}})
+    assert {*last["checks"]} == {*CHECKS}
+    assert (last["seconds"], last["cpu_seconds"], last["right"]) == (2.0, 4.0, 18)
+    assert [*last["not_checked"]] == ["data: epochs", "memory"]
+    for record in (last, first | {"as_expected": False}, NO_RECORD):  # nothing to continue
+        assert remaining_checks(record, ()) == [*CHECKS]
+        assert continued(record, last | {"right": 1})["right"] == 1
+
+
+@pytest.mark.slow
+def test_four_dense_recipes_share_one_small_run(tmp_path):
+    """What verify says of the first, cut down, it says of the other three."""
+    from megatron_ibpo.verify.small_run import small_run  # imports torch
+
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "build").mkdir()
+    trials = {trial.name: trial for trial in read_trials()}
+    runs, weights = [], set()
+    for name in ("qwen3_0_6b_one_gpu", "qwen3_0_6b_ibpo", "qwen3_4b_one_gpu", "qwen3_4b_ibpo"):
+        model, scratch = changed_model(tmp_path, trials[name].model), tmp_path / "small"
+        small = small_run(
+            parse_config([*trials[name].flags, "--hf-checkpoint", str(model)]), scratch, full=False
+        )
+        weights.add((scratch / "model/model.safetensors").read_bytes())
+        parameters = {**small.rollout.parameters, "vllm_gpu_memory_utilization": None}
+        runs.append(
+            replace(
+                small,
+                model=replace(small.model, max_tokens_per_gpu=1),
+                rollout=replace(small.rollout, rollout_max_context_len=1, parameters=parameters),
+            )
+        )
+    assert len(weights) == 1
+    assert [run == runs[0] for run in runs] == [True] * 4
 
 
 @pytest.mark.slow
 def test_verify_sees_faults_that_are_planted(tmp_path):
     """One of the loss and one of a reward, whose checks need no engine: the record has all of them."""
     faults = ("gradients shrink by the number of micro-batches", "no answer is right")
-    assert main(Arguments(only=faults, save=tmp_path / "results.json")) == 0
-    results = json.loads((tmp_path / "results.json").read_text())["trials"]
-    assert {result["name"]: bool(result["wrong"]) for result in results} == dict.fromkeys(faults, True)
+    assert main(Arguments(only=faults, save=tmp_path)) == 0
+    results = read_results(tmp_path)
+    assert {name: bool(result["wrong"]) for name, result in results.items()} == dict.fromkeys(faults, True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -59,6 +60,18 @@ def test_verification_rows_are_ordered_and_complete_in_json():
         "reason": "it is",
     }  # fmt: skip
     assert table(rows).endswith(f"{len(CHECKS)} right, 0 wrong, 0 not checked")
+
+
+@pytest.mark.parametrize("seed", ["0", "7", "4294967295", "random"])
+def test_a_second_reading_has_hashes_of_another_seed_even_where_the_environment_fixes_it(monkeypatch, seed):
+    from megatron_ibpo.verify.prompts import with_other_hashes  # imports torch
+
+    monkeypatch.setenv("PYTHONHASHSEED", seed)
+    printed = [sys.executable, "-c", "print(hash('a prompt'))"]
+    here = int(subprocess.run(printed, capture_output=True, check=True).stdout)
+    first, second = (with_other_hashes(hash, "a prompt") for _ in range(2))
+    assert first == second != here
+    assert os.environ["PYTHONHASHSEED"] == seed
 
 
 @pytest.mark.slow
