@@ -330,7 +330,7 @@ private:
             }
             const std::uint64_t* planes = tiles_.at(static_cast<Position>(column - 1));
             const std::uint64_t equal = columns[column - 1] == token;
-            const std::uint64_t up = ~(planes[kNotFromAbove * stride] >> bit) & 1;
+            const std::uint64_t up = planes[kFromAbove * stride] >> bit & 1;
             const std::uint64_t sideways = planes[kFromLeft * stride] >> bit & 1;
             const std::uint64_t diagonal = ~(planes[kNotDiagonal * stride] >> bit) & 1;
             offer(above, num_above, vertex(column, matches, row_step), up != 0);

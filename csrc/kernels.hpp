@@ -17,10 +17,9 @@ constexpr int kMaxWords = 32;
 constexpr int kMaxLanes = 8;
 constexpr int kHeights = 3;
 constexpr int kMaxPackedWords = 4;
-// What a recording kernel keeps of every word and step, in this order: whether an optimal path may not come from the cell
-// above, may come from that to the left, and may not come along the diagonal. Where the tokens are equal it comes along
-// the diagonal.
-enum Plane { kNotFromAbove, kFromLeft, kNotDiagonal, kPlanes };
+// What a recording kernel keeps of every word and step, in this order: whether an optimal path may come from the cell
+// above, from that to the left, and not along the diagonal. Where the tokens are equal it comes along the diagonal.
+enum Plane { kFromAbove, kFromLeft, kNotDiagonal, kPlanes };
 
 struct StripeArgs {
     const std::uint16_t* columns;  // by column: the row of `matches` with its rows of the stripe; 0: none

@@ -16,7 +16,7 @@ struct Avx2 {
     using V = __m256i;
     using Mask = __m256i;
     static constexpr int kLanes = 4;
-    static constexpr bool kDown = true;
+    static constexpr bool kLanesAreRuns = true;
 
     static IBPO_INLINE V load(const std::uint64_t* from) {
         return _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
@@ -43,8 +43,8 @@ struct Avx2 {
                                    _mm256_cmpgt_epi64(_mm256_set1_epi64x(num_columns), columns));
     }
     static IBPO_INLINE V without(V bits, V others) { return _mm256_andnot_si256(others, bits); }
-    static IBPO_INLINE V either(V bits, V others) { return _mm256_or_si256(bits, others); }
     static IBPO_INLINE V complement(V bits) { return _mm256_xor_si256(bits, _mm256_set1_epi64x(-1)); }
+    static IBPO_INLINE V neither(V bits, V others) { return complement(_mm256_or_si256(bits, others)); }
     static IBPO_INLINE V select(Mask mask, V yes, V no) { return _mm256_blendv_epi8(no, yes, mask); }
     static IBPO_INLINE std::uint64_t top_bits(const std::uint64_t* words) {
         const __m256d four = _mm256_loadu_pd(reinterpret_cast<const double*>(words));
@@ -63,7 +63,8 @@ struct Avx2 {
 #pragma GCC unroll 2
                 for (int i = 0; i < 2; ++i) {
                     const V one = apart(from + 32 * half + 8 * i), two = apart(from + 32 * half + 8 * i + 4);
-                    low[2 * half + i] = _mm256_packus_epi32(_mm256_and_si256(one, low_bits), _mm256_and_si256(two, low_bits));
+                    low[2 * half + i] =
+                        _mm256_packus_epi32(_mm256_and_si256(one, low_bits), _mm256_and_si256(two, low_bits));
                     parts[i] = _mm256_packus_epi32(_mm256_and_si256(_mm256_srli_epi32(one, 16), high_bits),
                                                    _mm256_and_si256(_mm256_srli_epi32(two, 16), high_bits));
                 }
@@ -72,7 +73,8 @@ struct Avx2 {
         }
         // a bit for each that is this one
         IBPO_INLINE std::uint64_t equal(std::uint32_t id) const {
-            const V low_id = _mm256_set1_epi16(static_cast<short>(id)), high_id = _mm256_set1_epi8(static_cast<char>(id >> 16));
+            const V low_id = _mm256_set1_epi16(static_cast<short>(id));
+            const V high_id = _mm256_set1_epi8(static_cast<char>(id >> 16));
             std::uint64_t bits[2];
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {

@@ -20,7 +20,7 @@ struct Avx512 {
     using V = __m512i;
     using Mask = __mmask8;
     static constexpr int kLanes = 8;
-    static constexpr bool kDown = false;  // what one column blends would not serve the next ones (Rows)
+    static constexpr bool kLanesAreRuns = false;  // Rows shares what neighbouring columns have in common
 
     static IBPO_INLINE V load(const std::uint64_t* from) { return _mm512_load_si512(from); }
     static IBPO_INLINE void store(std::uint64_t* to, V value) { _mm512_store_si512(to, value); }
@@ -39,7 +39,9 @@ struct Avx512 {
         return _mm512_cmplt_epu64_mask(columns, _mm512_set1_epi64(num_columns));  // a negative one is a huge one
     }
     static IBPO_INLINE V without(V bits, V others) { return _mm512_andnot_si512(others, bits); }
-    static IBPO_INLINE V either(V bits, V others) { return _mm512_or_si512(bits, others); }
+    static IBPO_INLINE V neither(V bits, V others) {
+        return _mm512_ternarylogic_epi64(bits, others, others, 0x03);  // of operands 0xF0 and 0xCC
+    }
     static IBPO_INLINE V complement(V bits) { return _mm512_xor_si512(bits, _mm512_set1_epi64(-1)); }
     static IBPO_INLINE V select(Mask mask, V yes, V no) { return _mm512_mask_mov_epi64(no, mask, yes); }
     static IBPO_INLINE std::uint64_t top_bits(const std::uint64_t* words) {
@@ -64,7 +66,8 @@ struct Avx512 {
     static IBPO_INLINE void column(V equal, V in_rises, V in_falls, V& not_rises, V& falls, V& right_rises, V& right_falls,
                                    V& zero_diagonal) {
         // truth tables of the three operands: 0xF0, 0xCC, 0xAA
-        constexpr int kXorOr = (0xF0 ^ 0xCC) | 0xAA, kOrWithout = 0xF0 | (0xAA & ~0xCC), kOrButNot = (0xCC | 0xAA) & ~0xF0;
+        constexpr int kXorOr = (0xF0 ^ 0xCC) | 0xAA, kOrWithout = 0xF0 | (0xAA & ~0xCC);
+        constexpr int kOrButNot = (0xCC | 0xAA) & ~0xF0;
         const V matches = _mm512_or_si512(equal, _mm512_srli_epi64(in_falls, 63));
         const V difference = _mm512_sub_epi64(not_rises, _mm512_andnot_si512(not_rises, matches));
         zero_diagonal = _mm512_ternarylogic_epi64(difference, not_rises, _mm512_or_si512(matches, falls), kXorOr);

@@ -9,7 +9,7 @@ struct Word {
     using V = std::uint64_t;
     using Mask = bool;
     static constexpr int kLanes = 1;
-    static constexpr bool kDown = true;
+    static constexpr bool kLanesAreRuns = true;
 
     static IBPO_INLINE V load(const std::uint64_t* from) { return *from; }
     static IBPO_INLINE void store(std::uint64_t* to, V value) { *to = value; }
@@ -22,7 +22,7 @@ struct Word {
         return column >= 0 && column < num_columns;
     }
     static IBPO_INLINE V without(V bits, V others) { return bits & ~others; }
-    static IBPO_INLINE V either(V bits, V others) { return bits | others; }
+    static IBPO_INLINE V neither(V bits, V others) { return ~(bits | others); }
     static IBPO_INLINE V complement(V bits) { return ~bits; }
     static IBPO_INLINE V select(Mask mask, V yes, V no) { return mask ? yes : no; }
     static IBPO_INLINE std::uint64_t top_bits(const std::uint64_t* words) { return *words >> 63; }
@@ -30,9 +30,11 @@ struct Word {
     static IBPO_INLINE void column(V equal, V in_rises, V in_falls, V& not_rises, V& falls, V& right_rises, V& right_falls,
                                    V& zero_diagonal) {
         const V matches = equal | in_falls >> 63;
-        zero_diagonal = ((not_rises - (matches & ~not_rises)) ^ not_rises) | matches | falls;
-        right_rises = falls | (not_rises & ~zero_diagonal);
-        right_falls = zero_diagonal & ~not_rises;
+        // differences of bits instead of complements, which would take an instruction of their own
+        zero_diagonal = ((2 * not_rises - (matches | not_rises)) ^ not_rises) | matches | falls;
+        const V both = zero_diagonal & not_rises;
+        right_rises = falls | (not_rises ^ both);
+        right_falls = zero_diagonal ^ both;
         const V shifted_rises = right_rises << 1 | in_rises >> 63, shifted_falls = right_falls << 1 | in_falls >> 63;
         not_rises = (zero_diagonal | shifted_rises) & ~shifted_falls;
         falls = shifted_rises & zero_diagonal;

@@ -16,10 +16,10 @@ template <typename Vector, int kGroups>
 struct Stripe {
     using V = typename Vector::V;
     static constexpr int kLanes = Vector::kLanes, kWords = kLanes * kGroups;
-    // So many words that follow one another stand in one lane, each in a vector of its own (StripeKernel::position).
-    static constexpr int kWordsOfLane = Vector::kDown ? kGroups : 1;
-    // The first word of a group is so far down; those of its other lanes follow at a distance of kWordsOfLane.
-    static constexpr int kGroupWords = Vector::kDown ? 1 : kLanes;
+    // Words that follow one another stand in one lane of all groups, or in the lanes of one group (StripeKernel::position).
+    // In the first case what leaves a word enters the same lane of the next group: only the last group's is permuted.
+    static constexpr int kWordsOfLane = Vector::kLanesAreRuns ? kGroups : 1;  // also from one lane of a group to the next
+    static constexpr int kGroupWords = Vector::kLanesAreRuns ? 1 : kLanes;    // from one group to the next
 
     const StripeArgs& args;
     V not_rises[kGroups], falls[kGroups];          // vertical: the complement of VP, and VN, of the literature
@@ -47,20 +47,21 @@ struct Stripe {
     // What enters a group's words from above: what the words above them have sent to the right a step before.
     static IBPO_INLINE V entering(int group, V top, const V (&right)[kGroups]) {
         const V above = group > 0 ? right[group - 1] : top;
-        return Vector::kDown ? above : Vector::neighbours(above, right[group]);
+        return Vector::kLanesAreRuns ? above : Vector::neighbours(above, right[group]);
     }
 
     // kMasked: not every lane has a column of the stripe in this step.
     template <bool kMasked, bool kRecord>
     IBPO_INLINE void step(std::ptrdiff_t at, int in_block) {
         V top_rises = Vector::from_word(args.rises[at]), top_falls = Vector::from_word(args.falls[at]);
-        if (Vector::kDown) {
+        if (Vector::kLanesAreRuns) {
             top_rises = Vector::neighbours(top_rises, right_rises[kGroups - 1]);
             top_falls = Vector::neighbours(top_falls, right_falls[kGroups - 1]);
         }
 #pragma GCC unroll 8
         for (int group = kGroups - 1; group >= 0; --group) {  // from below: the group above must still be a step behind
-            const V in_rises = entering(group, top_rises, right_rises), in_falls = entering(group, top_falls, right_falls);
+            const V in_rises = entering(group, top_rises, right_rises);
+            const V in_falls = entering(group, top_falls, right_falls);
             const std::ptrdiff_t first_column = at - group * kGroupWords;  // of the group's first word
             const V equal = rows[group].next(args.columns + first_column, args.matches + group * kLanes, in_block);
             const V not_rises_before = not_rises[group], falls_before = falls[group];
@@ -75,7 +76,7 @@ struct Stripe {
             }
             if (kRecord) {
                 std::uint64_t* planes = args.planes + at * kPlanes * kWords + group * kLanes;
-                Vector::store(planes + kNotFromAbove * kWords, Vector::either(not_rises[group], equal));
+                Vector::store(planes + kFromAbove * kWords, Vector::neither(not_rises[group], equal));
                 Vector::store(planes + kFromLeft * kWords, Vector::without(right_rises[group], equal));
                 Vector::store(planes + kNotDiagonal * kWords, Vector::without(zero_diagonal, equal));
             }
