@@ -68,9 +68,8 @@ public:
     }
 
     // The way back, after the last stripe: sets a flag for every row and column, it is matched.
-    void trace(const Kernels& kernels, const Grid& grid, bool rows_are_a, std::uint8_t* matched_rows,
+    void trace(const Grid& grid, bool rows_are_a, std::uint8_t* matched_rows,
                std::uint8_t* matched_columns) {
-        kernels_ = &kernels;
         grid_ = grid;
         row_step_ = rows_are_a ? 2 : 1;
         column_step_ = rows_are_a ? 1 : 2;
@@ -178,19 +177,19 @@ private:
     // Which optimal steps lead into the cell of a row: one look-up a column.
     class Tiles {
     public:
-        void start(const Kernels& kernels, const Grid& grid, const TracedStripe& stripe, StripeTable& table) {
+        void start(const Grid& grid, const TracedStripe& stripe, StripeTable& table) {
             stripe_ = &stripe;
             const StripeRange& range = stripe.range;
             plane_stride_ = static_cast<std::size_t>(stripe.kernel->words);
             for (int word = 0; word < stripe.kernel->words; ++word)
                 offsets_[word] = static_cast<std::size_t>(word) * kPlanes * plane_stride_ +
-                                 static_cast<std::size_t>(kernels.position(word));
+                                 static_cast<std::size_t>(stripe.kernel->position(word));
             if (stripe.is_recorded) return;
             if (stripe.has_table) {
                 matches_ = stripe.matches.data();
                 columns_ = stripe.columns.data() + kColumnPad;
             } else {
-                table.build(kernels, stripe.kernel->words, grid, range.first_row, range.last_row);
+                table.build(*stripe.kernel, grid, range.first_row, range.last_row);
                 matches_ = table.matches();
                 columns_ = table.columns(grid, range.first_column, range.last_column, columns_made_);
                 table.clear(grid, range.first_row, range.last_row);
@@ -277,7 +276,7 @@ private:
 
     // From stripe.below to frontier_, the vertices of the row above the stripe; keeps the steps on the way.
     void sweep(TracedStripe& stripe) {
-        tiles_.start(*kernels_, grid_, stripe, table_);
+        tiles_.start(grid_, stripe, table_);
         num_frontier_ = stripe.below.size();
         std::copy(stripe.below.begin(), stripe.below.end(), frontier_.data());
         stripe.steps.clear();
@@ -409,7 +408,6 @@ private:
     }
     static constexpr std::ptrdiff_t kFewSteps = 16;
 
-    const Kernels* kernels_ = nullptr;
     Grid grid_{};
     std::uint64_t row_step_ = 0, column_step_ = 0;
     std::size_t num_steps_ = 0;

@@ -26,8 +26,8 @@ struct StripeRange {
 // The rows of one stripe as the kernels read them: by row of the stripe's own few tokens, a bit for each place.
 class StripeTable {
 public:
-    void build(const Kernels& kernels, int words, const Grid& grid, Position first_row, Position last_row) {
-        words_ = words;
+    void build(const StripeKernel& kernel, const Grid& grid, Position first_row, Position last_row) {
+        const int words = kernel.words;
         const auto height = static_cast<std::size_t>(64 * words);
         matches_.reserve((height + 1) * static_cast<std::size_t>(words));
         if (num_ids_ < grid.num_ids) {
@@ -42,7 +42,7 @@ public:
         for (Position i = 0; i < num_rows; ++i) by_id[rows[i]] = static_cast<std::uint16_t>(i + 1);
         std::memset(matches_.data(), 0, (static_cast<std::size_t>(num_rows) + 1) * height / 8);
         for (Position top = 0; top < num_rows; top += 64) {
-            std::uint64_t* word = matches_.data() + kernels.position(static_cast<int>(top / 64));
+            std::uint64_t* word = matches_.data() + kernel.position(static_cast<int>(top / 64));
             const Position last = std::min<Position>(64, num_rows - top);
             for (Position i = 0; i < last; ++i) word[by_id[rows[top + i]] * words] |= std::uint64_t{1} << i;
         }
@@ -71,7 +71,6 @@ public:
     void swap_matches(Buffer<std::uint64_t>& other) { matches_.swap(other); }
 
 private:
-    int words_ = 0;
     std::size_t num_ids_ = 0;
     Buffer<std::uint64_t> matches_;
     Buffer<std::uint16_t> by_id_;
@@ -118,10 +117,10 @@ struct VerticalState {
         std::fill(falls, falls + words, 0);
     }
     // D at the foot of the first `height` rows less D at their top
-    Position change(const Kernels& kernels, Position height) const {
+    Position change(const StripeKernel& kernel, Position height) const {
         Position sum = 0;
         for (Position row = 0; row < height; row += 64) {
-            const int at = kernels.position(static_cast<int>(row / 64));
+            const int at = kernel.position(static_cast<int>(row / 64));
             const std::uint64_t mask = height - row < 64 ? (std::uint64_t{1} << (height - row)) - 1 : ~std::uint64_t{0};
             sum += __builtin_popcountll(rises[at] & mask) - __builtin_popcountll(falls[at] & mask);
         }
@@ -159,7 +158,7 @@ public:
         frontier_.cover(first_, last_, end);
         at_last_ += end - last_;
         last_ = end;
-        table_.build(*kernels_, kernel_->words, grid_, top_, bottom_);
+        table_.build(*kernel_, grid_, top_, bottom_);
         state_.start(kernel_->words);
         args_ = {table_.columns(grid_, first_, last_, columns_), last_ - first_, table_.matches(), frontier_.rises(first_),
                  frontier_.falls(first_), state_.rises, state_.falls, nullptr};
@@ -180,7 +179,7 @@ public:
     void complete() {
         table_.clear(grid_, top_, bottom_);
         at_first_ += bottom_ - top_;
-        at_last_ += state_.change(*kernels_, bottom_ - top_);
+        at_last_ += state_.change(*kernel_, bottom_ - top_);
         top_ = bottom_;
         if (top_ == grid_.num_rows) {
             finished_ = true;

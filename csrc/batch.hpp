@@ -276,7 +276,7 @@ private:
         std::uint8_t* in_a = matched_a_ + pairs_.a_offsets[i] + core.prefix;
         std::uint8_t* in_b = matched_b_ + pairs_.b_offsets[i] + core.prefix;
         if (core.swapped) std::swap(in_a, in_b);
-        tracing.alignment.trace(kernels_, tracing.job.grid(), !core.swapped, in_a, in_b);
+        tracing.alignment.trace(tracing.job.grid(), !core.swapped, in_a, in_b);
     }
 
     const Kernels& kernels_;

@@ -42,7 +42,8 @@ struct PackedArgs {
 };
 
 struct StripeKernel {
-    int words;
+    int words, lanes;
+    int words_of_lane;  // that follow one another in one lane, each in a vector of its own
     // To choose between heights, in hundredths of a nanosecond on a Zen 5 core:
     int column_cost;         // of a column
     int paired_column_cost;  // of a column when two stripes are advanced at once
@@ -52,21 +53,26 @@ struct StripeKernel {
     void (*record)(const StripeArgs&);
     // Two stripes of as many columns, in little more than the time of one. Null: that is not so for this height.
     void (*advance_two)(const StripeArgs&, const StripeArgs&);
+
+    // Where a word lies in a row of `matches` and in the state: lanes run backwards within a vector.
+    int position(int word) const {
+        const int lane = word / words_of_lane, vector = lane / lanes * words_of_lane + word % words_of_lane;
+        return vector * lanes + lanes - 1 - lane % lanes;
+    }
 };
 
 struct Kernels {
     const char* isa;
     int lanes;
+    int rows_without_seeds;  // so few that a bound by Seeds takes more time than it saves; measured
     StripeKernel stripes[kHeights];  // by height: the higher ones are faster where the band is wide
     void (*packed[kMaxPackedWords])(const PackedArgs&);  // by words - 1
-    // Fills one lane of PackedArgs::equal by comparing every column with all 64·words rows. Null: a table is faster.
-    void (*match)(const std::uint32_t* rows, int words, const std::uint32_t* columns, std::ptrdiff_t num_columns,
-                  std::uint64_t* equal);
+    // By words - 1: fills one lane of PackedArgs::equal by comparing every column, whose ids have at most 24 bits, with
+    // all 64·words rows. Null: a table is faster.
+    void (*match[kMaxPackedWords])(const std::uint32_t* rows, const std::uint32_t* columns, std::ptrdiff_t num_columns,
+                                   std::uint64_t* equal);
     // Bit 63 of each word, up to the next multiple of 64: word j becomes bit j % 64 of bits[j / 64].
     void (*top_bits)(const std::uint64_t* words, std::ptrdiff_t count, std::uint64_t* bits);
-
-    // Where word w of a stripe lies in a row of `matches` and in the state: lanes run backwards within a vector.
-    int position(int word) const { return word / lanes * lanes + lanes - 1 - word % lanes; }
 };
 
 extern const Kernels kPortableKernels;

@@ -193,7 +193,7 @@ private:
     // `known`: the distance, if it is, and what is asked for is an alignment.
     void begin_band(Position known) {
         grid_ = ids_.read(core_, tools_->local_ids);
-        use_seeds_ = core_.num_rows > 64 * kernels_->stripes[0].words;
+        use_seeds_ = core_.num_rows > kernels_->rows_without_seeds;
         if (use_seeds_) seeds_.count(grid_);
         if (known != Wavefront::kGaveUp) return start_band(known);
         if (!use_seeds_) return start_band(limit_);

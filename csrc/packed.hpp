@@ -78,7 +78,7 @@ public:
         }
         num_own_[lane] = static_cast<std::uint64_t>(grid.num_columns);
         distances_[lane] = grid.num_rows;
-        if (kernels_->match != nullptr)
+        if (kernels_->match[words_ - 1] != nullptr)
             compare(grid, skipped, equal_.data() + lane);
         else
             look_up(grid, skipped, equal_.data() + lane);
@@ -94,7 +94,7 @@ private:
     void compare(const Grid& grid, Position skipped, std::uint64_t* equal) {
         std::fill(rows_, rows_ + skipped, kNoId);
         std::copy(grid.rows, grid.rows + grid.num_rows, rows_ + skipped);
-        kernels_->match(rows_, words_, grid.columns, grid.num_columns, equal);
+        kernels_->match[words_ - 1](rows_, grid.columns, grid.num_columns, equal);
     }
 
     void look_up(const Grid& grid, Position skipped, std::uint64_t* equal) {

@@ -9,10 +9,10 @@ template <typename Vector, int kWords>
 void distance_packed(const PackedArgs& args) {
     using V = typename Vector::V;
     constexpr int kLanes = Vector::kLanes;
-    V rises[kWords], falls[kWords];
+    V not_rises[kWords], falls[kWords];
 #pragma GCC unroll 4
     for (int word = 0; word < kWords; ++word) {
-        rises[word] = Vector::load(args.first_rises + word * kLanes);
+        not_rises[word] = Vector::complement(Vector::load(args.first_rises + word * kLanes));
         falls[word] = Vector::from_word(0);
     }
     const V num_own = Vector::load(args.num_own);
@@ -22,7 +22,7 @@ void distance_packed(const PackedArgs& args) {
 #pragma GCC unroll 4
         for (int word = 0; word < kWords; ++word) {
             V right_rises, right_falls, zero_diagonal;
-            Vector::column(Vector::load(args.equal + (j * kWords + word) * kLanes), in_rises, in_falls, rises[word],
+            Vector::column(Vector::load(args.equal + (j * kWords + word) * kLanes), in_rises, in_falls, not_rises[word],
                            falls[word], right_rises, right_falls, zero_diagonal);
             in_rises = right_rises;
             in_falls = right_falls;
@@ -32,12 +32,15 @@ void distance_packed(const PackedArgs& args) {
     Vector::store(reinterpret_cast<std::uint64_t*>(args.distances), distance);
 }
 
-template <typename Vector>
-void match_rows(const std::uint32_t* rows, int words, const std::uint32_t* columns, std::ptrdiff_t num_columns,
+template <typename Vector, int kWords>
+void match_rows(const std::uint32_t* rows, const std::uint32_t* columns, std::ptrdiff_t num_columns,
                 std::uint64_t* equal) {
+    typename Vector::Ids64 ids[kWords];
+    for (int word = 0; word < kWords; ++word) ids[word].read(rows + 64 * word);
     for (std::ptrdiff_t j = 0; j < num_columns; ++j)
-        for (int word = 0; word < words; ++word)
-            equal[(j * words + word) * Vector::kLanes] = Vector::equal_rows(rows + 64 * word, columns[j]);
+#pragma GCC unroll 4
+        for (int word = 0; word < kWords; ++word)
+            equal[(j * kWords + word) * Vector::kLanes] = ids[word].equal(columns[j]);
 }
 
 }  // namespace ibpo

@@ -16,51 +16,67 @@ template <typename Vector, int kGroups>
 struct Stripe {
     using V = typename Vector::V;
     static constexpr int kLanes = Vector::kLanes, kWords = kLanes * kGroups;
+    // Words that follow one another stand in one lane of all groups, or in the lanes of one group (StripeKernel::position).
+    // In the first case what leaves a word enters the same lane of the next group: only the last group's is permuted.
+    static constexpr int kWordsOfLane = Vector::kLanesAreRuns ? kGroups : 1;  // also from one lane of a group to the next
+    static constexpr int kGroupWords = Vector::kLanesAreRuns ? 1 : kLanes;    // from one group to the next
 
     const StripeArgs& args;
-    V rises[kGroups], falls[kGroups];              // vertical: VP and VN of the literature
+    V not_rises[kGroups], falls[kGroups];          // vertical: the complement of VP, and VN, of the literature
     V right_rises[kGroups], right_falls[kGroups];  // horizontal, of the last step: HP and HN
-    typename Vector::template Rows<kWords> rows[kGroups];
+    typename Vector::template Rows<kWords, kWordsOfLane> rows[kGroups];
 
     explicit IBPO_INLINE Stripe(const StripeArgs& given) : args(given) {
 #pragma GCC unroll 8
         for (int group = 0; group < kGroups; ++group) {
-            rises[group] = Vector::load(args.vertical_rises + group * kLanes);
+            not_rises[group] = Vector::complement(Vector::load(args.vertical_rises + group * kLanes));
             falls[group] = Vector::load(args.vertical_falls + group * kLanes);
             right_rises[group] = right_falls[group] = Vector::from_word(0);
-            rows[group].start(args.columns - group * kLanes, args.matches + group * kLanes);
+            rows[group].start(args.columns - group * kGroupWords, args.matches + group * kLanes);
         }
     }
 
     IBPO_INLINE void finish() const {
 #pragma GCC unroll 8
         for (int group = 0; group < kGroups; ++group) {
-            Vector::store(args.vertical_rises + group * kLanes, rises[group]);
+            Vector::store(args.vertical_rises + group * kLanes, Vector::complement(not_rises[group]));
             Vector::store(args.vertical_falls + group * kLanes, falls[group]);
         }
+    }
+
+    // What enters a group's words from above: what the words above them have sent to the right a step before.
+    static IBPO_INLINE V entering(int group, V top, const V (&right)[kGroups]) {
+        const V above = group > 0 ? right[group - 1] : top;
+        return Vector::kLanesAreRuns ? above : Vector::neighbours(above, right[group]);
     }
 
     // kMasked: not every lane has a column of the stripe in this step.
     template <bool kMasked, bool kRecord>
     IBPO_INLINE void step(std::ptrdiff_t at, int in_block) {
-        const V above_rises = Vector::from_word(args.rises[at]), above_falls = Vector::from_word(args.falls[at]);
+        V top_rises = Vector::from_word(args.rises[at]), top_falls = Vector::from_word(args.falls[at]);
+        if (Vector::kLanesAreRuns) {
+            top_rises = Vector::neighbours(top_rises, right_rises[kGroups - 1]);
+            top_falls = Vector::neighbours(top_falls, right_falls[kGroups - 1]);
+        }
 #pragma GCC unroll 8
         for (int group = kGroups - 1; group >= 0; --group) {  // from below: the group above must still be a step behind
-            const V in_rises = Vector::neighbours(group > 0 ? right_rises[group - 1] : above_rises, right_rises[group]);
-            const V in_falls = Vector::neighbours(group > 0 ? right_falls[group - 1] : above_falls, right_falls[group]);
-            const V equal = rows[group].next(args.columns + at - group * kLanes, args.matches + group * kLanes, in_block);
-            const V rises_before = rises[group], falls_before = falls[group];
+            const V in_rises = entering(group, top_rises, right_rises);
+            const V in_falls = entering(group, top_falls, right_falls);
+            const std::ptrdiff_t first_column = at - group * kGroupWords;  // of the group's first word
+            const V equal = rows[group].next(args.columns + first_column, args.matches + group * kLanes, in_block);
+            const V not_rises_before = not_rises[group], falls_before = falls[group];
             V zero_diagonal;
-            Vector::column(equal, in_rises, in_falls, rises[group], falls[group], right_rises[group],
+            Vector::column(equal, in_rises, in_falls, not_rises[group], falls[group], right_rises[group],
                            right_falls[group], zero_diagonal);
             if (kMasked) {
-                const typename Vector::Mask active = Vector::active(at - group * kLanes, args.num_columns);
-                rises[group] = Vector::select(active, rises[group], rises_before);
+                const typename Vector::Mask active =
+                    Vector::template active<kWordsOfLane>(first_column, args.num_columns);
+                not_rises[group] = Vector::select(active, not_rises[group], not_rises_before);
                 falls[group] = Vector::select(active, falls[group], falls_before);
             }
             if (kRecord) {
                 std::uint64_t* planes = args.planes + at * kPlanes * kWords + group * kLanes;
-                Vector::store(planes + kFromAbove * kWords, Vector::without(rises[group], equal));
+                Vector::store(planes + kFromAbove * kWords, Vector::neither(not_rises[group], equal));
                 Vector::store(planes + kFromLeft * kWords, Vector::without(right_rises[group], equal));
                 Vector::store(planes + kNotDiagonal * kWords, Vector::without(zero_diagonal, equal));
             }
