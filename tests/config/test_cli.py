@@ -188,10 +188,29 @@ def test_flags_that_are_wrong_are_refused_with_their_names(parsed, capsys):
         ("--no-ibpo-joint=1 --bf16 maybe", r"--no-ibpo-joint 1: a switch.*\n  --bf16 maybe: a"),
         ("stray --lr 1 2", r"stray: not a flag.*\n  --lr: takes one value, so 2 is one too many"),
         ("--load --colocate", "^--load: needs a value$"),
+        ("--loss-param --lr 1", "^--loss-param: needs a value$"),
+        ("--lora-targets all -lr 1", "^-lr: not a flag; flags begin with --$"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             parsed(flags=flags)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("seed", "7", 7), ("lr", "3e-4", 3e-4), ("bf16", "False", False), ("rm_url", "None", None),
+        ("rm_type", "None", "None"), ("run_dir", "/7", Path("/7")), ("loss_backend", "torch", "torch"),
+    ],
+)  # fmt: skip
+def test_text_means_the_same_in_a_flag_a_recipe_and_python(name, text, value, tmp_path, parsed):
+    (tmp_path / "empty.yaml").touch()
+    for config in (
+        parsed(flags=f"--{name} {text}"),
+        parsed(f"{name}: '{text}'"),
+        load_recipe(tmp_path / "empty.yaml", **{name: text}),
+    ):
+        assert ENTRIES[name].get(config) == value
 
 
 def test_a_bad_recipe_is_refused_with_its_key_and_value(parsed):
