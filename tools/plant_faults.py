@@ -46,7 +46,7 @@ class Arguments:
     only: tuple[str, ...] = ()
     """Names of faults, or of settings to run without a fault; all by default."""
     checks: tuple[str, ...] = ()
-    """Checks of settings to make now, `tokens` with `engine`, which opens the run; by default all that are not
+    """Checks of settings to make now, `tokens` with `engine`, which opens the run; by default all not yet
     recorded. A busy machine may have no time for all at once."""
     save: Path = RESULTS
     """Directory of the results; those of other faults and settings in it are kept."""
