@@ -129,16 +129,16 @@ def remaining_checks(record: dict[str, Any], chosen: Sequence[str]) -> list[str]
     return [check for check in missing or CHECKS if not chosen or check in chosen]
 
 
-def continued(record: dict[str, Any], of_rest: dict[str, Any]) -> dict[str, Any]:
+def continued(record: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
     """Return a setting's record with the result of further checks; that alone if nothing can be continued."""
-    if not record["as_expected"] or {*record["checks"]} & {*of_rest["checks"]}:
-        return of_rest
-    return of_rest | {
-        "seconds": round(record["seconds"] + of_rest["seconds"], 1),
-        "cpu_seconds": round(record["cpu_seconds"] + of_rest["cpu_seconds"], 1),
-        "checks": record["checks"] + of_rest["checks"],
-        "right": record["right"] + of_rest["right"],
-        "not_checked": record["not_checked"] | of_rest["not_checked"],
+    if not record["as_expected"] or {*record["checks"]} & {*further["checks"]}:
+        return further
+    return further | {
+        "seconds": round(record["seconds"] + further["seconds"], 1),
+        "cpu_seconds": round(record["cpu_seconds"] + further["cpu_seconds"], 1),
+        "checks": record["checks"] + further["checks"],
+        "right": record["right"] + further["right"],
+        "not_checked": record["not_checked"] | further["not_checked"],
     }
 
 

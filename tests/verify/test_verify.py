@@ -68,9 +68,9 @@ def test_a_second_reading_has_hashes_of_another_seed_even_where_the_environment_
 
     monkeypatch.setenv("PYTHONHASHSEED", seed)
     printed = [sys.executable, "-c", "print(hash('a prompt'))"]
-    here = int(subprocess.run(printed, capture_output=True, check=True).stdout)
+    hash_value = int(subprocess.run(printed, capture_output=True, check=True).stdout)
     first, second = (with_other_hashes(hash, "a prompt") for _ in range(2))
-    assert first == second != here
+    assert first == second != hash_value
     assert os.environ["PYTHONHASHSEED"] == seed
 
 
