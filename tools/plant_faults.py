@@ -129,16 +129,16 @@ def remaining_checks(record: dict[str, Any], chosen: Sequence[str]) -> list[str]
     return [check for check in missing or CHECKS if not chosen or check in chosen]
 
 
-def continued(record: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
+def continued(record: dict[str, Any], new_result: dict[str, Any]) -> dict[str, Any]:
     """Return a setting's record with the result of further checks; that alone if nothing can be continued."""
-    if not record["as_expected"] or {*record["checks"]} & {*further["checks"]}:
-        return further
-    return further | {
-        "seconds": round(record["seconds"] + further["seconds"], 1),
-        "cpu_seconds": round(record["cpu_seconds"] + further["cpu_seconds"], 1),
-        "checks": record["checks"] + further["checks"],
-        "right": record["right"] + further["right"],
-        "not_checked": record["not_checked"] | further["not_checked"],
+    if not record["as_expected"] or {*record["checks"]} & {*new_result["checks"]}:
+        return new_result
+    return new_result | {
+        "seconds": round(record["seconds"] + new_result["seconds"], 1),
+        "cpu_seconds": round(record["cpu_seconds"] + new_result["cpu_seconds"], 1),
+        "checks": record["checks"] + new_result["checks"],
+        "right": record["right"] + new_result["right"],
+        "not_checked": record["not_checked"] | new_result["not_checked"],
     }
 
 
@@ -254,8 +254,15 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         if name in results:
             result = results[name]
             counts = (result["right"], len(result["wrong"]), len(result["not_checked"]))
-            rest = [check for check in CHECKS if check not in result["checks"]]
-            cells = (name, result["seed"], *counts, ", ".join(rest), result["seconds"], result["cpu_seconds"])
+            missing = [check for check in CHECKS if check not in result["checks"]]
+            cells = (
+                name,
+                result["seed"],
+                *counts,
+                ", ".join(missing),
+                result["seconds"],
+                result["cpu_seconds"],
+            )
             yield f"| {' | '.join('' if cell is None else str(cell) for cell in cells)} |"
 
 
