@@ -214,7 +214,8 @@ def main(arguments: Arguments) -> int:
             if trial.caught_by:
                 result = trial.run(copy, checks_of(trial) if arguments.only else ())
             elif checks := remaining_checks(record, arguments.checks):
-                result = continued(record, trial.run(copy, checks))
+                result = trial.run(copy, checks)
+                result = continued(read_results(arguments.save).get(trial.name, NO_RECORD), result)
             else:
                 continue
             store(result, trials, arguments.save)
