@@ -46,8 +46,8 @@ class Arguments:
     only: tuple[str, ...] = ()
     """Names of faults, or of settings to run without a fault; all by default."""
     checks: tuple[str, ...] = ()
-    """Checks of settings to make now, `tokens` with `engine`, which opens the run; by default all that a
-    record lacks. A busy machine may have no time for all at once."""
+    """Checks of settings to make now, `tokens` with `engine`, which opens the run; by default all not yet
+    recorded. A busy machine may have no time for all at once."""
     save: Path = RESULTS
     """Directory of the results; those of other faults and settings in it are kept."""
     table: bool = False
@@ -129,16 +129,16 @@ def remaining_checks(record: dict[str, Any], chosen: Sequence[str]) -> list[str]
     return [check for check in missing or CHECKS if not chosen or check in chosen]
 
 
-def continued(record: dict[str, Any], of_rest: dict[str, Any]) -> dict[str, Any]:
+def continued(record: dict[str, Any], new_result: dict[str, Any]) -> dict[str, Any]:
     """Return a setting's record with the result of further checks; that alone if nothing can be continued."""
-    if not record["as_expected"] or {*record["checks"]} & {*of_rest["checks"]}:
-        return of_rest
-    return of_rest | {
-        "seconds": round(record["seconds"] + of_rest["seconds"], 1),
-        "cpu_seconds": round(record["cpu_seconds"] + of_rest["cpu_seconds"], 1),
-        "checks": record["checks"] + of_rest["checks"],
-        "right": record["right"] + of_rest["right"],
-        "not_checked": record["not_checked"] | of_rest["not_checked"],
+    if not record["as_expected"] or {*record["checks"]} & {*new_result["checks"]}:
+        return new_result
+    return new_result | {
+        "seconds": round(record["seconds"] + new_result["seconds"], 1),
+        "cpu_seconds": round(record["cpu_seconds"] + new_result["cpu_seconds"], 1),
+        "checks": record["checks"] + new_result["checks"],
+        "right": record["right"] + new_result["right"],
+        "not_checked": record["not_checked"] | new_result["not_checked"],
     }
 
 
@@ -214,7 +214,8 @@ def main(arguments: Arguments) -> int:
             if trial.caught_by:
                 result = trial.run(copy, checks_of(trial) if arguments.only else ())
             elif checks := remaining_checks(record, arguments.checks):
-                result = continued(record, trial.run(copy, checks))
+                result = trial.run(copy, checks)
+                result = continued(read_results(arguments.save).get(trial.name, NO_RECORD), result)
             else:
                 continue
             store(result, trials, arguments.save)
@@ -254,8 +255,15 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         if name in results:
             result = results[name]
             counts = (result["right"], len(result["wrong"]), len(result["not_checked"]))
-            rest = [check for check in CHECKS if check not in result["checks"]]
-            cells = (name, result["seed"], *counts, ", ".join(rest), result["seconds"], result["cpu_seconds"])
+            missing = [check for check in CHECKS if check not in result["checks"]]
+            cells = (
+                name,
+                result["seed"],
+                *counts,
+                ", ".join(missing),
+                result["seconds"],
+                result["cpu_seconds"],
+            )
             yield f"| {' | '.join('' if cell is None else str(cell) for cell in cells)} |"
 
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+from megatron_ibpo.basics.environment_variables import variables_set
 from megatron_ibpo.basics.rendezvous import LOOPBACK, private_directory
 from megatron_ibpo.cluster.orphan_watch import ended_with_ray
-from megatron_ibpo.cluster.ray_token import own_token, read_settings_again, use_token, variables_set
+from megatron_ibpo.cluster.ray_token import own_token, read_settings_again, use_token
 
 SWEEP_TIMEOUT_S = 15.0
 """Seconds for the process that cleans up, once Ray itself has been told to stop."""

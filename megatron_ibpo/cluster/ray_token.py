@@ -6,9 +6,11 @@ It is passed on as the path of a file: an environment variable with the token it
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from megatron_ibpo.basics.environment_variables import variables_set
 
 TOKEN_FILE = ".ray_token"
 """Name of the token's file, in the private directory of a Ray, and in the run's directory for the other nodes
@@ -76,20 +78,6 @@ def own_token(directory: Path, token: str | None = None) -> Iterator[None]:
             yield
     finally:
         read_settings_again()
-
-
-@contextmanager
-def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables within the block, and touch no other. Native threads read the
-    environment whenever they like, and `mock.patch.dict` would take all of it away and put it back."""
-    previous = {name: os.environ[name] for name in variables if name in os.environ}
-    os.environ |= variables
-    try:
-        yield
-    finally:
-        for name in variables.keys() - previous.keys():
-            del os.environ[name]
-        os.environ |= previous
 
 
 def read_settings_again() -> None:

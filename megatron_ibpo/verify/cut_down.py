@@ -66,7 +66,7 @@ def _shrink(config: Any) -> None:
         if isinstance(value := getattr(config, name, None), int):
             setattr(config, name, min(value, most))
     config.num_attention_heads, config.num_key_value_heads = heads, keys
-    config.hidden_size = 32 * heads if is_square else 96 if heads != 3 else 128
+    config.hidden_size = 32 * heads if is_square else 96  # 1, 2 or 4 heads of 32 are never 96
     if value_heads:
         config.linear_num_value_heads = config.linear_num_key_heads * min(ratio, 2)
     config.num_hidden_layers = layers

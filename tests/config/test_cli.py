@@ -203,7 +203,7 @@ def test_flags_that_are_wrong_are_refused_with_their_names(parsed, capsys):
         ("rm_type", "None", "None"), ("run_dir", "/7", Path("/7")), ("loss_backend", "torch", "torch"),
     ],
 )  # fmt: skip
-def test_text_means_the_same_in_a_flag_a_recipe_and_python(name, text, value, tmp_path, parsed):
+def test_text_means_the_same_in_flags_recipes_and_python(name, text, value, tmp_path, parsed):
     (tmp_path / "empty.yaml").touch()
     for config in (
         parsed(flags=f"--{name} {text}"),

@@ -47,6 +47,6 @@ def test_norms_on_cpus_equal_their_definition_in_float64(forwards, name, dtype, 
 
 
 @pytest.mark.engine
-def test_a_norm_of_a_part_of_each_row_is_left_to_torch(forwards):
+def test_a_norm_over_part_of_a_row_is_torchs(forwards):
     norm = SimpleNamespace(has_weight=True, variance_size_override=4, forward_native=lambda x, _: x + 1)
     assert forwards["RMSNorm"][0](norm, torch.zeros(1)).item() == 1

@@ -45,10 +45,10 @@ def test_the_fault_record_is_complete_and_documented():
 def test_a_setting_is_continued_with_the_checks_it_lacks():
     first = {"as_expected": True, "seconds": 1.0, "cpu_seconds": 2.0, "checks": ["split", "data"], "right": 9,
              "wrong": [], "not_checked": {"data: epochs": "why"}}  # fmt: skip
-    rest = remaining_checks(first, ())
-    assert {*rest} == {*CHECKS} - {"split", "data"}
+    missing = remaining_checks(first, ())
+    assert {*missing} == {*CHECKS} - {"split", "data"}
     assert remaining_checks(first, ("split", "memory")) == ["memory"]
-    last = continued(first, first | {"checks": rest, "not_checked": {"memory": "why"}})
+    last = continued(first, first | {"checks": missing, "not_checked": {"memory": "why"}})
     assert {*last["checks"]} == {*CHECKS}
     assert (last["seconds"], last["cpu_seconds"], last["right"]) == (2.0, 4.0, 18)
     assert [*last["not_checked"]] == ["data: epochs", "memory"]

@@ -63,14 +63,14 @@ def test_verification_rows_are_ordered_and_complete_in_json():
 
 
 @pytest.mark.parametrize("seed", ["0", "7", "4294967295", "random"])
-def test_a_second_reading_has_hashes_of_another_seed_even_where_the_environment_fixes_it(monkeypatch, seed):
+def test_a_second_reading_has_another_hash_seed(monkeypatch, seed):
     from megatron_ibpo.verify.prompts import with_other_hashes  # imports torch
 
     monkeypatch.setenv("PYTHONHASHSEED", seed)
     printed = [sys.executable, "-c", "print(hash('a prompt'))"]
-    here = int(subprocess.run(printed, capture_output=True, check=True).stdout)
+    hash_value = int(subprocess.run(printed, capture_output=True, check=True).stdout)
     first, second = (with_other_hashes(hash, "a prompt") for _ in range(2))
-    assert first == second != here
+    assert first == second != hash_value
     assert os.environ["PYTHONHASHSEED"] == seed
 
 
