@@ -291,6 +291,7 @@ def test_all_parts_pass_on_a_cpu_without_optional_packages(tmp_path):
     skipped = {name for name, own in found.items() if own["status"] == "skipped"}
     need_a_gpu = {"host-syncs-qwen3", "host-syncs-qwen3-next"}
     need_vllm = {part.name for part in conductor.PARTS if part.name.startswith("engine-")} - {"engine-loop"}
+    need_vllm |= {"real-model"}
     assert skipped == need_a_gpu | need_vllm | {"memcheck", "racecheck", "synccheck", "initcheck"}
     assert found["engine-loop"]["summary"].startswith("NOT THE PRODUCT")
     assert not found["engine-loop"]["product"]

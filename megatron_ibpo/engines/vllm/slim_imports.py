@@ -110,6 +110,8 @@ def slim_imports(settings: EngineSettings) -> None:
     has_one_process = settings.device == "cpu" and settings.tensor_parallel_size == 1
     if not has_one_process or not settings.enforce_eager or uses_second_runner("cpu"):
         return
+    if settings.drafts and not settings.drafts_corrections:
+        return  # vLLM imports the compiler for a model that drafts, and n-grams need none
     for package in OPTIONAL:
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
     sys.modules.setdefault(OF_COMPILER, ModuleType(OF_COMPILER))
