@@ -16,8 +16,9 @@ template <typename Vector, int kGroups>
 struct Stripe {
     using V = typename Vector::V;
     static constexpr int kLanes = Vector::kLanes, kWords = kLanes * kGroups;
-    // Words that follow one another stand in one lane of all groups, or in the lanes of one group (StripeKernel::position).
-    // In the first case what leaves a word enters the same lane of the next group: only the last group's is permuted.
+    // Words that follow one another stand in one lane of all groups, or in the lanes of one group
+    // (StripeKernel::position). In the first case what leaves a word enters the same lane of the next group, and only
+    // what leaves the last group is permuted.
     static constexpr int kWordsOfLane = Vector::kLanesAreRuns ? kGroups : 1;  // also from one lane of a group to the next
     static constexpr int kGroupWords = Vector::kLanesAreRuns ? 1 : kLanes;    // from one group to the next
 
