@@ -24,7 +24,7 @@ from megatron_ibpo.plan.parameter_count import Census, StagePart
 from megatron_ibpo.policy.overrides import Overrides, read_overrides
 
 TRAINER_PROGRAM_BYTES = int(0.4 * GIB)
-"""Bytes of a trainer's process without its model: 406 MiB with a tiny one (tools/results/soak_next.json)."""
+"""Bytes of a trainer's process without its model: 406 MiB with a tiny one (`tests/soak.sh`)."""
 ENGINE_PROGRAM_BYTES = int(0.5 * GIB)
 """Bytes of an engine's process on a CPU: measured 1,104 MiB, including a KV cache of 512 MiB."""
 _MOST_NODES = 8
