@@ -136,7 +136,7 @@ def test_rows_of_other_trainers_are_read_and_wrong_rewards_noticed(tmp_path):
         right = {row["check"] for row in rows if row["verdict"] == "right"}
         assert right >= {"data: rows", "data: epochs", "rewards: labels"}, output
     (tmp_path / "generous.py").write_text("def score(p, r, label, m):\n    return float(bool(r))\n")
-    generous = ["--rm-type", f"{tmp_path / 'generous'}:score"]
+    generous = ["--rm-type", f"{tmp_path / 'generous.py'}:score"]
     status, rows, output = verify(
         tmp_path,
         *recipe,
