@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _ROOMS = {
     "basics.records": ("Correction", "Group", "Prompt", "Sample", "SampleRequest", "TrainSequence"),
