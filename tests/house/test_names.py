@@ -12,7 +12,7 @@ import pytest
 from support.paths import ROOT, TESTS
 
 pytestmark = pytest.mark.lint
-BOUND = 5.7
+BOUND = 4.5
 """Most vague names of 1,000. Lower it when names get better."""
 VAGUE = set(
     """
