@@ -38,7 +38,7 @@ def as_type(value: Any, hint: Any) -> Any:
             with suppress(TypeError):
                 return as_type(value, alternative)
     elif origin is Literal:
-        if value in parts:
+        if any(value == part and type(value) is type(part) for part in parts):  # True == 1
             return value
     elif origin in (list, tuple):
         if isinstance(value, list | tuple):

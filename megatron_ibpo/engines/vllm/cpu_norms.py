@@ -39,7 +39,7 @@ def _rms_norm(
 ) -> Normalized:
     """Normalize in float32, as vLLM's layers do: in bfloat16 the kernel would round the sums."""
     rows = x.float() if residual is None else x.float() + residual.float()
-    output = torch.empty(rows.shape)
+    output = torch.empty(rows.shape, dtype=rows.dtype)
     torch.ops._C.rms_norm(output, rows.contiguous(), weight, epsilon)  # it takes rows to follow each other
     normalized = output.to(x.dtype)
     return normalized if residual is None else (normalized, rows.to(x.dtype))
