@@ -35,6 +35,7 @@ Metric = Literal["plain", "adam"]
 StudyFile = Annotated[Path, tyro.conf.Positional]
 Names = tyro.conf.UseAppendAction[tuple[str, ...]]
 _TRAINED = ("gspo", "wrong-weight", "ibpo", "ibpo-shaping-only", "plain-prompt", "plain-prompt-gated")
+"""Methods that are trained by default; the study's others are coefficients on the same gradients."""
 
 
 def record(
@@ -139,8 +140,7 @@ def predict(
     """
     read = read_study([study])
     cells = dict(judge_tasks(read, save, metric))
-    sizes = {"steps": steps, "responses": responses}
-    write_bursts(read, cells, bursts, trained=train, seeds=seeds, **sizes)
+    write_bursts(read, cells, bursts, trained=train, seeds=seeds, steps=steps, responses=responses)
 
 
 def check(bursts: tyro.conf.Positional[Path]) -> None:

@@ -44,7 +44,8 @@ def write_bursts(
 
     Args:
         cells: task → what the records say, as plain values.
-        trained: methods to train, the study's baseline among them.
+        trained: methods to train, the study's baseline first.
+        seeds: seeds of each method.
         steps: number of steps of the baseline; the budget of all.
         responses: number of responses in a step of the baseline.
     """

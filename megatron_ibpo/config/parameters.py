@@ -80,16 +80,16 @@ def built(found: Any, parameters: Mapping[str, Any]) -> Any:
 
 
 def entries_of(config: Config, registries: Sequence[Registry]) -> dict[str, Entry]:
-    """Return the parameters of all choices."""
+    """Return the parameters of all choices of a configuration."""
     chosen = {registry.setting: registry.choice_in(config) for registry in registries}
     return chosen_entries(chosen, registries)
 
 
 def chosen_entries(chosen: Mapping[str, Any], registries: Sequence[Registry]) -> dict[str, Entry]:
-    """Return the same.
+    """Return the parameters of the choices made.
 
     Args:
-        chosen: setting → the choice made.
+        chosen: setting → its choice; a setting that is missing has its default.
     """
     return {
         name: entry
