@@ -62,6 +62,13 @@ def test_flash_attention_equals_the_rectangles(lengths, heads, groups, size, win
     )
 
 
+@pytest.fixture
+def checkpoint(make, tmp_path):
+    """Made before there are ranks: transformers writes nothing where torch.distributed's rank is not 0."""
+    make_checkpoint, seed, settings = make
+    return make_checkpoint(tmp_path / "model", seed, std=0.08, **settings)
+
+
 @pytest.mark.parametrize(
     ("ranks", "make", "parallel"),
     [
@@ -72,17 +79,15 @@ def test_flash_attention_equals_the_rectangles(lengths, heads, groups, size, win
         pytest.param(1, (make_gpt_oss, 3, {}), layout(), marks=pytest.mark.slow),
     ],
 )
-def test_a_fused_model_has_the_plain_ones_loss_and_gradients(world, tmp_path, ranks, make, parallel):
+def test_a_fused_model_has_the_plain_ones_loss_and_gradients(world, checkpoint, ranks, make, parallel):
     from megatron_ibpo.policy import parallel as groups
 
     flash_attention.register()
-    make_checkpoint, seed, settings = make
-    path = make_checkpoint(tmp_path / f"model{world.rank}", seed, std=0.08, **settings)
     seen = []
     for libraries, recompute in ((LOCAL, "none"), (FUSED, "none"), (FUSED, "selective"), (FUSED, "full")):
-        override = ("moe_router_dtype=fp64",) if make_checkpoint is not make_qwen3 else ()
+        override = ("moe_router_dtype=fp64",) if make[0] is not make_qwen3 else ()
         model = ModelConfig(recompute_granularity=recompute, model_override=override)
-        (chunk,), _ = loaded(world, path, parallel, model, libraries=libraries)
+        (chunk,), _ = loaded(world, checkpoint, parallel, model, libraries=libraries)
         chunk.double()
         seen.append(loss_and_gradients(chunk, world))
         groups.destroy()

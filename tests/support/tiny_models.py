@@ -48,6 +48,7 @@ def built_once(make):
             BUILT.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=BUILT) as place:
                 made = make(Path(place) / "model", seed, *args, **how)
+                assert (made / "config.json").exists(), "transformers writes on the first rank only"
                 try:
                     made.rename(kept)
                 except OSError:  # another process was faster
