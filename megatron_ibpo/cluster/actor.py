@@ -87,13 +87,7 @@ class Host:
     """A process of the run, as the driver controls it."""
 
     def __init__(
-        self,
-        name: str,
-        place: Place,
-        *,
-        gpus: int,
-        threads: int = 1,
-        environment: Mapping[str, str],
+        self, name: str, place: Place, *, gpus: int, threads: int = 1, environment: Mapping[str, str]
     ) -> None:
         """Start it, without waiting.
 
@@ -107,12 +101,7 @@ class Host:
         self.built: Any = None
         self._actor: Any = (
             ray.remote(_Process)
-            .options(
-                num_cpus=0,
-                num_gpus=gpus,
-                max_concurrency=threads,
-                scheduling_strategy=place,
-            )
+            .options(num_cpus=0, num_gpus=gpus, max_concurrency=threads, scheduling_strategy=place)
             .remote(name, dict(environment), [path or os.getcwd() for path in sys.path])
         )
 

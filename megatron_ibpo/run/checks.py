@@ -4,14 +4,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from megatron_ibpo.basics.versions import missing
-from megatron_ibpo.config import (
-    EVAL_PRESETS,
-    Config,
-    ConfigError,
-    as_specs,
-    check_config,
-    eval_sampling,
-)
+from megatron_ibpo.config import EVAL_PRESETS, Config, ConfigError, as_specs, check_config, eval_sampling
 from megatron_ibpo.credit import Operator, check_credit, find_estimator, find_group_filter, find_operator
 from megatron_ibpo.credit.estimators import gives_token_advantages
 from megatron_ibpo.engines.registry import check_engine, check_limits

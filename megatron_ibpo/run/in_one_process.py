@@ -115,9 +115,7 @@ class LeanEngines:
         """
         self._rank, self._shape = rank, foundation.shape
         self._engine = LeanEngine(
-            foundation.shape,
-            foundation.eos_token_ids,
-            max_context=foundation.max_context,
+            foundation.shape, foundation.eos_token_ids, max_context=foundation.max_context
         )
         self.version = -1  # no weights
 

@@ -124,12 +124,7 @@ def sampling_settings(config: Config) -> str:
     # what a row may name changes no sample of a row that names something else
     data = {name: value for name, value in asdict(config.data).items() if name != "allowed_rm_types"}
     further = {"seed": config.run.seed} | ({"prompts_held_out": True} if config.holds_out else {})
-    sections = [
-        asdict(config.algorithm),
-        data,
-        rollout,
-        further | config.environment.of_samples(),
-    ]
+    sections = [asdict(config.algorithm), data, rollout, further | config.environment.of_samples()]
     return json.dumps(sections, default=str, sort_keys=True)
 
 

@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megatron_ibpo.basics.records import Group, TrainSequence
-from megatron_ibpo.credit import (
-    Credit,
-    assign_credit,
-)
+from megatron_ibpo.credit import Credit, assign_credit
 from megatron_ibpo.engines.truncation import check_recorded
 from megatron_ibpo.run.observers import check_against_fresh_engine, observed_logprobs
 from megatron_ibpo.run.recovery import admit_engines, remember, sleep_engines, surviving, wake_engines

@@ -6,14 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_ibpo.basics.records import Floats, Group, TrainSequence
-from megatron_ibpo.credit import (
-    assign_credit,
-    credit_of,
-)
+from megatron_ibpo.credit import assign_credit, credit_of
 from megatron_ibpo.engines.probe import compare_probes, probe
-from megatron_ibpo.report import (
-    save_outcomes,
-)
+from megatron_ibpo.report import save_outcomes
 from megatron_ibpo.report.run_dir import SKILL_FILE, write_whole
 from megatron_ibpo.run.operator_skill import (
     Asking,

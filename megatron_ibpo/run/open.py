@@ -19,12 +19,7 @@ from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import check_loss_of_run, doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.inputs import Inputs, Judges, open_inputs, open_journal, open_judges
-from megatron_ibpo.run.preflight import (
-    check_inputs,
-    check_judges,
-    check_model,
-    preflight,
-)
+from megatron_ibpo.run.preflight import check_inputs, check_judges, check_model, preflight
 from megatron_ibpo.run.processes import Backend, Processes
 from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation, resolve
 from megatron_ibpo.run.resume_point import ResumePoint, read_resume_point

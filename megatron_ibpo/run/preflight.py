@@ -80,13 +80,7 @@ def preflight(
     config, shape = resolved.config, resolved.shape
     if memory:
         check_main_memory(
-            config,
-            shape,
-            resolved.overrides,
-            resolved.engine_needs,
-            weights,
-            resolved.placement,
-            memory,
+            config, shape, resolved.overrides, resolved.engine_needs, weights, resolved.placement, memory
         )
     return partial(forecast, config, shape, resolved.world_size)
 

@@ -5,10 +5,7 @@ from functools import partial
 from typing import TypeVar
 
 from megatron_ibpo.cluster.deaths import MOST_DEATHS, ProcessDiedError
-from megatron_ibpo.credit import (
-    Credit,
-    assign_credit,
-)
+from megatron_ibpo.credit import Credit, assign_credit
 from megatron_ibpo.run.state import Run, context
 from megatron_ibpo.weights.formats.run_state import load_run_state, newest_step
 

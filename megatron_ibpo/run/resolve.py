@@ -9,13 +9,7 @@ from megatron_ibpo.config import Config, ConfigError
 from megatron_ibpo.credit import Method, find_method
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
-from megatron_ibpo.engines.registry import (
-    check_model,
-    engine_needs,
-    engine_start,
-    fallback_note,
-    on_device,
-)
+from megatron_ibpo.engines.registry import check_model, engine_needs, engine_start, fallback_note, on_device
 from megatron_ibpo.engines.settings import EngineNeeds, EngineStart
 from megatron_ibpo.engines.truncation import all_readers, check_truncation
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config, world_problems

@@ -314,11 +314,7 @@ class LiveRollouts:
         return Pace(rollout.max_staleness, max(0, over), rollout.keep_order, self.config.run.num_rollout)
 
     def _sample_synchronous(
-        self,
-        step: int,
-        groups: GroupSampler,
-        context: CreditContext,
-        meanwhile: Callable[[], None] | None,
+        self, step: int, groups: GroupSampler, context: CreditContext, meanwhile: Callable[[], None] | None
     ) -> Batch:
         rounds = groups.rules.max_rounds
 
@@ -330,11 +326,7 @@ class LiveRollouts:
         return batch if rounds > 1 else replace(batch, metrics={})
 
     def _sample_ahead(
-        self,
-        step: int,
-        groups: GroupSampler,
-        context: CreditContext,
-        meanwhile: Callable[[], None] | None,
+        self, step: int, groups: GroupSampler, context: CreditContext, meanwhile: Callable[[], None] | None
     ) -> Batch:
         pace = self._pace
         assert pace is not None
@@ -383,9 +375,7 @@ class LiveRollouts:
         return evaluated
 
     def observed(
-        self,
-        ask: Callable[[Sampler], Coroutine[Any, Any, T]],
-        meanwhile: Callable[[], None] | None = None,
+        self, ask: Callable[[Sampler], Coroutine[Any, Any, T]], meanwhile: Callable[[], None] | None = None
     ) -> T:
         """Run an instrument's requests between steps, without any effect on a step's metrics. Raises the
         errors of `ask`."""

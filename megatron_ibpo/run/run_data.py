@@ -91,13 +91,7 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
         suffixes,
         training_prompts(config, tokenizer, context - suffixes.longest) if trains and not replays else None,
         [] if replays else open_eval_sets(config, tokenizer, context, ibpo_k=operator.ibpo_k),
-        Vocabulary(
-            CorrectionTemplate(tokenizer, operator.ibpo_k),
-            texts,
-            marks,
-            placeholder,
-            answer_start,
-        ),
+        Vocabulary(CorrectionTemplate(tokenizer, operator.ibpo_k), texts, marks, placeholder, answer_start),
         template_notes,
     )
 

@@ -12,17 +12,11 @@ import numpy as np
 
 from megatron_ibpo.basics.records import Floats, TrainSequence
 from megatron_ibpo.config import Config
-from megatron_ibpo.credit import (
-    CreditContext,
-    LogProbQuery,
-)
+from megatron_ibpo.credit import CreditContext, LogProbQuery
 from megatron_ibpo.engines.probe import IdleEngine
 from megatron_ibpo.journal import Journal
 from megatron_ibpo.policy.group import Policy
-from megatron_ibpo.report import (
-    Report,
-    Stages,
-)
+from megatron_ibpo.report import Report, Stages
 from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.resolve import Foundation

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_ibpo.basics.records import Group, TrainSequence
-from megatron_ibpo.credit import (
-    Credit,
-)
+from megatron_ibpo.credit import Credit
 from megatron_ibpo.credit.break_even import composition_counts, learns_from_corrections
 from megatron_ibpo.report import (
     check_reward_errors,
@@ -16,9 +14,7 @@ from megatron_ibpo.report import (
     step_alarms,
 )
 from megatron_ibpo.report.rollout_data import is_recorded_step, keep_samples
-from megatron_ibpo.run.operator_skill import (
-    corrects,
-)
+from megatron_ibpo.run.operator_skill import corrects
 from megatron_ibpo.run.state import Run
 
 

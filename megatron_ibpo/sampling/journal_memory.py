@@ -102,10 +102,7 @@ class JournalMemory:
         return oldest
 
     def groups(
-        self,
-        batch: ClosedBatch,
-        draw: Callable[[int], tuple[Prompt, CreditContext]],
-        operator: Operator,
+        self, batch: ClosedBatch, draw: Callable[[int], tuple[Prompt, CreditContext]], operator: Operator
     ) -> list[Group]:
         """Return the batch's groups as they were.
 

@@ -126,11 +126,7 @@ class NcclTransport:
         store = open_store(own_address(), 0, timeout) if self._world.is_rank_0 else None
         listener = listen(own_address()) if self._world.is_rank_0 else None  # the port stays taken
         host, port, lost_port = self._world.on_rank_0(
-            lambda: (
-                own_address(),
-                listener.getsockname()[1] if listener else 0,
-                store.port if store else 0,
-            )
+            lambda: (own_address(), listener.getsockname()[1] if listener else 0, store.port if store else 0)
         )
         self._lost = store or dist.TCPStore(host, lost_port, timeout=timeout)
         size = 1 + len(engines) * self._workers
