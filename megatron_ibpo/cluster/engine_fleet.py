@@ -9,8 +9,14 @@ from dataclasses import dataclass
 
 from megatron_ibpo.cluster.actor import Host, result
 from megatron_ibpo.cluster.deaths import ProcessDiedError
-from megatron_ibpo.cluster.engine_handles import SLACK_S, Member, RemoteLink
-from megatron_ibpo.cluster.engine_processes import LOOK_EVERY_S, EngineProcesses, Reasons
+from megatron_ibpo.cluster.engine_processes import (
+    LOOK_EVERY_S,
+    SLACK_S,
+    EngineProcesses,
+    Member,
+    Reasons,
+    RemoteLink,
+)
 from megatron_ibpo.engines import EngineError
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 

@@ -12,8 +12,14 @@ from pathlib import Path
 
 from megatron_ibpo.cluster.deaths import MOST_DEATHS, ProcessDiedError
 from megatron_ibpo.cluster.engine_fleet import EngineFleet, draft_acceptance
-from megatron_ibpo.cluster.engine_handles import IdleEngine, Member, RemoteEngine
-from megatron_ibpo.cluster.engine_processes import LOOK_EVERY_S, EngineProcesses, Reasons
+from megatron_ibpo.cluster.engine_processes import (
+    LOOK_EVERY_S,
+    EngineProcesses,
+    IdleEngine,
+    Member,
+    Reasons,
+    RemoteEngine,
+)
 from megatron_ibpo.engines import EngineError, EngineLostError
 from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder

@@ -10,7 +10,7 @@ from megatron_ibpo.config import Config, Registry, RolloutConfig, built, known_o
 from megatron_ibpo.config.all_fields import flag
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings, EngineStart, Precision
-from megatron_ibpo.engines.vllm.parameters import VllmParameters
+from megatron_ibpo.engines.vllm.needs import VllmParameters
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.transfer.update_order import TransportName
 

@@ -20,8 +20,8 @@ from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weigh
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.process_start import trainer_rank
 from megatron_ibpo.run.inputs import Inputs, Judges
-from megatron_ibpo.run.processes import Launched, Processes, TrainersAlone
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig, check_model_layout
+from megatron_ibpo.run.state import Launched, Processes, TrainersAlone
 
 ABOUT = (
     "one process trains and samples (--rollout-backend lean): its steps and rewards can be compared with "

@@ -29,11 +29,10 @@ from megatron_ibpo.models import ModelShape, least_world
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.inputs import Inputs, Judges, open_inputs, open_judges
 from megatron_ibpo.run.preflight import check_inputs, check_judges
-from megatron_ibpo.run.processes import Launched, Processes, TrainersAlone
 from megatron_ibpo.run.resolve import ResolvedConfig, check_model_layout, read_foundation, resolve
 from megatron_ibpo.run.rollouts import Rollouts, open_episodes, open_rollouts
 from megatron_ibpo.run.run_data import RunData
-from megatron_ibpo.run.state import Run
+from megatron_ibpo.run.state import Launched, Processes, Run, TrainersAlone
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 NODE_ERRORS = (NodeLostError, EngineLostError)

@@ -18,14 +18,20 @@ from megatron_ibpo.report.stages import Forecast, StartLines
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import check_loss_of_run, doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
-from megatron_ibpo.run.inputs import Inputs, Judges, open_inputs, open_journal, open_judges
+from megatron_ibpo.run.inputs import (
+    Inputs,
+    Judges,
+    ResumePoint,
+    open_inputs,
+    open_journal,
+    open_judges,
+    read_resume_point,
+)
 from megatron_ibpo.run.preflight import check_inputs, check_judges, check_model, preflight
-from megatron_ibpo.run.processes import Backend, Processes
 from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation, resolve
-from megatron_ibpo.run.resume_point import ResumePoint, read_resume_point
 from megatron_ibpo.run.rollouts import open_episodes, open_rollouts
-from megatron_ibpo.run.state import Progress, Run
-from megatron_ibpo.sampling.journal_memory import JournalMemory
+from megatron_ibpo.run.state import Backend, Processes, Progress, Run
+from megatron_ibpo.sampling.groups import JournalMemory
 
 
 @contextmanager

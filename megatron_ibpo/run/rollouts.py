@@ -41,8 +41,15 @@ from megatron_ibpo.run.resolve import Foundation, ResolvedConfig
 from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.episodes import Episodes
-from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
-from megatron_ibpo.sampling.journal_memory import JournalMemory, UnderWay, replay
+from megatron_ibpo.sampling.groups import (
+    Batch,
+    GroupSampler,
+    JournalMemory,
+    Rules,
+    UnderWay,
+    replay,
+    sample_batch,
+)
 from megatron_ibpo.sampling.requests import group_requests, scorer
 from megatron_ibpo.sampling.sampler import Sampler
 

@@ -33,11 +33,11 @@ from megatron_ibpo.report import Report, Size, Stages, prepare_run_dir, run_size
 from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.report.run_dir import locked
 from megatron_ibpo.report.stages import StartLines
-from megatron_ibpo.run.loop import NotFiniteError
+from megatron_ibpo.run.inputs import read_resume_point
 from megatron_ibpo.run.open import choose_backend
 from megatron_ibpo.run.preflight import check_model, disk_bytes, preflight
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig, read_foundation, resolve, settle
-from megatron_ibpo.run.resume_point import read_resume_point
+from megatron_ibpo.run.steps import NotFiniteError
 from megatron_ibpo.weights.formats.retention import Keep
 
 _OF_TRAIN = (

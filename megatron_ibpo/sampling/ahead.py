@@ -11,8 +11,7 @@ import numpy as np
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.credit import CreditContext
 from megatron_ibpo.credit.metrics import sampled_metrics
-from megatron_ibpo.sampling.groups import Batch, Drawn, GroupSampler
-from megatron_ibpo.sampling.journal_memory import EXPIRED
+from megatron_ibpo.sampling.groups import EXPIRED, Batch, Drawn, GroupSampler
 
 DrawPrompt = Callable[[int, int], tuple[Prompt, Sequence[SampleRequest], CreditContext]]
 """(ordinal, attempt) → (the prompt, the requests for its responses, the context for drawing its

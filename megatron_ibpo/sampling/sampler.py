@@ -18,8 +18,7 @@ from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.engines import AsyncEngine, EngineDiedError, EngineError, EngineLostError
 from megatron_ibpo.sampling.episodes import Episodes, unplayed
-from megatron_ibpo.sampling.meter import Meter
-from megatron_ibpo.sampling.requests import Score, run_concurrently, with_beginning
+from megatron_ibpo.sampling.requests import Meter, Score, run_concurrently, with_beginning
 
 TAKE_S = 1.0
 """Seconds that one look at an engine may take."""

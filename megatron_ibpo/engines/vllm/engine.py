@@ -34,6 +34,7 @@ from megatron_ibpo.engines.vllm.messages import (
     Unsampled,
 )
 from megatron_ibpo.engines.vllm.needs import (
+    VllmParameters,
     changed_probabilities,
     model_problems,
     on_device,
@@ -41,7 +42,6 @@ from megatron_ibpo.engines.vllm.needs import (
     sampling_mask_obstacle,
     vllm_needs,
 )
-from megatron_ibpo.engines.vllm.parameters import VllmParameters
 
 SOCKET_BYTES = 37
 """Length of a slash and the 36 characters of the names of vLLM's sockets."""

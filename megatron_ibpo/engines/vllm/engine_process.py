@@ -26,8 +26,8 @@ from megatron_ibpo.basics.rendezvous import remove_private
 from megatron_ibpo.basics.sampling_mask import SamplingMask, sampling_mask
 from megatron_ibpo.basics.supervised import end_group
 from megatron_ibpo.engines.settings import EngineSettings
-from megatron_ibpo.engines.vllm.drafts import MARK
 from megatron_ibpo.engines.vllm.messages import (
+    MARK,
     Answer,
     Call,
     Finished,
@@ -54,7 +54,7 @@ FLASHINFER_KERNELS = "flashinfer_jit_cache"
 """Package with FlashInfer's compiled kernels. Without it vLLM lets nvcc and ninja compile those for the delta
 net at the first prompt, for minutes, on GPUs where it prefers FlashInfer (Hopper)."""
 PLUGIN = "megatron_ibpo.engines.vllm.worker.WorkerExtension"
-RECORDING_PLUGIN = "megatron_ibpo.engines.vllm.routing_recorder.RecordingWorker"
+RECORDING_PLUGIN = "megatron_ibpo.engines.vllm.worker.RecordingWorker"
 """The same plugin with a record of the routers' choices, for CPUs, where vLLM's own record does not work."""
 NCCL_BACKEND = "ibpo_nccl"
 """Name under which vLLM knows this project's worker for nccl; its own has the shorter name."""

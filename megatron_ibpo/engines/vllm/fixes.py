@@ -1,6 +1,7 @@
 """Fixes of vLLM's workers. On CPUs they concern updates of experts and tied heads, prompts of one token,
 seeded requests whose prompt is read in parts, and the prefix cache of models with delta nets; on GPUs, sleep;
-on both, updates of gpt-oss. Each fix applies only to the version of vLLM that it was written for."""
+on both, updates of gpt-oss. RMS norms on CPUs are made faster. Each change applies only to the version of
+vLLM that it was written for."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -22,7 +24,22 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.version import __version__ as VERSION
 
-from megatron_ibpo.engines.vllm.drafts import MARK
+from megatron_ibpo.engines.vllm.messages import MARK
+
+log = logging.getLogger(__name__)
+GREW = "Memory usage increased after sleeping."
+"""Message of vLLM's worker."""
+Weights = Iterable[tuple[str, torch.Tensor]]
+EXPERTS = (
+    ".experts.gate_up_proj",
+    ".experts.gate_up_proj_bias",
+    ".experts.down_proj",
+    ".experts.down_proj_bias",
+)
+"""Suffixes of tensors that hold all experts of a layer."""
+SINKS = ".self_attn.sinks"
+Normalized = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Normalized rows; beside a residual also the sum that was normalized."""
 
 
 def written_for(version: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
@@ -46,11 +63,6 @@ def written_for(version: str) -> Callable[[Callable[[], None]], Callable[[], Non
         return guarded
 
     return guard
-
-
-log = logging.getLogger(__name__)
-GREW = "Memory usage increased after sleeping."
-"""Message of vLLM's worker."""
 
 
 def fix_cpu() -> None:
@@ -186,7 +198,7 @@ def _expand_settings_to_drafts() -> None:
 
 @written_for("0.32")
 def _draft_for_marked_requests() -> None:
-    """Let requests decide by their mark (`drafts.MARK`) whether vLLM 0.32 drafts for them. It proposes
+    """Let requests decide by their mark (`MARK`) whether vLLM 0.32 drafts for them. It proposes
     nothing for a request without new tokens. This is the first model runner."""
     runner: Any = CPUModelRunner
     propose = runner.propose_draft_token_ids
@@ -220,18 +232,6 @@ def _sleep_beside_others() -> None:
             log.warning("another process took memory of the GPU while its engine went to sleep")
 
     worker.sleep = sleep_beside_others
-
-
-Weights = Iterable[tuple[str, torch.Tensor]]
-
-EXPERTS = (
-    ".experts.gate_up_proj",
-    ".experts.gate_up_proj_bias",
-    ".experts.down_proj",
-    ".experts.down_proj_bias",
-)
-"""Suffixes of tensors that hold all experts of a layer."""
-SINKS = ".self_attn.sinks"
 
 
 @written_for("0.32")
@@ -269,3 +269,34 @@ def _load_sinks(model: Any, name: str, sinks_H: torch.Tensor) -> set[str]:
     local_sinks = sinks_H.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
     getattr(parameter, "weight_loader", default_weight_loader)(parameter, local_sinks)
     return {name}
+
+
+@written_for("0.32")
+def take_norm_kernels() -> None:
+    """Make RMS norms that are built on CPUs from now on call vLLM's own kernel. Its CPU layers take seven or
+    more operations of torch for each, which were 9 to 15 % of a decode step of a small model."""
+    classes: list[tuple[Any, Any]] = [(RMSNorm, _normalize), (GemmaRMSNorm, _normalize_around_one)]
+    for norm_class, forward in classes:
+        norm_class.forward_cpu = forward
+
+
+def _normalize(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
+    if not norm.has_weight or norm.variance_size_override is not None:
+        normalized: Normalized = norm.forward_native(x, residual)
+        return normalized
+    return _rms_norm(x, residual, norm.weight.float(), norm.variance_epsilon)
+
+
+def _normalize_around_one(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
+    return _rms_norm(x, residual, norm.weight.float() + 1.0, norm.variance_epsilon)
+
+
+def _rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+) -> Normalized:
+    """Normalize in float32, as vLLM's layers do: in bfloat16 the kernel would round the sums."""
+    rows = x.float() if residual is None else x.float() + residual.float()
+    output = torch.empty(rows.shape, dtype=rows.dtype)
+    torch.ops._C.rms_norm(output, rows.contiguous(), weight, epsilon)  # it takes rows to follow each other
+    normalized = output.to(x.dtype)
+    return normalized if residual is None else (normalized, rows.to(x.dtype))

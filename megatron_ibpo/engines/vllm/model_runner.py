@@ -11,7 +11,7 @@ one, and the second one on Triton's interpreter (tests/engines/test_second_runne
 | log-probs are of what was sampled from | `processed_logprobs` | `processed_logprobs` |
 | `FlatLogprobs`, spans of weight versions | yes: the engine's core makes them | as in the first |
 | the ids that top-k and top-p left | no | `return_sampling_mask`, with top-k only |
-| routers' choices | `routing_recorder`, on CPUs | `enable_return_routed_experts` |
+| routers' choices | `worker.RecordingWorker`, on CPUs | `enable_return_routed_experts` |
 | steps overlap (`async_scheduling`) | not on CPUs | on GPUs |
 """
 
