@@ -175,32 +175,23 @@ def gather(refs: Sequence[Any], processes: Sequence[str], timeout: float | None 
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
         if not done:
-            late = ", ".join(processes[refs.index(ref)] for ref in waiting)
-            raise ProcessDiedError(f"{late} did not answer within {timeout:g} seconds")
-        if _failed(done[0]):
-            late_refs, _ = (
-                ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S) if waiting else ([], [])
-            )
-            failed = [ref for ref in [*done, *late_refs] if _failed(ref)]
-            _raise_first(sorted(failed, key=refs.index), refs, processes)  # rank 0 knows of the disk
+            names = ", ".join(processes[refs.index(ref)] for ref in waiting)
+            raise ProcessDiedError(f"{names} did not answer within {timeout:g} seconds")
+        try:
+            ray.get(done)
+        except Exception:
+            late = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S)[0] if waiting else []
+            ended = sorted([*done, *late], key=refs.index)  # rank 0 knows of the disk
+            _raise_first([(ref, processes[refs.index(ref)]) for ref in ended])
     return ray.get(list(refs))
 
 
-def _failed(answer: Any) -> bool:
-    try:
-        ray.get(answer, timeout=0)
-    except GetTimeoutError:
-        return False
-    except Exception:
-        return True
-    return False
-
-
-def _raise_first(failed: Sequence[Any], refs: Sequence[Any], processes: Sequence[str]) -> None:
+def _raise_first(ended: Sequence[tuple[Any, str]]) -> None:
+    """Raise the error that explains best why some of these calls failed."""
     errors = []
-    for ref in failed:
+    for ref, process in ended:
         try:
-            result(ref, processes[refs.index(ref)])
+            result(ref, process)
         except Exception as error:
             errors.append(error)
     deaths = [error for error in errors if isinstance(error, ProcessDiedError)]

@@ -153,10 +153,7 @@ class EngineProcesses:
 
     def main_memory(self) -> dict[int, int]:
         """Return the bytes on each node that has engines and no trainers, by its index in the placement.
-
-        Raises:
-            ProcessDiedError: a process did not start.
-        """
+        Raises ProcessDiedError if a process did not start."""
         with_trainers = {slot.node for slot in self.placement.trainers}
         slots = self.placement.engines
         engine_by_node = {
@@ -239,19 +236,22 @@ class EngineProcesses:
                 log.debug("%s of %s: %s", method, host.name, error)
             host.kill()
 
-    def tell(self, engines: Iterable[int], method: str, timeout: float) -> Reasons:
-        """Call a method of these engines, wait for all, and return the reasons of those that failed. An
-        engine that dies during the call is noticed when it is next used."""
+    def call_each(
+        self, engines: Iterable[int], method: str, timeout: float
+    ) -> tuple[dict[int, Any], Reasons]:
+        """Call a method of these engines, and wait for all. Return the answers, and the reasons of engines
+        that failed. One that dies during the call is noticed when it is next used."""
         hosts = [(index, self.members[index].host) for index in engines]
         calls = [(index, host, host.call("call", method, timeout=timeout)) for index, host in hosts]
+        answers: dict[int, Any] = {}
         failed: Reasons = {}
         for index, host, ref in calls:
             try:
-                result(ref, host.name, timeout + SLACK_S)
+                answers[index] = result(ref, host.name, timeout + SLACK_S)
             except (EngineError, ProcessDiedError) as error:
                 failed[index] = str(error)
                 log.debug("%s: %s", host.name, error)
-        return failed
+        return answers, failed
 
     def start_fresh(self, index: int, hf_dir: Path) -> None:
         """End a living engine, and wait for a new one with this model in its place."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ibpo.cluster.deaths import MOST_DEATHS, ProcessDiedError
-from megatron_ibpo.cluster.engine_fleet import EngineFleet, draft_acceptance
+from megatron_ibpo.cluster.engine_fleet import EngineFleet
 from megatron_ibpo.cluster.engine_processes import (
     LOOK_EVERY_S,
     EngineProcesses,
@@ -87,11 +87,7 @@ class EngineRestarts:
                 log.warning("engine %d did not start: %s", member.index, error)
 
     def _count_death(self, member: Member) -> None:
-        """Count a death of the engine.
-
-        Raises:
-            EngineError: it was one too many.
-        """
+        """Count a death of the engine. Raises EngineError if it was one too many."""
         now = time.monotonic()
         worked = 0.0 if member.since is None else now - member.since
         member.since = None
@@ -177,11 +173,8 @@ class Engines:
             self.fleet.processes.build(index)
 
     def wait_ready(self) -> None:
-        """Wait until every engine can take requests.
-
-        Raises:
-            EngineStartError: one did not start; with the end of its log.
-        """
+        """Wait until every engine can take requests. Raises EngineStartError with the end of its log if one
+        did not start."""
         self.fleet.processes.wait(self.fleet.members)
         now = time.monotonic()
         for member in self.fleet.members.values():
@@ -282,7 +275,7 @@ class Engines:
             "weight_update_seconds": time.monotonic() - began,
             "weight_update_bytes": float(sent),
             "weight_update_bytes_ratio": sent / needed if needed else 1.0,
-        } | draft_acceptance(fleet.processes, fleet.present, fleet.order.timeout)
+        } | fleet.draft_acceptance()
 
     async def revive(self, index: int) -> RemoteEngine:
         """Replace a dead engine (`EngineRestarts.revive`)."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from megatron_ibpo.cluster.node_actors import Call, Finished, NodeActor, NodeActors
+from megatron_ibpo.cluster.node_actors import Call, Finished, NodeActor, NodeActors, OnAllNodes
 from megatron_ibpo.cluster.placement import Node
 from megatron_ibpo.config import EnvironmentConfig
 from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore, Message, Opening, Session, Turn
@@ -75,7 +75,7 @@ class NodeEnvironments:
             await environment.close()
 
 
-class Environments:
+class Environments(OnAllNodes):
     """Places for episodes on all nodes (`protocol.Sessions`): the driver's own pool, and an actor with a pool
     on every other node.
 
@@ -106,20 +106,6 @@ class Environments:
         self._open: Counter[NodeActor] = Counter()
         """Episodes of each actor, those that wait for their turn too."""
 
-    @property
-    def deaths(self) -> int:
-        """Processes that died in this run: as `EnvironmentPool.deaths` on all nodes, and the actors."""
-        return self._driver_pool.deaths + self._actors.deaths
-
-    def wait_ready(self) -> None:
-        """Wait until every actor can begin episodes.
-
-        Raises:
-            WorkerError: an environment cannot be imported on a node, or a node lacks the sandbox.
-            ProcessDiedError: an actor did not start.
-        """
-        self._actors.wait_ready()
-
     async def open(
         self, target: str, question: str, label: str, metadata: Mapping[str, Any], seed: int
     ) -> Session:
@@ -137,16 +123,6 @@ class Environments:
             await session.close()
             raise
         return session
-
-    def close(self) -> None:
-        """End the actors with their episodes."""
-        self._actors.close()
-
-    def __enter__(self) -> Environments:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _least_busy(self) -> NodeActor | None:
         """Return the node with the fewest episodes. None is the driver's, which is preferred, since nothing
@@ -187,13 +163,11 @@ class NodeSession:
 
     async def step(self, message: Message) -> Turn:
         """See `protocol.Session`."""
-        turn: Turn = await self._call("step", message)
-        return turn
+        return await self._call("step", message)
 
     async def score(self) -> EpisodeScore:
         """See `protocol.Session`."""
-        score: EpisodeScore = await self._call("score")
-        return score
+        return await self._call("score")
 
     async def close(self) -> None:
         """See `protocol.Session`."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.cluster.node_actors import Call, Finished, NodeActor, NodeActors
+from megatron_ibpo.cluster.node_actors import Call, Finished, NodeActor, NodeActors, OnAllNodes
 from megatron_ibpo.cluster.placement import Node, Placement
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards import Outcome, Pool, open_pool, worker_count
@@ -37,7 +37,7 @@ class NodePool:
         return self._finished.take(timeout, lambda: self._pool.deaths)
 
 
-class Verifiers:
+class Verifiers(OnAllNodes):
     """The worker processes of all nodes as one pool (`rewards.Pool`): the driver's own, and an actor with as
     many on every other node.
 
@@ -65,11 +65,6 @@ class Verifiers:
 
         self._actors = NodeActors("verifier", FACTORY, nodes, of_node, self._ask_elsewhere)
 
-    @property
-    def deaths(self) -> int:
-        """Verifiers that died in this run: worker processes, and the actors of nodes."""
-        return self._driver_pool.deaths + self._actors.deaths
-
     def workers(self, node: Node) -> int:
         """Return the number of verifier processes on a node of the run."""
         return next((actor.workers for actor in self._actors.all if actor.node == node), self._own_workers)
@@ -81,15 +76,6 @@ class Verifiers:
             for node, (address, trainers, engines) in zip(placement.nodes, placement.rows(), strict=True)
         )
 
-    def wait_ready(self) -> None:
-        """Wait until every actor can take calls.
-
-        Raises:
-            WorkerError: the function cannot be loaded on a node, or a node lacks the sandbox for programs.
-            ProcessDiedError: an actor did not start.
-        """
-        self._actors.wait_ready()
-
     def submit(self, target: str, arguments: tuple[Any, ...]) -> Future[Outcome]:
         """See `WorkerPool.submit`."""
         with self._actors.lock:
@@ -100,16 +86,6 @@ class Verifiers:
         outcome = self._driver_pool.submit(target, arguments)
         outcome.add_done_callback(self._count_own)
         return outcome
-
-    def close(self) -> None:
-        """End the actors and their processes; cancel their unfinished calls."""
-        self._actors.close()
-
-    def __enter__(self) -> Verifiers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _least_busy(self) -> NodeActor | None:
         """Return the node with the fewest waiting calls per worker. None is the driver's, which is preferred,

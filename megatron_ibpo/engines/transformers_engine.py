@@ -28,7 +28,7 @@ from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineStartError
 from megatron_ibpo.engines.settings import EngineSettings, Precision
-from megatron_ibpo.engines.waves import WaveSampler
+from megatron_ibpo.engines.waves import WaveSampler, left_padded
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.layout.regions import Need, TensorMeta, full_box
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
@@ -159,8 +159,7 @@ class TransformersEngine:
     def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
         """Return one sample for each request, in order; raises as `submit` and `take`."""
         self._begin(lambda: self._policy.samples(requests, version, lambda _: self._death is not None))
-        samples: list[Sample] = self.result(timeout)
-        return samples
+        return self.result(timeout)
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """Call a method of `Policy` and return its result."""
@@ -296,11 +295,8 @@ class Policy:
     def samples(
         self, requests: Sequence[SampleRequest], version: int, is_aborted: Callable[[int], bool]
     ) -> list[Sample]:
-        """Return one sample for each request (`WaveSampler.samples`).
-
-        Raises:
-            EngineError: the weights are older than `version`.
-        """
+        """Return one sample for each request (`WaveSampler.samples`). Raises EngineError if the weights are
+        older than `version`."""
         if self.version < version:
             raise EngineError(_too_old(self.version, version))
         return self._waves.samples(self._decoder, requests, self.version, is_aborted)
@@ -369,17 +365,10 @@ class TransformersDecoder:
         """Compute prompts, padded on the left. One that occurs several times is computed once."""
         from transformers import DynamicCache
 
-        different = {prompt.tobytes(): prompt for prompt in prompts}
-        longest = max(map(len, prompts))
-        ids = torch.zeros(len(different), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(different.values()):
-            ids[row, longest - len(prompt) :] = torch.from_numpy(prompt)
-            mask[row, longest - len(prompt) :] = 1
+        ids, pads, rows = left_padded(prompts)
+        mask = (torch.arange(ids.shape[1]) >= pads[:, None]).long()
         cache = PaddedCache(DynamicCache(config=self._model.config), mask)
         logits = self._forward(ids, cache)
-        places = {content: place for place, content in enumerate(different)}
-        rows = torch.tensor([places[prompt.tobytes()] for prompt in prompts])
         cache.keep(rows)
         return logits[rows], cache
 
@@ -398,8 +387,7 @@ class TransformersDecoder:
             use_cache=True,
             logits_to_keep=1,
         )
-        logits: Tensor = output.logits[:, -1].float()
-        return logits
+        return output.logits[:, -1].float()
 
 
 class PaddedCache:

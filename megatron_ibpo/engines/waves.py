@@ -22,7 +22,6 @@ class RowCache(Protocol):
 
     def keep(self, rows: Tensor) -> None:
         """Drop all other rows."""
-        ...
 
 
 class Decoder(Protocol):
@@ -31,11 +30,22 @@ class Decoder(Protocol):
     def read(self, prompts: Sequence[np.ndarray], room: int) -> tuple[Tensor, Any]:
         """Return (float32 logits after each prompt [prompts, vocabulary], a `RowCache` with room for `room`
         more tokens of each)."""
-        ...
 
     def write(self, tokens: Tensor, cache: Any) -> Tensor:
         """Return the logits after one more token of each row."""
-        ...
+
+
+def left_padded(prompts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (ids [different prompts, longest] long, padded on the left with 0; the pads of each
+    [different prompts]; the row of each prompt [prompts]). A prompt that occurs several times has one row."""
+    different = {prompt.tobytes(): prompt for prompt in prompts}
+    places = {content: place for place, content in enumerate(different)}
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(different), longest, dtype=torch.long)
+    for row, prompt in enumerate(different.values()):
+        ids[row, longest - len(prompt) :] = torch.from_numpy(prompt)
+    pads = torch.tensor([longest - len(prompt) for prompt in different.values()])
+    return ids, pads, torch.tensor([places[prompt.tobytes()] for prompt in prompts])
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,8 @@ class ClosedGroup(NamedTuple):
 
     def sample_keys(self) -> list[SampleKey]:
         """Return the keys of all its samples."""
-        group_id = self.prompt_index, self.attempt
-        return [SampleKey(*group_id, "response", index) for index in range(self.responses)] + [
-            SampleKey(*group_id, "correction", index) for index in range(self.corrections)
-        ]
+        responses = [SampleKey(*self.id, "response", index) for index in range(self.responses)]
+        return responses + [SampleKey(*self.id, "correction", index) for index in range(self.corrections)]
 
 
 class DroppedGroup(NamedTuple):
@@ -128,12 +126,8 @@ _EXPERTS: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("<u2"))
 
 
 def encode(entry: Entry) -> bytes:
-    """Return the bytes of an entry.
-
-    Raises:
-        TypeError: an array of a sample has another dtype than `Sample` allows, and would be restored
-            differently.
-    """
+    """Return the bytes of an entry. Raises TypeError if an array of a sample has another dtype than `Sample`
+    allows, since it would be restored differently."""
     fields: list[Any]
     match entry:
         case SegmentStart():
@@ -160,28 +154,24 @@ def decode(payload: bytes) -> Entry:
         kind, *fields = msgpack.unpackb(payload, unicode_errors="surrogatepass")
         match kind:
             case "begin":
-                return _begin(*fields)
+                version, *start = fields
+                if version != FORMAT:
+                    raise JournalError(f"it has format {version}, and this version reads format {FORMAT}")
+                return SegmentStart(*start)
             case "sample":
                 return Sampled(SampleKey(*fields[:4]), _sample(*fields[4:]))
             case "closed":
-                return _closed(*fields)
+                step, groups, dropped = fields
+                return ClosedBatch(
+                    step,
+                    tuple(ClosedGroup(*group) for group in groups),
+                    tuple(DroppedGroup(*group) for group in dropped),
+                )
     except JournalError:
         raise
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MalformedEntryError(f"not a journal entry: {error}") from error
     raise MalformedEntryError(f"not a journal entry: it is called {kind!r}")
-
-
-def _begin(version: int, *fields: Any) -> SegmentStart:
-    if version != FORMAT:
-        raise JournalError(f"it has format {version}, and this version reads format {FORMAT}")
-    return SegmentStart(*fields)
-
-
-def _closed(step: int, groups: list[list[Any]], dropped: list[list[Any]]) -> ClosedBatch:
-    return ClosedBatch(
-        step, tuple(ClosedGroup(*group) for group in groups), tuple(DroppedGroup(*group) for group in dropped)
-    )
 
 
 def _sample_fields(sample: Sample) -> list[Any]:

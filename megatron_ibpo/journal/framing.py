@@ -40,11 +40,7 @@ class Damage:
 
 
 def framed(payload: bytes) -> bytes:
-    """Return the record of this payload.
-
-    Raises:
-        ValueError: it is longer than 1 GiB.
-    """
+    """Return the record of this payload. Raises ValueError if it is longer than 1 GiB."""
     if len(payload) > _MOST_BYTES:
         raise ValueError(f"a record of {len(payload)} bytes exceeds the journal's limit of {_MOST_BYTES}")
     head = struct.pack("<4sII", _MAGIC, len(payload), zlib.crc32(payload))

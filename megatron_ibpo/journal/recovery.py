@@ -106,11 +106,7 @@ def read_journal(directory: Path, after_step: int) -> Recovered:
 
 def entries(directory: Path, after_step: int) -> Iterator[tuple[int, Entry | Damage]]:
     """Yield (segment number, entry), as written, for everything that a run after `after_step` may need, and
-    the damage in between.
-
-    Raises:
-        JournalError: another version of the program wrote it.
-    """
+    the damage in between. Raises JournalError if another version of the program wrote it."""
     numbers = segment_numbers(directory)
     first = _first_needed(directory, numbers, after_step)
     expected = first

@@ -232,11 +232,7 @@ class Journal:
 
     def rewound(self, step: int) -> None:
         """Stop following the journal after this step: batches of later steps, and samples of open groups, no
-        longer count and may be sampled and closed again.
-
-        Raises:
-            OSError: no room.
-        """
+        longer count and may be sampled and closed again. Raises OSError if there is no room."""
         with self._lock:
             self._end_segment()
             begin = self._begin(rewound=step)
@@ -245,11 +241,7 @@ class Journal:
 
     def follow(self, recovered: Recovered) -> None:
         """Bring the journal to the state in `recovered`, unless it is already there: rewind to the last of
-        its batches, then append the samples of open groups again.
-
-        Raises:
-            OSError: no room.
-        """
+        its batches, then append the samples of open groups again. Raises OSError if there is no room."""
         if recovered.is_whole:
             return
         self.rewound(recovered.last_step)

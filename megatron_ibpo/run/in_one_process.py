@@ -21,7 +21,7 @@ from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.process_start import trainer_rank
 from megatron_ibpo.run.inputs import Inputs, Judges
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig, check_model_layout
-from megatron_ibpo.run.state import Launched, Processes, TrainersAlone
+from megatron_ibpo.run.state import Launched, Processes
 
 ABOUT = (
     "one process trains and samples (--rollout-backend lean): its steps and rewards can be compared with "
@@ -65,12 +65,12 @@ class InOneProcess:
 
         return Launched({}, build)
 
-    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[TrainersAlone]:
+    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[tuple["OwnRank", str]]:
         """Start nothing; the trainer is built in this process."""
 
-        def build(checkpoint: Path | None) -> TrainersAlone:
+        def build(checkpoint: Path | None) -> tuple[OwnRank, str]:
             rank = stack.enter_context(own_trainer(resolved.config, checkpoint))
-            return TrainersAlone(OwnRank(rank), "one process trains (--rollout-backend lean)")
+            return OwnRank(rank), "one process trains (--rollout-backend lean)"
 
         return Launched({}, build)
 
@@ -131,16 +131,10 @@ class LeanEngines:
         raise EngineLostError("the engine is this process")
 
     def sleep(self) -> None:
-        """No-op: a lean engine holds no device."""
+        """No-op, as `wake`, `admit` and `meet_trainers`: the engine holds no device, is never restarted, and
+        is an object of the trainer's process."""
 
-    def wake(self) -> None:
-        """No-op: it never sleeps."""
-
-    def admit(self) -> None:
-        """No-op: no engine is ever restarted."""
-
-    def meet_trainers(self) -> None:
-        """No-op: trainer and engine are objects of one process."""
+    wake = admit = meet_trainers = sleep
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Copy the trainer's weights, those of policy `version`; return the same metrics as other engines."""

@@ -120,11 +120,8 @@ def _chosen_checkpoint(load: Path | None) -> Path | None:
 
 
 def _check_recording(directory: Path | None, vocab_size: int) -> None:
-    """Read the first recorded step, so that a wrong directory is noticed before any process starts.
-
-    Raises:
-        ValueError: there is no recording, or its token ids are beyond the model's vocabulary.
-    """
+    """Read the first recorded step, so that a wrong directory is noticed before any process starts. Raises
+    ValueError if there is no recording, or its token ids are beyond the model's vocabulary."""
     if directory is None:
         return
     path = min(directory.glob("step_*.json"), default=rollout_path(directory, 1))
@@ -186,11 +183,8 @@ def open_judges(inputs: Inputs, stack: ExitStack) -> Judges:
 
 
 def open_journal(config: Config, step: int, stack: ExitStack) -> tuple[Journal, Recovered]:
-    """Open the run's journal and read its records of steps after `step`.
-
-    Raises:
-        JournalError: another version of the program wrote it.
-    """
+    """Open the run's journal and read its records of steps after `step`. Raises JournalError if another
+    version of the program wrote it."""
     directory, settings = config.run.run_dir / JOURNAL, sampling_settings(config)
     recovered = read_journal(directory, step)
     journal = stack.enter_context(

@@ -125,12 +125,8 @@ def check_against_fresh_engine(run: Run, engines: Engines) -> None:
 
 
 def report(run: Run, groups: list[Group], credit: Credit, metrics: dict[str, float]) -> None:
-    """Record the step and its cost.
-
-    Raises:
-        RewardErrorRateError: the verifier failed on more of the step's responses than
-            --max-reward-error-rate allows.
-    """
+    """Record the step and its cost. Raises RewardErrorRateError if the verifier failed on more of the step's
+    responses than --max-reward-error-rate allows."""
     seconds = run.stages.take()
     run.cost.time(seconds)
     step, settings = run.progress.step, run.config.run
@@ -157,7 +153,7 @@ def report(run: Run, groups: list[Group], credit: Credit, metrics: dict[str, flo
             masked = any(sequence.sampling_mask is not None for sequence in credit.sequences)
             if (bound := rounding_bound(run.config, replays_mask=masked)) is not None:
                 metrics["logprob_diff_bound"] = bound
-        metrics = run.rollouts.metrics() | credit.metrics | metrics | run.cost.spent.metrics()
+        metrics = run.rollouts.metrics | credit.metrics | metrics | run.cost.spent.metrics()
         metrics |= _by_source(run, groups) | _premise(run, groups, credit.sequences)
         responses = [response for group in groups for response in group.responses]
         errors = [response.reward_error for response in responses if response.reward_error is not None]

@@ -23,7 +23,7 @@ from megatron_ibpo.cluster.trainers import Trainers
 from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import EngineLostError
-from megatron_ibpo.engines.settings import EngineStart
+from megatron_ibpo.engines.registry import start_timeout
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.models import ModelShape, least_world
 from megatron_ibpo.rewards import Verifier
@@ -32,7 +32,7 @@ from megatron_ibpo.run.preflight import check_inputs, check_judges
 from megatron_ibpo.run.resolve import ResolvedConfig, check_model_layout, read_foundation, resolve
 from megatron_ibpo.run.rollouts import Rollouts, open_episodes, open_rollouts
 from megatron_ibpo.run.run_data import RunData
-from megatron_ibpo.run.state import Launched, Processes, Run, TrainersAlone
+from megatron_ibpo.run.state import Launched, Processes, Run
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 NODE_ERRORS = (NodeLostError, EngineLostError)
@@ -68,8 +68,8 @@ class OnCluster:
         trainers = Trainers(group, placement)
         stack.callback(trainers.close)
         engines = None
-        if (start := resolved.engine_start) is not None:
-            engines = _launch_engines(resolved, start, trainers, group, stack)
+        if resolved.engine_settings is not None:
+            engines = _launch_engines(resolved, trainers, group, stack)
         trainers.locate()
         verifiers, environments = _spread(inputs, judges, placement, stack)
 
@@ -99,18 +99,18 @@ class OnCluster:
             memory |= engines.fleet.processes.main_memory()
         return Launched(memory, build)
 
-    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[TrainersAlone]:
+    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[tuple[Trainers, str]]:
         """Start the processes of trainers."""
         placement = resolved.placement
         trainers = Trainers(stack.enter_context(reserved(placement)), placement)
         stack.callback(trainers.close)
         trainers.locate()
 
-        def build(checkpoint: Path | None) -> TrainersAlone:
+        def build(checkpoint: Path | None) -> tuple[Trainers, str]:
             trainers.build(resolved.config, checkpoint)
             nodes = zip(placement.nodes, placement.rows(), strict=True)
             placement_note = "\n".join(f"{node.address}: trainers {ranks}" for node, (_, ranks, _) in nodes)
-            return TrainersAlone(trainers, placement_note)
+            return trainers, placement_note
 
         return Launched(trainers.main_memory(), build)
 
@@ -181,7 +181,6 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         wait_connected()
         placement = place_engines(config)
         resolved = resolve(inputs.config, foundation, placement, trains=False)
-        assert resolved.engine_start is not None  # engines are all that was placed
         config = resolved.config
         stored_samples = None
         if policy is not None:
@@ -189,7 +188,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         verifiers, environments = _spread(inputs, judges, placement, stack)
         group = stack.enter_context(reserved(placement))
         no_trainers = Trainers(group, placement)
-        engines = _launch_engines(resolved, resolved.engine_start, no_trainers, group, stack)
+        engines = _launch_engines(resolved, no_trainers, group, stack)
         engines.start()
         verifiers.wait_ready()
         if environments is not None:
@@ -247,10 +246,9 @@ def _ray_of(config: Config) -> AbstractContextManager[None]:
     )
 
 
-def _launch_engines(
-    resolved: ResolvedConfig, start: EngineStart, trainers: Trainers, group: Any, stack: ExitStack
-) -> Engines:
+def _launch_engines(resolved: ResolvedConfig, trainers: Trainers, group: Any, stack: ExitStack) -> Engines:
     """Launch the engines' processes without waiting for them."""
+    assert resolved.engine_settings is not None  # engines were placed
     rollout, logs = resolved.config.rollout, resolved.config.run.run_dir / "logs"
     order = UpdateOrder(
         version=0,
@@ -258,8 +256,15 @@ def _launch_engines(
         check=rollout.check_weight_update_equal,
         timeout=rollout.update_weight_timeout,
     )
-    name, placement = rollout.rollout_backend, resolved.placement
-    processes = EngineProcesses(trainers, placement, group, name, start.settings, logs, start.timeout)
+    processes = EngineProcesses(
+        trainers,
+        resolved.placement,
+        group,
+        rollout.rollout_backend,
+        resolved.engine_settings,
+        logs,
+        start_timeout(rollout, resolved.foundation.hf_dir),
+    )
     engines = Engines(processes, order)
     stack.callback(engines.close)
     processes.launch()

@@ -134,7 +134,10 @@ def join(
     point, inputs = records.point, records.inputs
     about = processes.trainers.call_all("about")[0]
     progress = Progress(point.step, saved=point.step, whole=point.step, remembered=dict(point.remembered))
-    deaths = partial(_deaths, processes, progress)
+
+    def deaths() -> dict[str, int]:
+        return {"trainer_restarts": progress.trainer_restarts, **processes.deaths()}
+
     reporter = stack.enter_context(Report(config, completed_steps=point.step, started=started, deaths=deaths))
     _introduce(reporter, resolved, processes, about)
     if engines is not None:
@@ -170,11 +173,6 @@ def join(
         cost=cost,
         progress=progress,
     )
-
-
-def _deaths(processes: Processes, progress: Progress) -> dict[str, int]:
-    """Return the numbers of dead and of restarted processes, by metric."""
-    return {"trainer_restarts": progress.trainer_restarts, **processes.deaths()}
 
 
 def _introduce(reporter: Report, resolved: ResolvedConfig, processes: Processes, about: About) -> None:

@@ -49,13 +49,13 @@ _MADE_UP = Prompt(0, token_ids([0]), 1, "1", "made up", "1")
 
 
 def check_model(config: Config, shape: ModelShape, backend: Backend) -> None:
-    """Refuse what cannot work whatever the data are, in milliseconds: a layout, a device's name.
+    """Refuse what cannot work whatever the data are, in milliseconds: a layout, a device's name. Raises
+    ValueError that says what is wrong, and what to change."""
+    backend.check(config, shape)
+    if config.run.dry_run_hardware is not None:
+        from megatron_ibpo.plan.hardware import read_hardware
 
-    Raises:
-        ValueError: what is wrong, and what to change.
-    """
-    for check in (backend.check, check_hardware):
-        check(config, shape)
+        read_hardware(config.run.dry_run_hardware)
 
 
 def check_inputs(inputs: Inputs, stack: ExitStack) -> None:
@@ -67,18 +67,25 @@ def check_inputs(inputs: Inputs, stack: ExitStack) -> None:
     Raises:
         ValueError, OSError: says which, where, and what to do.
     """
-    for check in (_check_weights, partial(_make_directory, stack), _check_servers):
-        check(inputs)
+    from megatron_ibpo.weights.formats.expected_entries import check_checkpoint  # imports torch
+
+    config = inputs.config
+    check_checkpoint(inputs.foundation.hf_dir, inputs.foundation.shape)
+    stack.enter_context(locked(config.run.run_dir))
+    prepare_run_dir(config, checkpoint_bytes=disk_bytes(config, inputs.weights) if inputs.trains else 0)
+    check_servers(config.data, inputs.rm_types)
 
 
 def check_judges(inputs: Inputs, judges: Judges) -> None:
-    """Refuse labels, environments and functions of the user that do not work, by trying them once.
-
-    Raises:
-        ValueError, OSError: says which, where, and what to do.
-    """
-    for check in (_check_labels, _check_environments, _try_user_code):
-        check(inputs, judges)
+    """Refuse labels, environments and functions of the user that do not work, by trying them once. Raises
+    ValueError or OSError that says which, where, and what to do."""
+    config, pool, environments = inputs.config, judges.pool, judges.environments
+    check_labels(pool, scored_by_verifiers(inputs.data.first_prompts), config.data)
+    if environments is not None:
+        for target in inputs.targets:
+            environments.check(target)
+    context, logs = inputs.foundation.max_context, config.run.run_dir / "logs"
+    try_user_code(config, context, inputs.data, pool, environments, trains=inputs.trains, logs=logs)
 
 
 def preflight(
@@ -107,12 +114,8 @@ def preflight(
 
 
 def check_present_files(hf_dir: Path) -> None:
-    """Refuse weights or a tokenizer that a run could not start with. A plan needs neither: only files that
-    are there are checked.
-
-    Raises:
-        ValueError: as at the start of a run.
-    """
+    """Refuse weights or a tokenizer that a run could not start with, as its start does. A plan needs neither:
+    only files that are there are checked."""
     from megatron_ibpo.weights.formats.expected_entries import check_checkpoint  # imports torch
 
     shape = read_hf_config(hf_dir)
@@ -135,52 +138,9 @@ def dry_run(config: Config) -> int:
     return status
 
 
-# ---------------------------------------------------------------------------------- what is checked
-
-
-def check_hardware(config: Config, shape: ModelShape) -> None:
-    """Raise ValueError if --dry-run-hardware names no hardware."""
-    if config.run.dry_run_hardware is not None:
-        from megatron_ibpo.plan.hardware import read_hardware
-
-        read_hardware(config.run.dry_run_hardware)
-
-
-def _check_weights(inputs: Inputs) -> None:
-    from megatron_ibpo.weights.formats.expected_entries import check_checkpoint  # imports torch
-
-    check_checkpoint(inputs.foundation.hf_dir, inputs.foundation.shape)
-
-
-def _make_directory(stack: ExitStack, inputs: Inputs) -> None:
-    stack.enter_context(locked(inputs.config.run.run_dir))
-    needed = disk_bytes(inputs.config, inputs.weights) if inputs.trains else 0
-    prepare_run_dir(inputs.config, checkpoint_bytes=needed)
-
-
 def disk_bytes(config: Config, weights: TrainedWeights) -> int:
     """Return the most bytes that a run keeps on disk at one time."""
     return kept_bytes(config, parameters=weights.parameters, trained=weights.trained)
-
-
-def _check_servers(inputs: Inputs) -> None:
-    check_servers(inputs.config.data, inputs.rm_types)
-
-
-def _check_labels(inputs: Inputs, judges: Judges) -> None:
-    check_labels(judges.pool, scored_by_verifiers(inputs.data.first_prompts), inputs.config.data)
-
-
-def _check_environments(inputs: Inputs, judges: Judges) -> None:
-    if judges.environments is not None:
-        for target in inputs.targets:
-            judges.environments.check(target)
-
-
-def _try_user_code(inputs: Inputs, judges: Judges) -> None:
-    config, context = inputs.config, inputs.foundation.max_context
-    logs, trains = config.run.run_dir / "logs", inputs.trains
-    try_user_code(config, context, inputs.data, judges.pool, judges.environments, trains=trains, logs=logs)
 
 
 def try_user_code(
@@ -212,8 +172,17 @@ def try_user_code(
                 environments, target, prompt.text, prompt.label, prompt.metadata, place
             )
     if trains:
-        first = prompts[0] if prompts else _MADE_UP
-        try_credit(first, _first_context(config, max_context, data), details)
+        # what a running policy lends is left out
+        context = CreditContext(
+            config.algorithm,
+            config.rollout,
+            data.vocabulary,
+            max_context,
+            config.run.seed,
+            step=0,
+            reward_threshold=config.data.reward_threshold,
+        )
+        try_credit(prompts[0] if prompts else _MADE_UP, context, details)
 
 
 def check_user_code(config: Config) -> str | None:
@@ -256,17 +225,4 @@ def _has_user_code(config: Config) -> bool:
         any(map(is_import_path, rewards))
         or config.environment.environment is not None
         or bool(credit_functions(config.algorithm))
-    )
-
-
-def _first_context(config: Config, max_context: int, data: RunData) -> CreditContext:
-    """Return the context of the first step's credit, without what a running policy lends."""
-    return CreditContext(
-        config.algorithm,
-        config.rollout,
-        data.vocabulary,
-        max_context,
-        config.run.seed,
-        step=0,
-        reward_threshold=config.data.reward_threshold,
     )

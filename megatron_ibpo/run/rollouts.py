@@ -62,72 +62,17 @@ class Fleet(Protocol):
     @property
     def version(self) -> int:
         """Policy version of the engines' weights."""
-        ...
 
     @property
     def prefix_caching(self) -> bool:
         """True if engines compute the shared prefix of a prompt's requests once."""
-        ...
 
     def clients(self) -> Sequence[AsyncEngine]:
         """Return all engines, by index."""
-        ...
 
     async def revive(self, index: int) -> AsyncEngine:
         """Replace a dead engine by a new one, return it once it has the present weights; EngineError if
         impossible."""
-        ...
-
-
-class Rollouts(Protocol):
-    """A source of samples for the loop."""
-
-    def groups(
-        self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
-    ) -> list[Group]:
-        """Return the groups of the step after `step` completed ones, scored and with their corrections.
-
-        Args:
-            meanwhile: called from time to time while waiting for them.
-        """
-        ...
-
-    def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
-        """Yield the groups of steps that `groups` has returned before, unchanged.
-
-        Args:
-            context: completed steps → the context of the next one.
-        """
-        ...
-
-    def advance(self, version: int) -> None:
-        """Note that the engines now have the weights of policy `version`."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Return the present state as JSON for a checkpoint; `open_rollouts` takes it back."""
-        ...
-
-    def sampled(self) -> list[Sample]:
-        """Return all samples of the last groups, in an order that does not depend on which finished first."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last groups."""
-        ...
-
-    def evaluation(
-        self,
-        data: RunData,
-        meanwhile: Callable[[], None] | None = None,
-        stored_samples: KeptSamples | None = None,
-    ) -> list[SetEvaluation]:
-        """Evaluate the policy on every set of held-out prompts.
-
-        Args:
-            stored_samples: stored samples to reuse; takes every new sample.
-        """
-        ...
 
 
 @contextmanager
@@ -139,12 +84,12 @@ def open_rollouts(
     memory: JournalMemory | None = None,
     state: dict[str, Any] | None = None,
     episodes: Episodes | None = None,
-) -> Iterator[Rollouts]:
+) -> "Iterator[Rollouts]":
     """Open rollouts by the engines; without engines, those of --load-debug-rollout-data.
 
     Args:
         memory: stores samples, and has those of an earlier process; None without training.
-        state: state at the checkpoint to resume from (`Rollouts.state`).
+        state: state at the checkpoint to resume from (`LiveRollouts.state`).
         episodes: plays the episodes of prompts with an environment; None: no prompt has one.
     """
     config, foundation = resolved.config, resolved.foundation
@@ -193,11 +138,14 @@ class RecordedRollouts:
 
     directory: Path
     operator: Operator
+    sampled: list[Sample] = field(default_factory=list)
+    """No samples: a replay costs no sampling."""
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def groups(
         self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
     ) -> list[Group]:
-        """See `Rollouts`. Raises ValueError if the recording is incomplete."""
+        """Return groups as `LiveRollouts`. Raises ValueError if the recording is incomplete."""
         _, groups = load_groups(rollout_path(self.directory, step + 1))
         return replay(groups, self.operator, context)
 
@@ -208,13 +156,6 @@ class RecordedRollouts:
         """No-op: a recording has no engines."""
 
     def state(self) -> dict[str, Any]:
-        return {}
-
-    def sampled(self) -> list[Sample]:
-        """Return no samples: a replay costs no sampling."""
-        return []
-
-    def metrics(self) -> dict[str, float]:
         return {}
 
     def evaluation(
@@ -242,8 +183,10 @@ class LiveRollouts:
     """State of the rollouts at the checkpoint that the run resumes from."""
     _ahead: Ahead | None = None
     _under_way: UnderWay = field(init=False)
-    _sampled: list[Sample] = field(default_factory=list)
-    _metrics: dict[str, float] = field(default_factory=dict)
+    sampled: list[Sample] = field(default_factory=list)
+    """All samples of the last groups, in an order that does not depend on which finished first."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last groups."""
 
     def __post_init__(self) -> None:
         """Resume the sampling that was under way at the checkpoint; a new run has none."""
@@ -254,7 +197,12 @@ class LiveRollouts:
     def groups(
         self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
     ) -> list[Group]:
-        """See `Rollouts`. Raises the errors of `sample_batch` and `Ahead.batch`."""
+        """Return the groups of the step after `step` completed ones, scored and with their corrections.
+        Raises the errors of `sample_batch` and `Ahead.batch`.
+
+        Args:
+            meanwhile: called from time to time while waiting for them.
+        """
         self.sampler.version = self.fleet.version
         memory = self.memory
         if memory is not None and (closed := memory.batch(step + 1)) is not None:
@@ -262,8 +210,8 @@ class LiveRollouts:
         groups = GroupSampler(self.sampler, self.foundation.method.operator, self._rules(), memory)
         sample = self._sample_synchronous if self._pace is None else self._sample_ahead
         batch = sample(step, groups, context, meanwhile)
-        self._sampled = batch.sampled
-        self._metrics = self.sampler.take_metrics() | batch.metrics
+        self.sampled = batch.sampled
+        self.metrics = self.sampler.take_metrics() | batch.metrics
         if memory is not None:
             self._under_way.close(memory.close(step + 1, batch))
         return batch.groups
@@ -272,8 +220,8 @@ class LiveRollouts:
         """Return groups that an earlier process sampled, but did not save the training on."""
         groups = self._recorded(closed, memory, context)
         self._under_way.close(closed)
-        self._sampled = [sample for group in groups for sample in group.samples]
-        self._metrics = {"groups_replayed": float(len(groups))}
+        self.sampled = [sample for group in groups for sample in group.samples]
+        self.metrics = {"groups_replayed": float(len(groups))}
         return groups
 
     def _recorded(self, closed: ClosedBatch, memory: JournalMemory, context: CreditContext) -> list[Group]:
@@ -288,7 +236,12 @@ class LiveRollouts:
         return memory.groups(closed, draw, self.foundation.method.operator)
 
     def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
-        """See `Rollouts`. Raises LostStepError if the journal lacks one of the steps."""
+        """Yield the groups of steps that `groups` has returned before, unchanged. Raises LostStepError if the
+        journal lacks one of the steps.
+
+        Args:
+            context: completed steps → the context of the next one.
+        """
         assert self.memory is not None
         memory = self.memory.view_after(steps.start)
         for step in steps:
@@ -300,11 +253,13 @@ class LiveRollouts:
             yield self._recorded(closed, memory, context(step))
 
     def advance(self, version: int) -> None:
+        """Note that the engines now have the weights of policy `version`."""
         self.sampler.version = version
         if self._ahead is not None:
             self.sampler.wait(self.sampler.start(self._ahead.advance(version)))
 
     def state(self) -> dict[str, Any]:
+        """Return the present state as JSON for a checkpoint; `open_rollouts` takes it back."""
         return {} if self._pace is None else {"sampling": self._under_way.as_json()}
 
     @property
@@ -363,19 +318,18 @@ class LiveRollouts:
         step = ordinal // self._batch_size
         return prompt, self._requests(prompt, step, attempt), replace(context, step=step)
 
-    def sampled(self) -> list[Sample]:
-        return self._sampled
-
-    def metrics(self) -> dict[str, float]:
-        return self._metrics
-
     def evaluation(
         self,
         data: RunData,
         meanwhile: Callable[[], None] | None = None,
         stored_samples: KeptSamples | None = None,
     ) -> list[SetEvaluation]:
-        """See `Rollouts`. Raises the errors of `evaluate`, `Sampler.answer` and `KeptSamples.add`."""
+        """Evaluate the policy on every set of held-out prompts. Raises the errors of `evaluate`,
+        `Sampler.answer` and `KeptSamples.add`.
+
+        Args:
+            stored_samples: stored samples to reuse; takes every new sample.
+        """
         self.sampler.version = self.fleet.version
         evaluated = [self._evaluated(eval_set, meanwhile, stored_samples) for eval_set in data.eval_sets]
         self.sampler.take_metrics()  # only training's metrics are shown
@@ -482,3 +436,7 @@ class LiveRollouts:
             return vocabulary.correction_prompt(prompt, wrong, references)
 
         return Corrector(prompt_ids, foundation.method.operator.ibpo_k, foundation.max_context)
+
+
+Rollouts = LiveRollouts | RecordedRollouts
+"""A source of samples for the loop."""

@@ -97,11 +97,8 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
 
 
 def environments_of(prompts: Sequence[Prompt], settings: EnvironmentConfig) -> dict[str, Prompt]:
-    """Return each environment that a prompt names, with the first such prompt.
-
-    Raises:
-        ConfigError: a row names one that the user did not allow.
-    """
+    """Return each environment that a prompt names, with the first such prompt. Raises ConfigError if a row
+    names one that the user did not allow."""
     named: dict[str, Prompt] = {}
     for prompt in prompts:
         if (name := environment_in(prompt.metadata, settings)) is not None:
@@ -160,11 +157,8 @@ def _answer_start(
 
 
 def thinking_marks(operator: Operator, tokenizer: Tokenizer) -> ThinkingMarks | None:
-    """Return the ids of <think> and of </think>; None without --ibpo-strip-thinking.
-
-    Raises:
-        DataError: the tokenizer cannot express them.
-    """
+    """Return the ids of <think> and of </think>; None without --ibpo-strip-thinking. Raises DataError if the
+    tokenizer cannot express them."""
     if not operator.ibpo_strip_thinking:
         return None
     opening, closing = (tuple(tokenizer.encode(mark)) for mark in ("<think>", "</think>"))

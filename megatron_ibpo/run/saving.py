@@ -134,12 +134,9 @@ def admit_engines(run: Run) -> None:
 
 
 def surviving(run: Run, work: Callable[[], T]) -> T:
-    """Return the result of `work`. If a trainer dies during it, start new trainers, bring them to the
-    present step, and repeat it.
-
-    Raises:
-        ProcessDiedError: trainers died MOST_DEATHS times without a completed step in between.
-    """
+    """Return the result of `work`. If a trainer dies during it, start new trainers, bring them to the present
+    step, and repeat it. Raises ProcessDiedError if trainers died MOST_DEATHS times without a completed step
+    in between."""
     while True:
         try:
             return work()

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,7 +27,7 @@ from megatron_ibpo.run.resolve import Foundation, ResolvedConfig
 from megatron_ibpo.run.rollouts import Fleet, Rollouts
 from megatron_ibpo.run.run_data import RunData
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass
@@ -66,46 +65,36 @@ class Engines(Fleet, Protocol):
     @property
     def count(self) -> int:
         """Total number of engines."""
-        ...
 
     @property
     def alive(self) -> int:
         """Number of engines that can take requests."""
-        ...
 
     @property
     def reproducible(self) -> bool:
         """True if an idle engine computes the same requests in the same batches every time."""
-        ...
 
     def sleep(self) -> None:
         """Release shared devices to the trainers."""
-        ...
 
     def wake(self) -> None:
         """Get ready to sample again."""
-        ...
 
     def admit(self) -> None:
         """Admit engines that are up again, while the trainers are idle."""
-        ...
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Load the trainers' weights as policy `version`, and return metrics of the update."""
-        ...
 
     def meet_trainers(self) -> None:
         """Connect to trainers that have just started."""
-        ...
 
     def idle(self, index: int) -> IdleEngine:
         """Return one engine for the caller's exclusive use."""
-        ...
 
     def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]:
         """Provide a fresh engine with the weights of `hf_dir` as version 0, in place of the engine at
         `index`."""
-        ...
 
 
 @dataclass
@@ -137,6 +126,11 @@ class Run:
 def context(run: Run, step: int | None = None) -> CreditContext:
     """Return the context of the step after `step` completed ones; None: the present step."""
     step = run.progress.step if step is None else step
+
+    def logprobs(queries: list[LogProbQuery]) -> list[Floats]:
+        with run.stages("log-probs"):
+            return run.policy.logprobs([as_sequence(query) for query in queries])
+
     return CreditContext(
         run.config.algorithm,
         run.config.rollout,
@@ -145,17 +139,11 @@ def context(run: Run, step: int | None = None) -> CreditContext:
         run.config.run.seed,
         step,
         run.config.data.reward_threshold,
-        partial(logprobs, run),
+        logprobs,
         run.policy.values,
         run.cost.of_sample,
         run.progress.remembered.get(step, {}),
     )
-
-
-def logprobs(run: Run, queries: list[LogProbQuery]) -> list[Floats]:
-    """Return the policy's log-probs of continuations, for credit."""
-    with run.stages("log-probs"):
-        return run.policy.logprobs([as_sequence(query) for query in queries])
 
 
 def as_sequence(query: LogProbQuery) -> TrainSequence:
@@ -192,21 +180,12 @@ class Processes:
 
 
 @dataclass(frozen=True)
-class TrainersAlone:
-    """Trainers that have been started without engines and verifiers."""
-
-    trainers: RankCalls
-    placement_note: str
-    """Nodes of the processes, for the user."""
-
-
-@dataclass(frozen=True)
-class Launched(Generic[T]):
+class Launched(Generic[T_co]):
     """Processes that have been started and have loaded nothing yet."""
 
     memory: Mapping[int, int]
     """Node, by its index in the placement → its bytes of main memory; empty in one process."""
-    build: Callable[[Path | None], T]
+    build: Callable[[Path | None], T_co]
     """Builds the model of the trainers from a checkpoint, or as a new one. Engines and verifiers may still be
     starting when it returns."""
 
@@ -215,16 +194,11 @@ class Backend(Protocol):
     """A way to start the processes of a run: on a cluster, or all in the driver's own process."""
 
     def check(self, config: Config, shape: ModelShape) -> None:
-        """Refuse a model or a layout, as far as that shows before devices are counted.
-
-        Raises:
-            ValueError: this back end cannot run it.
-        """
-        ...
+        """Refuse a model or a layout, as far as that shows before devices are counted. Raises ValueError if
+        this back end cannot run it."""
 
     def connect(self, config: Config) -> AbstractContextManager[Callable[[], None]]:
         """Connect to the cluster in the background. The context gives a function that waits for it."""
-        ...
 
     def place(self, config: Config, *, samples: bool = True) -> Placement:
         """Return the place of every process.
@@ -235,15 +209,13 @@ class Backend(Protocol):
         Raises:
             ValueError: the cluster is too small, or settings do not suit its devices.
         """
-        ...
 
     def launch(
         self, resolved: ResolvedConfig, inputs: Inputs, judges: Judges, stack: ExitStack
     ) -> Launched[Processes]:
         """Start the processes of trainers, engines and verifiers. `stack` ends them. This, and `build`, raise
         ValueError, OSError, EngineError or ProcessDiedError if one does not start."""
-        ...
 
-    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[TrainersAlone]:
-        """Start trainers, for training without sampling. `stack` ends them; raises as `launch`."""
-        ...
+    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[tuple[RankCalls, str]]:
+        """Start trainers, for training without sampling, and say on which nodes. `stack` ends them; raises as
+        `launch`."""

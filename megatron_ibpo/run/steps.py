@@ -36,16 +36,13 @@ def sample(run: Run) -> list[Group]:
     wake_engines(run)
     with run.stages("sample"):
         groups = run.rollouts.groups(run.progress.step, context(run), partial(admit_engines, run))
-    run.cost.sampling(run.rollouts.sampled())
+    run.cost.sampling(run.rollouts.sampled)
     return groups
 
 
 def credit(run: Run, groups: list[Group]) -> Credit:
-    """Turn the groups into training sequences with advantages and weights.
-
-    Raises:
-        ValueError: recorded samples that the loss cannot use (`check_recorded`).
-    """
+    """Turn the groups into training sequences with advantages and weights. Raises ValueError for recorded
+    samples that the loss cannot use (`check_recorded`)."""
     sleep_engines(run)  # credit may need the policy or the critic, and training follows
     with run.stages("credit"):
         assigned = surviving(run, lambda: assign_credit(groups, context(run), run.foundation.method))
@@ -57,11 +54,8 @@ def credit(run: Run, groups: list[Group]) -> Credit:
 
 
 def update(run: Run, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """Run the optimizer steps of one rollout.
-
-    Raises:
-        NotFiniteError: --max-nonfinite-steps consecutive steps were skipped.
-    """
+    """Run the optimizer steps of one rollout. Raises NotFiniteError if --max-nonfinite-steps consecutive
+    steps were skipped."""
     if run.config.run.debug_rollout_only:
         return {}
     run.progress.old_logprobs = observers.observed_logprobs(run, sequences)
@@ -80,11 +74,8 @@ def update(run: Run, sequences: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def sync(run: Run) -> dict[str, float]:
-    """Count the step, and send the trainers' weights to the engines.
-
-    Raises:
-        WeightMismatchError: with --check-weight-update-equal, the engines have other weights.
-    """
+    """Count the step, and send the trainers' weights to the engines. Raises WeightMismatchError if, with
+    --check-weight-update-equal, the engines have other weights."""
     run.progress.step += 1
     if run.engines is None or run.config.run.debug_rollout_only:
         return {}
@@ -124,10 +115,7 @@ class Step:
 def steps(run: Run, stop: StopRequest | None = None) -> Iterator[Step]:
     """Train, and yield every completed step, until all are done or `stop` is requested. The first step is
     preceded by the first evaluation, and each is followed by its checkpoint and evaluation if they are due.
-
-    Raises:
-        Exception: what a stage raises; the journal then has what was sampled.
-    """
+    Raises what a stage raises; the journal then has what was sampled."""
     cuts_short = stop.cuts_short if stop is not None else lambda work: work()
     evaluate = partial(observers.evaluate_if_due, run)
     cuts_short(evaluate)

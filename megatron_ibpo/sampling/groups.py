@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_ibpo.basics.records import Correction, Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.credit import AfterCredit, CreditContext, GroupFilter, Operator, fill_batch
@@ -65,18 +65,6 @@ class Batch:
     """(prompt index, attempt, reason) of groups that were sampled and are never trained on."""
 
 
-class Memory(Protocol):
-    """Scored samples stored beyond this process, and those that an earlier one stored."""
-
-    def recall(self, key: SampleKey) -> Sample | None:
-        """Return the stored sample, or None if it must be sampled."""
-        ...
-
-    def keep(self, key: SampleKey, sample: Sample) -> None:
-        """Store a scored sample."""
-        ...
-
-
 @dataclass(eq=False)
 class Drawn:
     """A group, and the engine with the cache of its prompt."""
@@ -102,7 +90,7 @@ class GroupSampler:
     sampler: Sampler
     operator: Operator
     rules: Rules
-    memory: Memory | None = None
+    memory: JournalMemory | None = None
 
     async def respond(
         self, prompt: Prompt, requests: Sequence[SampleRequest], attempt: int = 0, on_sample: OnSample = None
@@ -242,7 +230,8 @@ class UnderWay:
 
 @dataclass
 class JournalMemory:
-    """The journal as `groups.Memory`, and its batches of steps that are trained again."""
+    """Scored samples in the journal, those that an earlier process stored too, and its batches of steps that
+    are trained again."""
 
     journal: Journal
     recovered: Recovered
@@ -250,9 +239,11 @@ class JournalMemory:
     """Runs a write, waiting while the disk is full."""
 
     def recall(self, key: SampleKey) -> Sample | None:
+        """Return the stored sample, or None if it must be sampled."""
         return self.recovered.samples.get(key)
 
     def keep(self, key: SampleKey, sample: Sample) -> None:
+        """Store a scored sample."""
         self.with_room(lambda: self.journal.sampled(key, sample))
 
     def close(self, step: int, batch: Batch) -> ClosedBatch:
@@ -314,11 +305,8 @@ class JournalMemory:
 
 def replay(groups: list[Group], operator: Operator, context: CreditContext) -> list[Group]:
     """Return the recorded groups as if they had been sampled now. The operator's requests for a group are
-    answered by its recorded corrections, in order.
-
-    Raises:
-        ValueError: there are fewer of them than the operator requests.
-    """
+    answered by its recorded corrections, in order. Raises ValueError if there are fewer of them than the
+    operator requests."""
     for group in groups:
         recorded = [correction.response for correction in group.corrections]
         group.corrections, group.skipped_pairs = [], 0

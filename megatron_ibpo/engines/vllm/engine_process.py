@@ -37,9 +37,8 @@ from megatron_ibpo.engines.vllm.messages import (
     Samples,
     Unsampled,
 )
-from megatron_ibpo.engines.vllm.model_runner import check_runner, uses_second_runner
+from megatron_ibpo.engines.vllm.needs import check_runner, uses_second_runner
 from megatron_ibpo.engines.vllm.slim_imports import slim_imports
-from megatron_ibpo.weights.transfer.update_order import TransportName
 
 HOLD_STEPS = 16
 """Steps of a busy engine between messages with finished samples. Each message costs several processes a
@@ -174,7 +173,7 @@ class SamplingEngine:
             from vllm.usage.usage_lib import UsageContext
         gc.freeze()  # vLLM looks for garbage several times as it loads a model
 
-        self._settings = settings
+        self._settings, self._records_itself = settings, _records_itself(settings)
         # vLLM derives the prompt tokens per step from the GPU and from this: 16,384 on an H100, and 2,048 by
         # default
         self._llm = LLMEngine.from_engine_args(_engine_args(settings), UsageContext.LLM_CLASS)
@@ -285,10 +284,6 @@ class SamplingEngine:
         requests = [(output.request_id, n) for output, n in zip(outputs, reads, strict=True)]
         of_workers = self._llm.collective_rpc("take_routing", args=(requests,))
         return [_sent_choices(sent) for sent in of_workers[0]]  # tensor-parallel workers route alike
-
-    @property
-    def _records_itself(self) -> bool:
-        return _records_itself(self._settings)
 
     def _rest_if_idle(self) -> None:
         if not self.busy:
@@ -478,10 +473,6 @@ def _drafts(output: Any) -> tuple[int, int]:
     return metrics.num_draft_tokens, accepted
 
 
-def _backend(transport: TransportName) -> str:
-    return NCCL_BACKEND if transport == "nccl" else transport
-
-
 def _device_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Return vLLM's arguments that differ between CPUs and GPUs."""
     records: dict[str, Any] = {}
@@ -504,6 +495,7 @@ def _engine_args(settings: EngineSettings) -> Any:
     from vllm.config import WeightTransferConfig
 
     arguments = _device_arguments(settings)
+    backend = NCCL_BACKEND if settings.transport == "nccl" else settings.transport
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
     if settings.spans_nodes:  # never run so far: it needs nodes with GPUs
@@ -526,7 +518,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         seed=0,
-        weight_transfer_config=WeightTransferConfig(backend=_backend(settings.transport)),
+        weight_transfer_config=WeightTransferConfig(backend=backend),
         worker_extension_cls=RECORDING_PLUGIN if _records_itself(settings) else PLUGIN,
         language_model_only=True,  # a vision tower would wait for weights that no update brings
         **{**arguments, **settings.extra_arguments},

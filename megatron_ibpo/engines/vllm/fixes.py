@@ -282,8 +282,7 @@ def take_norm_kernels() -> None:
 
 def _normalize(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
     if not norm.has_weight or norm.variance_size_override is not None:
-        normalized: Normalized = norm.forward_native(x, residual)
-        return normalized
+        return norm.forward_native(x, residual)
     return _rms_norm(x, residual, norm.weight.float(), norm.variance_epsilon)
 
 

@@ -10,8 +10,7 @@ from megatron_ibpo.config import RolloutConfig, named_values
 from megatron_ibpo.config.declared import declared_fields, declared_values
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.settings import EngineSettings
-from megatron_ibpo.engines.vllm.model_runner import VARIABLE, uses_second_runner
-from megatron_ibpo.engines.vllm.needs import kv_cache_bytes, vllm_parameters
+from megatron_ibpo.engines.vllm.needs import VARIABLE, kv_cache_bytes, uses_second_runner, vllm_parameters
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.transfer.update_order import TransportName
 

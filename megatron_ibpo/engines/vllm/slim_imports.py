@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_ibpo.engines.settings import EngineSettings
-from megatron_ibpo.engines.vllm.model_runner import uses_second_runner
+from megatron_ibpo.engines.vllm.needs import uses_second_runner
 
 
 def unchanged(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:

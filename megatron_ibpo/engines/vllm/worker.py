@@ -93,11 +93,8 @@ class RecordingWorker(WorkerExtension):
     takes only one class of methods for its workers."""
 
     def record_routing(self, num_experts: int) -> None:
-        """Start recording.
-
-        Raises:
-            RuntimeError: the model has no routers, or routes inside a kernel that does not reveal it.
-        """
+        """Start recording. Raises RuntimeError if the model has no routers, or routes inside a kernel that
+        does not reveal it."""
         runners = [m for m in self.model_runner.get_model().modules() if isinstance(m, MoERunner)]
         if not runners or any(
             not isinstance(m.router, BaseRouter) or m._quant_method.is_monolithic for m in runners
