@@ -119,8 +119,7 @@ class CostMeter:
             forward: forward passes alone, for log-probs.
             updates: with the backward pass, which costs twice the forward pass.
             repeated_forward, repeated_updates: lengths of prefixes that another sequence of the same pass has
-                too
-                (`basics.shared_prefixes.repeated_prefixes`).
+                too (`repeated_prefixes`).
         """
         self._add(
             sum(forward) + sum(updates),

@@ -1,7 +1,7 @@
 """Sources of a run's samples and rewards: engines and verifiers, or a recording."""
 
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from megatron_ibpo.credit import (
 from megatron_ibpo.data import PromptSource, ResponseText
 from megatron_ibpo.data.row_prompts import with_system_prompt
 from megatron_ibpo.engines import AsyncEngine
+from megatron_ibpo.engines.probe import IdleEngine
 from megatron_ibpo.environments import Sessions
 from megatron_ibpo.evaluate import (
     Corrector,
@@ -56,8 +57,9 @@ from megatron_ibpo.sampling.sampler import Sampler
 T = TypeVar("T")
 
 
-class Fleet(Protocol):
-    """The engines of a run, as the sampler needs them."""
+class Engines(Protocol):
+    """The engines of a run, as the loop and the sampler use them: those of a cluster (`cluster.Engines`), or
+    one in this process."""
 
     @property
     def version(self) -> int:
@@ -74,12 +76,46 @@ class Fleet(Protocol):
         """Replace a dead engine by a new one, return it once it has the present weights; EngineError if
         impossible."""
 
+    @property
+    def count(self) -> int:
+        """Total number of engines."""
+
+    @property
+    def alive(self) -> int:
+        """Number of engines that can take requests."""
+
+    @property
+    def reproducible(self) -> bool:
+        """True if an idle engine computes the same requests in the same batches every time."""
+
+    def sleep(self) -> None:
+        """Release shared devices to the trainers."""
+
+    def wake(self) -> None:
+        """Get ready to sample again."""
+
+    def admit(self) -> None:
+        """Admit engines that are up again, while the trainers are idle."""
+
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Load the trainers' weights as policy `version`, and return metrics of the update."""
+
+    def meet_trainers(self) -> None:
+        """Connect to trainers that have just started."""
+
+    def idle(self, index: int) -> IdleEngine:
+        """Return one engine for the caller's exclusive use."""
+
+    def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]:
+        """Provide a fresh engine with the weights of `hf_dir` as version 0, in place of the engine at
+        `index`."""
+
 
 @contextmanager
 def open_rollouts(
     resolved: ResolvedConfig,
     data: RunData,
-    engines: Fleet | None,
+    engines: Engines | None,
     verifier: Verifier,
     memory: JournalMemory | None = None,
     state: dict[str, Any] | None = None,
@@ -176,7 +212,7 @@ class LiveRollouts:
     config: Config
     foundation: Foundation
     data: RunData
-    fleet: Fleet
+    fleet: Engines
     sampler: Sampler
     memory: JournalMemory | None = None
     loaded: dict[str, Any] = field(default_factory=dict)

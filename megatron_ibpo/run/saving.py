@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_ibpo.cluster.deaths import MOST_DEATHS, ProcessDiedError
+from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.credit import Credit, assign_credit
 from megatron_ibpo.report.disk import is_full
 from megatron_ibpo.run.state import Run, context
@@ -47,7 +48,7 @@ def finish(run: Run, status: str) -> None:
 
 def _advance_saves(run: Run) -> None:
     settings, step = run.config.run, run.progress.step
-    due = run.done() or _save_is_due(run)
+    due = run.done() or _journal_is_full(run) or is_time_to_save(settings, step, run.progress.saved_at)
     _settle_save(run, wait=due)
     if due:
         run.disk.write(partial(_begin_save, run))
@@ -63,14 +64,15 @@ def _save_the_rest(run: Run) -> None:
     _export(run, run.config.run.run_dir / "hf")
 
 
-def _save_is_due(run: Run) -> bool:
-    settings, minutes = run.config.run, run.config.run.save_interval_minutes
-    at_interval = settings.save_interval is not None and run.progress.step % settings.save_interval == 0
-    return (
-        at_interval
-        or _journal_is_full(run)
-        or (minutes is not None and time.monotonic() - run.progress.saved_at >= 60 * minutes)
-    )
+def is_time_to_save(settings: RunConfig, step: int, saved_at: float) -> bool:
+    """Return whether a checkpoint is due by --save-interval or --save-interval-minutes.
+
+    Args:
+        saved_at: time.monotonic() of the last one.
+    """
+    minutes = settings.save_interval_minutes
+    at_interval = settings.save_interval is not None and step % settings.save_interval == 0
+    return at_interval or (minutes is not None and time.monotonic() - saved_at >= 60 * minutes)
 
 
 def _journal_is_full(run: Run) -> bool:

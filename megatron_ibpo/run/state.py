@@ -13,7 +13,6 @@ from megatron_ibpo.basics.records import Floats, TrainSequence
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import CreditContext, LogProbQuery
-from megatron_ibpo.engines.probe import IdleEngine
 from megatron_ibpo.environments import Sessions
 from megatron_ibpo.journal import Journal
 from megatron_ibpo.models import ModelShape
@@ -24,7 +23,7 @@ from megatron_ibpo.rewards import Pool
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.inputs import Inputs, Judges
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig
-from megatron_ibpo.run.rollouts import Fleet, Rollouts
+from megatron_ibpo.run.rollouts import Engines, Rollouts
 from megatron_ibpo.run.run_data import RunData
 
 T_co = TypeVar("T_co", covariant=True)
@@ -56,45 +55,6 @@ class Progress:
     """The trainers' log-probs before this step's update, with --save-debug-rollout-data; `new_logprobs` holds
     those after it."""
     new_logprobs: list[Floats] | None = None
-
-
-class Engines(Fleet, Protocol):
-    """The engines of a run, as the loop controls them: those of a cluster (`cluster.Engines`), or one in this
-    process."""
-
-    @property
-    def count(self) -> int:
-        """Total number of engines."""
-
-    @property
-    def alive(self) -> int:
-        """Number of engines that can take requests."""
-
-    @property
-    def reproducible(self) -> bool:
-        """True if an idle engine computes the same requests in the same batches every time."""
-
-    def sleep(self) -> None:
-        """Release shared devices to the trainers."""
-
-    def wake(self) -> None:
-        """Get ready to sample again."""
-
-    def admit(self) -> None:
-        """Admit engines that are up again, while the trainers are idle."""
-
-    def update_weights(self, version: int) -> dict[str, float]:
-        """Load the trainers' weights as policy `version`, and return metrics of the update."""
-
-    def meet_trainers(self) -> None:
-        """Connect to trainers that have just started."""
-
-    def idle(self, index: int) -> IdleEngine:
-        """Return one engine for the caller's exclusive use."""
-
-    def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]:
-        """Provide a fresh engine with the weights of `hf_dir` as version 0, in place of the engine at
-        `index`."""
 
 
 @dataclass

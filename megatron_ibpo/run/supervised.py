@@ -38,6 +38,7 @@ from megatron_ibpo.run.inputs import read_resume_point
 from megatron_ibpo.run.open import choose_backend
 from megatron_ibpo.run.preflight import check_model, disk_bytes, preflight
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig, read_foundation, resolve, settle
+from megatron_ibpo.run.saving import is_time_to_save
 from megatron_ibpo.run.steps import NotFiniteError
 from megatron_ibpo.weights.formats.retention import Keep
 
@@ -170,11 +171,9 @@ class SupervisedRun:
             OSError, CheckpointError: a save failed.
             DiskFullError: the disk was full for longer than --disk-wait.
         """
-        run, minutes = self.config.run, self.config.run.save_interval_minutes
-        at_interval = run.save_interval is not None and self.step % run.save_interval == 0
-        late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        run = self.config.run
         with self.stages("save"):
-            if run.save and (self.done() or at_interval or late):
+            if run.save and (self.done() or is_time_to_save(run, self.step, self.saved_at)):
                 self.disk.write(self._save)
             else:
                 self.policy.saved(wait=False)
