@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import ray
 
@@ -223,33 +223,6 @@ class NodeActors:
         actor.host.kill()
         log.warning("%s; it had %s in progress", error, counted(len(orphans), "call"))
         self._lost(actor, orphans)
-
-
-class OnAllNodes:
-    """Work on all nodes: in the driver's own pool, closed by its opener, and by an actor on every other
-    node."""
-
-    _driver_pool: Any
-    _actors: NodeActors
-
-    @property
-    def deaths(self) -> int:
-        """Processes that died in this run: worker processes on all nodes, and the actors."""
-        return self._driver_pool.deaths + self._actors.deaths
-
-    def wait_ready(self) -> None:
-        """Wait until every actor can take calls. Raises as `NodeActors.wait_ready`."""
-        self._actors.wait_ready()
-
-    def close(self) -> None:
-        """End the actors and their processes; cancel their unfinished calls."""
-        self._actors.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _is_alive(node: Node) -> bool:

@@ -15,12 +15,11 @@ from typing import Any
 from megatron_ibpo.basics.policy_digest import policy_digest
 from megatron_ibpo.cluster.engine_processes import EngineProcesses
 from megatron_ibpo.cluster.engines import Engines
-from megatron_ibpo.cluster.environments import Environments
+from megatron_ibpo.cluster.node_pools import Environments, Verifiers
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.ray_session import abandon_start, open_ray, take_back_signals
 from megatron_ibpo.cluster.reservation import NodeLostError, place_engines, place_run, reserved
 from megatron_ibpo.cluster.trainers import Trainers
-from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import EngineLostError
 from megatron_ibpo.engines.registry import start_timeout
