@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megatron_ibpo.basics.rendezvous import NODE_ADDRESS, listen
 from megatron_ibpo.cluster.deaths import ProcessDiedError, exit_reason, record_peak_memory
-from megatron_ibpo.cluster.main_memory import main_memory
+from megatron_ibpo.cluster.placement import main_memory
 
 GRACE_S = 5.0
 """Seconds to wait, after the first failure of several processes, for the others to fail too, since theirs may

@@ -9,16 +9,18 @@ from typing import TypeVar
 from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.journal.entries import (
     ClosedBatch,
+    Damage,
     Entry,
     GroupId,
     JournalError,
     MalformedEntryError,
+    Record,
     Sampled,
     SampleKey,
     SegmentStart,
     decode,
+    records,
 )
-from megatron_ibpo.journal.framing import Damage, Record, records
 
 _SUFFIX = ".journal"
 _MOST_PLACES = 5

@@ -16,6 +16,7 @@ from megatron_ibpo.basics.disk import flush
 from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.journal.entries import (
     ClosedBatch,
+    Damage,
     Entry,
     GroupId,
     JournalError,
@@ -23,8 +24,8 @@ from megatron_ibpo.journal.entries import (
     SampleKey,
     SegmentStart,
     encode,
+    framed,
 )
-from megatron_ibpo.journal.framing import Damage, framed
 from megatron_ibpo.journal.recovery import Recovered, entries, segment_numbers, segment_path, settle
 
 
