@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_ibpo.basics.records import Sample, SampleRequest
-from megatron_ibpo.engines.protocol import EngineError
+from megatron_ibpo.engines.protocol import EngineError, too_old
 from megatron_ibpo.engines.waves import WaveSampler, left_padded
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import weight_map
@@ -116,9 +116,7 @@ class LeanEngine:
 
     def _check(self, version: int) -> None:
         if self._version < version:
-            raise EngineError(
-                f"asked to sample with policy version {version}, the engine has {self._version}"
-            )
+            raise EngineError(too_old(self._version, version))
 
 
 # --------------------------------------------------------------------------------------------- the model

@@ -24,6 +24,11 @@ class EngineLostError(EngineError):
     """The engine ended and cannot be replaced for now; the others can go on."""
 
 
+def too_old(present: object, version: int) -> str:
+    """Return why an engine with the weights of policy `present` refuses requests for those of `version`."""
+    return f"asked to sample with policy version {version}, the engine has {present}"
+
+
 class AsyncEngine(Protocol):
     """One engine, wherever it runs. The caller numbers its requests; samples come back under these numbers in
     any order."""

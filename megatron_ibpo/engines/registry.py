@@ -42,7 +42,6 @@ def choose_transport(*, on_gpu: bool, colocate: bool) -> TransportName:
     return "ipc" if colocate else "nccl"
 
 
-_CALLED_WITH = "its settings, the path of its log, and whether it starts again"
 _METHODS = ("wait_ready", "submit", "take", "abort", "kill", "close", "generate", "begin", "result", "call")
 
 
@@ -79,7 +78,9 @@ def check_engine(rollout: RolloutConfig) -> None:
     built(find_parameters(name), rollout.parameters)
     if known_or_path(FLAG, name, dict.fromkeys(ENGINES, True), "engine"):
         return
-    engine = load_hook(FLAG, name, called_with=_CALLED_WITH)
+    engine = load_hook(
+        FLAG, name, called_with="its settings, the path of its log, and whether it starts again"
+    )
     lacking = [method for method in _METHODS if not callable(getattr(engine, method, None))]
     if lacking:
         raise ValueError(

@@ -26,7 +26,7 @@ from megatron_ibpo.basics.records import Sample, SampleRequest
 from megatron_ibpo.config import COUNT, Config, RolloutConfig, built
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
-from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineStartError
+from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineStartError, too_old
 from megatron_ibpo.engines.settings import EngineSettings, Precision
 from megatron_ibpo.engines.waves import WaveSampler, left_padded
 from megatron_ibpo.models import ModelShape
@@ -129,7 +129,7 @@ class TransformersEngine:
         with self._news:
             self._check_alive()
             if NO_VERSION < self._policy.version < version:
-                self._refusal = _too_old(self._policy.version, version)
+                self._refusal = too_old(self._policy.version, version)
                 self._news.notify_all()
                 return
             self._waiting.update(requests)
@@ -298,7 +298,7 @@ class Policy:
         """Return one sample for each request (`WaveSampler.samples`). Raises EngineError if the weights are
         older than `version`."""
         if self.version < version:
-            raise EngineError(_too_old(self.version, version))
+            raise EngineError(too_old("none" if self.version == NO_VERSION else self.version, version))
         return self._waves.samples(self._decoder, requests, self.version, is_aborted)
 
     def rehearse_weight_update(self, tensors: bytes) -> list[bytes]:
@@ -415,11 +415,6 @@ def checkpoint_tensors(model: Any) -> tuple[dict[str, Tensor], bool]:
     tensors: dict[str, Tensor] = revert_weight_conversion(model, state)
     memory = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
     return tensors, any(tensor.untyped_storage().data_ptr() not in memory for tensor in tensors.values())
-
-
-def _too_old(present: int, version: int) -> str:
-    held_version = "none" if present == NO_VERSION else present
-    return f"asked to sample with policy version {version}, the engine has {held_version}"
 
 
 def _digest(tensor: Tensor) -> str:

@@ -17,19 +17,12 @@ from megatron_ibpo.basics.records import Sample, SampleRequest
 from megatron_ibpo.basics.sampling_mask import SamplingMask
 
 
-class RowCache(Protocol):
-    """A model's memory of the rows of a wave."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all other rows."""
-
-
 class Decoder(Protocol):
     """A model that continues several rows at once."""
 
     def read(self, prompts: Sequence[np.ndarray], room: int) -> tuple[Tensor, Any]:
-        """Return (float32 logits after each prompt [prompts, vocabulary], a `RowCache` with room for `room`
-        more tokens of each)."""
+        """Return (float32 logits after each prompt [prompts, vocabulary], a cache with room for `room` more
+        tokens of each, whose `keep(rows)` drops all other rows)."""
 
     def write(self, tokens: Tensor, cache: Any) -> Tensor:
         """Return the logits after one more token of each row."""

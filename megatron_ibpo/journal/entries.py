@@ -23,7 +23,6 @@ FORMAT = 1
 GroupId = tuple[int, int]
 """(prompt index, attempt)."""
 
-
 _MAGIC = b"IBPJ"
 _HEADER = struct.Struct("<4sIII")
 """Magic, bytes of the payload, CRC-32 of the payload, CRC-32 of the header up to here. The last one

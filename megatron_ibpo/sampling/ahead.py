@@ -147,13 +147,6 @@ class Ahead:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def gauges(self) -> dict[str, float]:
-        """Return gauges of the groups in flight now."""
-        return {
-            "groups_in_flight": float(self._number("flying")),
-            "groups_buffered": float(self._number("ready", "spare")),
-        }
-
     # ---------------------------------------------------------------------------------------- requests
 
     @property
@@ -335,7 +328,8 @@ class Ahead:
             "partial_rollouts": float(sum(len(sample.versions) > 1 for sample in samples)),
             "groups_missing": float(self._num_groups - len(groups)),
             **{name: float(count) for name, count in self._counts.items()},
-            **self.gauges(),
+            "groups_in_flight": float(self._number("flying")),
+            "groups_buffered": float(self._number("ready", "spare")),
         }
         self._counts = dict.fromkeys(self._counts, 0)
         self._tell_bias()

@@ -27,8 +27,6 @@ EXPIRED = "expired"
 """Reason of a dropped group whose prompt is sampled again."""
 DrawRound = Callable[[int], Sequence[tuple[Prompt, Sequence[SampleRequest]]]]
 """Round 0, 1, … of a step → its prompts, each with the requests for its responses."""
-
-
 OnSample = Callable[[Sample], None] | None
 """Called with each new sample once it is scored."""
 

@@ -25,6 +25,7 @@ from megatron_ibpo.basics.records import ExpertIds, SampleRequest, expert_ids
 from megatron_ibpo.basics.rendezvous import remove_private
 from megatron_ibpo.basics.sampling_mask import SamplingMask, sampling_mask
 from megatron_ibpo.basics.supervised import end_group
+from megatron_ibpo.engines.protocol import too_old
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.messages import (
     MARK,
@@ -209,7 +210,7 @@ class SamplingEngine:
         """Add requests, to be sampled with the weights of `version` or later. During an update they wait for
         its end."""
         if not self.paused and (self._version == NO_VERSION or int(self._version) < version):
-            raise Refusal(f"asked to sample with policy version {version}, the engine has {self._version}")
+            raise Refusal(too_old(self._version, version))
         if self._settings.records_sampling_mask and any(
             _keeps_all(numbered.request) for numbered in requests
         ):
