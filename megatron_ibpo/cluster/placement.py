@@ -138,9 +138,10 @@ def _colocated(nodes: Sequence[Node], trainers: Sequence[Slot], engines: Engines
     for first in range(0, len(trainers), size):
         ranks = tuple(range(first, first + size))
         if ranks[-1] >= len(trainers) or trainers[first].node != trainers[ranks[-1]].node:
+            counts = [f"{nodes[index].address}: {len(r)}" for index, r in sorted(_by_node(trainers).items())]
             raise PlacementError(
                 f"--rollout-num-gpus-per-engine {size}: must divide the number of trainers on each node, "
-                f"since a colocated engine lies within one node ({_trainers_by_node(nodes, trainers)})"
+                f"since a colocated engine lies within one node ({listed(counts, most=_MOST_NAMED)})"
             )
         places.append(Slot(trainers[first].node, 0))
         partners.append(ranks)
@@ -185,12 +186,6 @@ def _described(nodes: Sequence[Node], on_gpu: bool) -> str:
     return listed(
         [f"{node.address}: {node.gpus if on_gpu else node.cpus}" for node in nodes], most=_MOST_NAMED
     )
-
-
-def _trainers_by_node(nodes: Sequence[Node], trainers: Sequence[Slot]) -> str:
-    on_node = _by_node(trainers)
-    counts = [f"{nodes[index].address}: {len(ranks)}" for index, ranks in sorted(on_node.items())]
-    return listed(counts, most=_MOST_NAMED)
 
 
 def _by_node(slots: Sequence[Slot]) -> dict[int, list[int]]:

@@ -180,11 +180,6 @@ def _damage_note(path: Path, damages: list[Damage]) -> str:
     return f"{path}: {records_} left out, and what follows is kept: {places}{and_more}"
 
 
-def _newest_version(sample: Sample) -> float:
-    """Return the newest policy that a sample came from; infinity if unknown."""
-    return max((version for _, version in sample.versions), default=math.inf)
-
-
 @dataclass
 class _Closed:
     batch: ClosedBatch
@@ -235,7 +230,8 @@ class _State:
             key: sample
             for samples in groups
             for key, sample in samples.items()
-            if key.kind == "response" and _newest_version(sample) <= step
+            if key.kind == "response"
+            and max((version for _, version in sample.versions), default=math.inf) <= step
         }
 
     def _begin(self, begin: SegmentStart) -> None:

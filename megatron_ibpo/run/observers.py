@@ -154,7 +154,11 @@ def report(run: Run, groups: list[Group], credit: Credit, metrics: dict[str, flo
             if (bound := rounding_bound(run.config, replays_mask=masked)) is not None:
                 metrics["logprob_diff_bound"] = bound
         metrics = run.rollouts.metrics | credit.metrics | metrics | run.cost.spent.metrics()
-        metrics |= _by_source(run, groups) | _premise(run, groups, credit.sequences)
+        if len(run.config.data.prompt_data) > 1:  # the tasks of a mixture
+            metrics |= metrics_by_task(groups)
+        if run.data.prompts is not None:
+            metrics |= run.data.prompts.left_out()
+        metrics |= _premise(run, groups, credit.sequences)
         responses = [response for group in groups for response in group.responses]
         errors = [response.reward_error for response in responses if response.reward_error is not None]
         first = errors[0] if errors else None
@@ -177,14 +181,6 @@ def _keep_samples(run: Run, step: int, groups: Sequence[Group], credit: Credit) 
         )
     except TypeError as error:
         run.reporter.note(f"the samples of step {step} are not kept: {error}")
-
-
-def _by_source(run: Run, groups: Sequence[Group]) -> dict[str, float]:
-    """Return the accuracy and number of prompts of each task of a mixture, and the rows of large files
-    left out so far."""
-    mixed = len(run.config.data.prompt_data) > 1
-    prompts = run.data.prompts
-    return (metrics_by_task(groups) if mixed else {}) | ({} if prompts is None else prompts.left_out())
 
 
 def _premise(run: Run, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> dict[str, float]:

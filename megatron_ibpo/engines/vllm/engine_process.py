@@ -211,9 +211,9 @@ class SamplingEngine:
         its end."""
         if not self.paused and (self._version == NO_VERSION or int(self._version) < version):
             raise Refusal(too_old(self._version, version))
-        if self._settings.records_sampling_mask and any(
-            _keeps_all(numbered.request) for numbered in requests
-        ):
+        # a request without top-k samples from the whole vocabulary, or from what top-p alone leaves of it
+        keeps_all = any(request.temperature > 0 and request.top_k <= 0 for _, request in requests)
+        if self._settings.records_sampling_mask and keeps_all:
             raise Refusal("vLLM records sampling masks only of requests with top-k; set --rollout-top-k")
         gc.disable()  # millions of short-lived objects and no cycles: collecting costs a third of the time
         for number, request in requests:
@@ -426,11 +426,6 @@ def _native_choices(output: Any, reads: int, num_experts: int, dense_layers: int
         num_recorded = "none" if ids is None else f"{len(ids)}"
         raise RuntimeError(f"vLLM recorded the routing of {num_recorded} of {reads} tokens of a response")
     return expert_ids(ids[:, dense_layers:], num_experts)
-
-
-def _keeps_all(request: SampleRequest) -> bool:
-    """Return whether a request samples from the whole vocabulary, or from what top-p alone leaves of it."""
-    return request.temperature > 0 and request.top_k <= 0
 
 
 def _native_mask(output: Any) -> SamplingMask:

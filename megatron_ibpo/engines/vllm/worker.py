@@ -139,16 +139,12 @@ class RecordingWorker(WorkerExtension):
             self._record.add(request, first, choices[starts[row] : starts[row + 1]])
 
 
-def _say_less() -> None:
-    """Silence warnings that are expected in every update: float32 weights are cast as they load, and vLLM
-    takes layers without weights for forgotten layers (truly forgotten ones are an error above)."""
-    for module in ("models.utils", "model_loader.reload.layerwise"):
-        logging.getLogger(f"vllm.model_executor.{module}").setLevel(logging.ERROR)
-
-
 WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
 WeightTransferEngineFactory.register_engine(NCCL_BACKEND, NcclWorker)
-_say_less()
+# warnings that are expected in every update: float32 weights are cast as they load, and vLLM takes layers
+# without weights for forgotten layers (truly forgotten ones are an error above)
+for module in ("models.utils", "model_loader.reload.layerwise"):
+    logging.getLogger(f"vllm.model_executor.{module}").setLevel(logging.ERROR)
 take_updates_whole()
 if current_platform.is_cpu():
     fix_cpu()
