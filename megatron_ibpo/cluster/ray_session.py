@@ -359,9 +359,6 @@ def swept(directory: Path) -> Iterator[None]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-LOOK_EVERY_S = 0.2
-
-
 @contextmanager
 def ended_with_ray() -> Iterator[None]:
     """End this process with one line and status 1 as soon as a server of the Ray that it started dies, or
