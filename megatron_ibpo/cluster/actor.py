@@ -181,15 +181,15 @@ def gather(refs: Sequence[Any], processes: Sequence[str], timeout: float | None 
             ray.get(done)
         except Exception:
             late = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S)[0] if waiting else []
-            ended = sorted([*done, *late], key=refs.index)  # rank 0 knows of the disk
-            _raise_first([(ref, processes[refs.index(ref)]) for ref in ended])
+            ended_calls = sorted([*done, *late], key=refs.index)  # rank 0 knows of the disk
+            _raise_first([(ref, processes[refs.index(ref)]) for ref in ended_calls])
     return ray.get(list(refs))
 
 
-def _raise_first(ended: Sequence[tuple[Any, str]]) -> None:
+def _raise_first(calls: Sequence[tuple[Any, str]]) -> None:
     """Raise the error that explains best why some of these calls failed."""
     errors = []
-    for ref, process in ended:
+    for ref, process in calls:
         try:
             result(ref, process)
         except Exception as error:

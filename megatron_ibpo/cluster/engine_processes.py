@@ -243,15 +243,15 @@ class EngineProcesses:
         that failed. One that dies during the call is noticed when it is next used."""
         hosts = [(index, self.members[index].host) for index in engines]
         calls = [(index, host, host.call("call", method, timeout=timeout)) for index, host in hosts]
-        answers: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         failed: Reasons = {}
         for index, host, ref in calls:
             try:
-                answers[index] = result(ref, host.name, timeout + SLACK_S)
+                results[index] = result(ref, host.name, timeout + SLACK_S)
             except (EngineError, ProcessDiedError) as error:
                 failed[index] = str(error)
                 log.debug("%s: %s", host.name, error)
-        return answers, failed
+        return results, failed
 
     def start_fresh(self, index: int, hf_dir: Path) -> None:
         """End a living engine, and wait for a new one with this model in its place."""

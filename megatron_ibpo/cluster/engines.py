@@ -88,8 +88,7 @@ class EngineRestarts:
 
     def _count_death(self, member: Member) -> None:
         """Count a death of the engine. Raises EngineError if it was one too many."""
-        now = time.monotonic()
-        worked = 0.0 if member.since is None else now - member.since
+        worked = 0.0 if member.since is None else time.monotonic() - member.since
         member.since = None
         member.deaths.append((self.fleet.order.version, worked))
         last = member.deaths[-MOST_DEATHS:]
@@ -176,9 +175,9 @@ class Engines:
         """Wait until every engine can take requests. Raises EngineStartError with the end of its log if one
         did not start."""
         self.fleet.processes.wait(self.fleet.members)
-        now = time.monotonic()
+        ready_at = time.monotonic()
         for member in self.fleet.members.values():
-            member.since = now
+            member.since = ready_at
 
     def meet_trainers(self) -> None:
         """Prepare trainers that have just started to send weights; they are connected to no engine yet."""

@@ -69,11 +69,11 @@ def doubtful_settings(config: Config, operator: Operator) -> list[str]:
     return [note for note, holds in notes.items() if holds]
 
 
-def _check(config: Config, *more: Callable[[Config], object], trains: bool = True) -> None:
+def _check(config: Config, *further_checks: Callable[[Config], object], trains: bool = True) -> None:
     checks: list[Callable[[Config], object]] = [*_WITHOUT_TORCH, partial(check_limits, trains=trains)]
     if trains:
         checks.append(check_truncation)
-    check_config(config, [*checks, *more], trains=trains)
+    check_config(config, [*checks, *further_checks], trains=trains)
 
 
 def _check_corrected_evaluation(config: Config) -> None:

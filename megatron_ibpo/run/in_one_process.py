@@ -44,8 +44,8 @@ class InOneProcess:
     def place(self, config: Config, *, samples: bool = True) -> Placement:
         """Return the place of the trainer: the GPU, if there is one. The engine is on the CPU."""
         on_gpu = torch.cuda.is_available()
-        here = Node("here", "here", cpus=1, gpus=int(on_gpu))
-        return plan_placement([here], num_trainers=1, engines=None, on_gpu=on_gpu)
+        node = Node("here", "here", cpus=1, gpus=int(on_gpu))
+        return plan_placement([node], num_trainers=1, engines=None, on_gpu=on_gpu)
 
     def launch(
         self, resolved: ResolvedConfig, inputs: Inputs, judges: Judges, stack: ExitStack

@@ -207,16 +207,16 @@ def sampling_settings(config: Config) -> str:
     rollout = {name: value for name, value in sampling.items() if not name.endswith("_timeout")}
     # what a row may name changes no sample of a row that names something else
     data = {name: value for name, value in asdict(config.data).items() if name != "allowed_rm_types"}
-    further = {"seed": config.run.seed} | ({"prompts_held_out": True} if config.holds_out else {})
-    sections = [asdict(config.algorithm), data, rollout, further | config.environment.of_samples()]
+    of_run = {"seed": config.run.seed} | ({"prompts_held_out": True} if config.holds_out else {})
+    sections = [asdict(config.algorithm), data, rollout, of_run | config.environment.of_samples()]
     return json.dumps(sections, default=str, sort_keys=True)
 
 
-def _changed(before: str, now: str) -> str:
+def _changed(old_text: str, new_text: str) -> str:
     """Return the differences between two texts of `sampling_settings`, for a message."""
     old, new = (
         {name: value for section in json.loads(text) for name, value in section.items()}
-        for text in (before, now)
+        for text in (old_text, new_text)
     )
     if unknown := old.keys() ^ new.keys():
         return f"another version of the program wrote it, with other settings ({', '.join(sorted(unknown))})"

@@ -162,14 +162,14 @@ def report(run: Run, groups: list[Group], credit: Credit, metrics: dict[str, flo
         responses = [response for group in groups for response in group.responses]
         errors = [response.reward_error for response in responses if response.reward_error is not None]
         first = errors[0] if errors else None
-        most = settings.max_reward_error_rate
+        error_limit = settings.max_reward_error_rate
         for alarm in step_alarms(
-            metrics, responses=len(responses), first_reward_error=first, most_reward_errors=most
+            metrics, responses=len(responses), first_reward_error=first, most_reward_errors=error_limit
         ):
             run.reporter.note(alarm)
         run.disk.write(lambda: run.reporter.step(step, metrics, seconds))
     run.progress.deaths_in_a_row = 0
-    check_reward_errors(len(errors), len(responses), most, first_reward_error=first)
+    check_reward_errors(len(errors), len(responses), error_limit, first_reward_error=first)
 
 
 def _keep_samples(run: Run, step: int, groups: Sequence[Group], credit: Credit) -> None:

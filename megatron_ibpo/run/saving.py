@@ -101,12 +101,12 @@ def _settle_save(run: Run, *, wait: bool) -> None:
     """Continue the save in progress. If it found the disk full, save the present step once there is
     room."""
     try:
-        whole = run.policy.saved(wait=wait)
+        is_complete = run.policy.saved(wait=wait)
     except OSError as error:
         if not is_full(error):
             raise
-        whole = run.disk.write(partial(_save_now, run))
-    if whole and run.progress.saved > run.progress.whole:
+        is_complete = run.disk.write(partial(_save_now, run))
+    if is_complete and run.progress.saved > run.progress.whole:
         run.progress.whole = run.progress.saved
         run.disk.write(lambda: run.journal.saved(run.progress.whole))
 
@@ -188,5 +188,5 @@ def _train_again(run: Run) -> None:
 
 def remember(run: Run, step: int, credit: Credit) -> None:
     """Store the state that credit carries from the step after `step` completed ones to the next."""
-    kept = {at: memory for at, memory in run.progress.remembered.items() if at >= run.progress.whole}
-    run.progress.remembered = kept | ({step + 1: credit.memory} if credit.memory else {})
+    recent = {at: memory for at, memory in run.progress.remembered.items() if at >= run.progress.whole}
+    run.progress.remembered = recent | ({step + 1: credit.memory} if credit.memory else {})

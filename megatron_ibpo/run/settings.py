@@ -45,7 +45,7 @@ def parse_config(
         fitted, notes = fit_to_model(parsed, typed)
         idle = unused or {}
         lines = [line for name, line in notes.items() if name not in idle]
-        for line in [*lines, *(why for name, why in idle.items() if name in typed)]:
+        for line in [*lines, *(reason for name, reason in idle.items() if name in typed)]:
             note(line)
         return fitted
 

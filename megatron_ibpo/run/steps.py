@@ -63,11 +63,11 @@ def update(run: Run, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         metrics = surviving(run, lambda: run.policy.update(sequences))
     _count_passes(run)
     run.progress.new_logprobs = observers.observed_logprobs(run, sequences)
-    progress, most = run.progress, run.config.run.max_nonfinite_steps
+    progress, limit = run.progress, run.config.run.max_nonfinite_steps
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if metrics["updates_skipped"] else 0
-    if progress.skipped_in_a_row >= most:
+    if progress.skipped_in_a_row >= limit:
         raise NotFiniteError(
-            f"{most} steps in a row had a loss or gradient that is not finite; lower --lr, or look at "
+            f"{limit} steps in a row had a loss or gradient that is not finite; lower --lr, or look at "
             "the records kept by --save-debug-rollout-data"
         )
     return metrics

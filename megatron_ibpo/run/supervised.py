@@ -159,7 +159,7 @@ class SupervisedRun:
             logprobs = self.policy.logprobs(self.held_out)
         self.policy.take_passes()
         tokens = sum(sequence.num_trained_tokens for sequence in self.held_out)
-        loss = -sum(float(own.sum(dtype=float)) for own in logprobs) / tokens
+        loss = -sum(float(values.sum(dtype=float)) for values in logprobs) / tokens
         seconds = self.stages.take()
         self.disk.write(lambda: self.reporter.held_out_loss(self.step, loss, seconds))
         self.evaluated = self.step

@@ -69,7 +69,7 @@ def _replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     """Return a decorator that puts a function in the place of the owner's one of this name. It gets that one
     as its first argument."""
 
-    def put(function: Callable[..., Any]) -> None:
+    def substitute(function: Callable[..., Any]) -> None:
         original = getattr(owner, name)
 
         @wraps(original)
@@ -78,7 +78,7 @@ def _replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
 
         setattr(owner, name, replacement)
 
-    return put
+    return substitute
 
 
 def fix_cpu() -> None:
