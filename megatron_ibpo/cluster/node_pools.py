@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Self, cast
 
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.cluster.node_actors import Call, Finished, NodeActor, NodeActors
+from megatron_ibpo.cluster.node_actors import Call, NodeActor, NodeActors, NodeObject
 from megatron_ibpo.cluster.placement import Node, Placement
 from megatron_ibpo.config import DataConfig, EnvironmentConfig
 from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore, Message, Opening, Session, Turn
@@ -49,21 +49,15 @@ class OnAllNodes:
         self.close()
 
 
-class NodePool:
-    """The object inside the actor: a pool that takes calls and returns finished ones."""
+class NodePool(NodeObject):
+    """The verifiers of a node."""
 
     def __init__(self, data: DataConfig, rm_types: Sequence[str]) -> None:
         """See `open_pool`."""
-        self._pool = open_pool(data, rm_types)
-        self._finished = Finished()
+        super().__init__(open_pool(data, rm_types))
 
     def submit(self, number: int, target: str, arguments: tuple[Any, ...]) -> None:
-        self._finished.follow(number, self._pool.submit(target, arguments))
-
-    def take(self, timeout: float) -> tuple[list[tuple[int, Outcome]], int]:
-        """See `Finished.take`. Raises WorkerError if a process that had to be replaced does not start
-        again."""
-        return self._finished.take(timeout, lambda: self._pool.deaths)
+        self.follow(number, self._pool.submit(target, arguments))
 
 
 class Verifiers(OnAllNodes):
@@ -150,8 +144,8 @@ Answer = tuple[str, Any]
 """("value", what a method returned) or ("fault", (kind, text)): a fault is not a failure of the actor."""
 
 
-class NodeEnvironments:
-    """The object inside the actor: the sessions of a node, in an event loop in a thread."""
+class NodeEnvironments(NodeObject):
+    """The sessions of a node, in an event loop in a thread."""
 
     def __init__(self, config: EnvironmentConfig, targets: Sequence[str]) -> None:
         """Import the environments.
@@ -159,10 +153,9 @@ class NodeEnvironments:
         Raises:
             ConfigError: as `EnvironmentPool.check`.
         """
-        self._pool = EnvironmentPool(config)
+        super().__init__(EnvironmentPool(config))
         for target in targets:
             self._pool.check(target)
-        self._finished = Finished()
         self._sessions: dict[int, Session] = {}
         self._calls: dict[int, asyncio.Task[Any]] = {}
         """Call in progress of each session."""
@@ -172,11 +165,7 @@ class NodeEnvironments:
     def submit(self, number: int, session: int, method: str, *arguments: Any) -> None:
         """Call a method of a session, or `open` of the pool; the outcome is an `Answer`."""
         answer = self._answer(session, method, arguments)
-        self._finished.follow(number, asyncio.run_coroutine_threadsafe(answer, self._loop))
-
-    def take(self, timeout: float) -> tuple[list[tuple[int, Answer]], int]:
-        """See `Finished.take`."""
-        return self._finished.take(timeout, lambda: self._pool.deaths)
+        self.follow(number, asyncio.run_coroutine_threadsafe(answer, self._loop))
 
     async def _answer(self, session: int, method: str, arguments: tuple[Any, ...]) -> Answer:
         if method == "close":
