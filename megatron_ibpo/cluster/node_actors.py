@@ -41,12 +41,12 @@ class NodeObject:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self._calls: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
+        self._finished_calls: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
         self._deaths_told = 0
 
     def follow(self, number: int, outcome: Future[Any]) -> None:
         """Hand the call over once it has an outcome."""
-        outcome.add_done_callback(lambda done: self._calls.put((number, done)))
+        outcome.add_done_callback(lambda done: self._finished_calls.put((number, done)))
 
     def take(self, timeout: float) -> tuple[list[tuple[int, Any]], int]:
         """Return the outcomes of calls finished since the last look, and the number of worker processes that
@@ -54,9 +54,9 @@ class NodeObject:
         WorkerError if a process that had to be replaced does not start again."""
         finished = []
         with suppress(queue.Empty):
-            finished.append(self._calls.get(timeout=timeout))
+            finished.append(self._finished_calls.get(timeout=timeout))
             while True:
-                finished.append(self._calls.get_nowait())
+                finished.append(self._finished_calls.get_nowait())
         previous, self._deaths_told = self._deaths_told, self._pool.deaths
         return [(number, outcome.result()) for number, outcome in finished], self._deaths_told - previous
 
