@@ -51,8 +51,7 @@ from megatron_ibpo.rewards import Outcome, Verifier
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace
-from megatron_ibpo.sampling.groups import GroupSampler, Rules
-from megatron_ibpo.sampling.journal_memory import JournalMemory
+from megatron_ibpo.sampling.groups import GroupSampler, JournalMemory, Rules
 from megatron_ibpo.sampling.requests import group_requests, scorer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -408,8 +407,7 @@ def real_calls(tokens: int, responses: int) -> dict[str, Any]:
     import ray
 
     from megatron_ibpo.cluster.actor import Host, on_node, result
-    from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
-    from megatron_ibpo.cluster.engine_processes import CALLS_AT_ONCE
+    from megatron_ibpo.cluster.engine_processes import CALLS_AT_ONCE, Member, RemoteEngine
 
     node = ray.get_runtime_context().get_node_id()
     hosts = {

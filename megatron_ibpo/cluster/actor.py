@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megatron_ibpo.basics.rendezvous import NODE_ADDRESS, listen
 from megatron_ibpo.cluster.deaths import ProcessDiedError, exit_reason, record_peak_memory
-from megatron_ibpo.cluster.main_memory import main_memory
+from megatron_ibpo.cluster.placement import main_memory
 
 GRACE_S = 5.0
 """Seconds to wait, after the first failure of several processes, for the others to fail too, since theirs may
@@ -87,13 +87,7 @@ class Host:
     """A process of the run, as the driver controls it."""
 
     def __init__(
-        self,
-        name: str,
-        place: Place,
-        *,
-        gpus: int,
-        threads: int = 1,
-        environment: Mapping[str, str],
+        self, name: str, place: Place, *, gpus: int, threads: int = 1, environment: Mapping[str, str]
     ) -> None:
         """Start it, without waiting.
 
@@ -107,12 +101,7 @@ class Host:
         self.built: Any = None
         self._actor: Any = (
             ray.remote(_Process)
-            .options(
-                num_cpus=0,
-                num_gpus=gpus,
-                max_concurrency=threads,
-                scheduling_strategy=place,
-            )
+            .options(num_cpus=0, num_gpus=gpus, max_concurrency=threads, scheduling_strategy=place)
             .remote(name, dict(environment), [path or os.getcwd() for path in sys.path])
         )
 
@@ -186,32 +175,23 @@ def gather(refs: Sequence[Any], processes: Sequence[str], timeout: float | None 
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
         if not done:
-            late = ", ".join(processes[refs.index(ref)] for ref in waiting)
-            raise ProcessDiedError(f"{late} did not answer within {timeout:g} seconds")
-        if _failed(done[0]):
-            late_refs, _ = (
-                ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S) if waiting else ([], [])
-            )
-            failed = [ref for ref in [*done, *late_refs] if _failed(ref)]
-            _raise_first(sorted(failed, key=refs.index), refs, processes)  # rank 0 knows of the disk
+            names = ", ".join(processes[refs.index(ref)] for ref in waiting)
+            raise ProcessDiedError(f"{names} did not answer within {timeout:g} seconds")
+        try:
+            ray.get(done)
+        except Exception:
+            late = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S)[0] if waiting else []
+            ended_calls = sorted([*done, *late], key=refs.index)  # rank 0 knows of the disk
+            _raise_first([(ref, processes[refs.index(ref)]) for ref in ended_calls])
     return ray.get(list(refs))
 
 
-def _failed(answer: Any) -> bool:
-    try:
-        ray.get(answer, timeout=0)
-    except GetTimeoutError:
-        return False
-    except Exception:
-        return True
-    return False
-
-
-def _raise_first(failed: Sequence[Any], refs: Sequence[Any], processes: Sequence[str]) -> None:
+def _raise_first(calls: Sequence[tuple[Any, str]]) -> None:
+    """Raise the error that explains best why some of these calls failed."""
     errors = []
-    for ref in failed:
+    for ref, process in calls:
         try:
-            result(ref, processes[refs.index(ref)])
+            result(ref, process)
         except Exception as error:
             errors.append(error)
     deaths = [error for error in errors if isinstance(error, ProcessDiedError)]

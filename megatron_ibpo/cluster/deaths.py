@@ -37,7 +37,8 @@ def exit_reason(message: str, logs: Path | None) -> str:
     if _BY_THE_RUN in message:
         return f"was ended by the run itself{which}"
     if _NO_WORD not in message:
-        return f"has ended{which}: {_last_line(message)}"
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
+        return f"has ended{which}: {lines[-1] if lines else 'the reason is not known'}"
     if logs is not None and pid and (crash := _crash(logs, pid)):
         return f"crashed with {crash}{which}"
     cause = (
@@ -96,9 +97,3 @@ def _peak_name(pid: int) -> str:
 def _named(message: str, name: str) -> str | None:
     match = re.search(rf"^\s*{name}: (\S+)$", message, re.MULTILINE)
     return match[1] if match else None
-
-
-def _last_line(message: str) -> str:
-    return next(
-        (line.strip() for line in reversed(message.splitlines()) if line.strip()), "the reason is not known"
-    )

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron_ibpo.cluster.actor import Host, result
-from megatron_ibpo.cluster.deaths import ProcessDiedError
-from megatron_ibpo.cluster.engine_handles import SLACK_S, Member, RemoteLink
-from megatron_ibpo.cluster.engine_processes import LOOK_EVERY_S, EngineProcesses, Reasons
-from megatron_ibpo.engines import EngineError
+from megatron_ibpo.cluster.actor import Host
+from megatron_ibpo.cluster.engine_processes import (
+    LOOK_EVERY_S,
+    EngineProcesses,
+    Member,
+    Reasons,
+    RemoteLink,
+)
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 log = logging.getLogger(__name__)
@@ -70,26 +73,6 @@ def _set_connected(
         member = processes.members[index]
         if member.host is hosts[index]:
             member.connected = value
-
-
-def draft_acceptance(
-    processes: EngineProcesses, members: Sequence[Member], timeout: float
-) -> dict[str, float]:
-    """Return the share of drafted tokens that engines accepted since the last call; empty if they draft
-    none. An engine that dies during the call is noticed when it is next used."""
-    if not processes.settings.drafts:
-        return {}
-    hosts = [member.host for member in members]
-    calls = [(host, host.call("call", "drafts", timeout=timeout)) for host in hosts]
-    drafted = accepted = 0
-    for host, ref in calls:
-        try:
-            counts = result(ref, host.name, timeout + SLACK_S)
-        except (EngineError, ProcessDiedError) as error:
-            log.debug("%s: %s", host.name, error)
-            continue
-        drafted, accepted = drafted + counts[0], accepted + counts[1]
-    return {"draft_acceptance": accepted / drafted} if drafted else {}
 
 
 def _links(
@@ -163,6 +146,17 @@ class EngineFleet:
         finally:
             self.sending = False
 
+    def draft_acceptance(self) -> dict[str, float]:
+        """Return the share of drafted tokens that engines accepted since the last call; empty if they draft
+        none."""
+        if not self.processes.settings.drafts:
+            return {}
+        present = [member.index for member in self.present]
+        counts, _ = self.processes.call_each(present, "drafts", self.order.timeout)
+        drafted = sum(number for number, _ in counts.values())
+        accepted = sum(number for _, number in counts.values())
+        return {"draft_acceptance": accepted / drafted} if drafted else {}
+
     def sleep_all(self) -> None:
         """Let all engines that were started sleep."""
         self._wait_for_starts()
@@ -170,7 +164,7 @@ class EngineFleet:
 
     def sleep_or_end(self, engines: Iterable[int]) -> None:
         """Let engines sleep; end those that do not, since their memory is needed."""
-        failed = self.processes.tell(engines, "sleep", self.order.timeout)
+        _, failed = self.processes.call_each(engines, "sleep", self.order.timeout)
         if failed:
             log.warning(
                 "%s", "\n".join(f"engine {index} did not sleep: {reason}" for index, reason in failed.items())

@@ -1,7 +1,10 @@
-"""The processes of a run's engines: launched, built, asked and ended."""
+"""The processes of a run's engines: launched, built, asked and ended; and handles of an engine for the
+driver, the sampler and the trainers."""
 
+import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,13 +13,13 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from megatron_ibpo.cluster.actor import Host, gather, in_bundle, result
+from megatron_ibpo.basics.records import Sample, SampleRequest
+from megatron_ibpo.cluster.actor import Host, awaited, gather, in_bundle, result
 from megatron_ibpo.cluster.deaths import ProcessDiedError
-from megatron_ibpo.cluster.engine_handles import END_TIMEOUT_S, SLACK_S, Member
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import lost_nodes
 from megatron_ibpo.cluster.trainers import START_TIMEOUT_S, Trainers
-from megatron_ibpo.engines import EngineError, EngineLostError
+from megatron_ibpo.engines import EngineDiedError, EngineError, EngineLostError
 from megatron_ibpo.engines.settings import EngineSettings
 
 CLOSE_TIMEOUT_S = 45.0
@@ -24,12 +27,106 @@ CLOSE_TIMEOUT_S = 45.0
 FACTORY = "megatron_ibpo.engines.registry:start_engine"
 CALLS_AT_ONCE = 8
 """Concurrent calls of an engine: one waits for samples while others submit, abort or kill."""
+END_TIMEOUT_S = 2.0
+"""Seconds for a dead engine to be removed in order, which takes some tens of milliseconds; after that its
+process is ended by force. Its successor waits for it."""
+SLACK_S = 2.0
+"""Seconds for an answer to come back, beyond the time given to the engine itself."""
 LOOK_EVERY_S = 0.1
 """Seconds between looks at engines that are starting."""
 Reasons = dict[int, str]
 """Index of an engine → why it died."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One engine: its present process, and the record of earlier ones."""
+
+    index: int
+    host: Host
+    connected: bool = False
+    """True once the trainers have connected to this process for weight updates."""
+    since: float | None = None
+    """time.monotonic() when it began to work; None while it does not."""
+    deaths: list[tuple[int, float]] = field(default_factory=list)
+    """(version of the weights, seconds that the engine had worked) at each death."""
+    absent: bool = False
+    """True from its death until it has joined the others again."""
+    join_future: Future[None] | None = None
+    """Set while the restarted engine waits to join; completes when it has joined."""
+    starting: bool = False
+    """True while its new process is starting."""
+
+    def replaced_by(self, host: Host) -> None:
+        """Replace the process by another one, which the trainers have not connected to."""
+        self.host, self.connected = host, False
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEngine:
+    """An engine as the sampler sees it (`engines.protocol.AsyncEngine`), whichever process it is now."""
+
+    member: Member
+
+    async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
+        await self._call("submit", list(requests), version)
+
+    async def take(self, timeout: float) -> list[tuple[int, Sample]]:
+        return await self._call("take", timeout)
+
+    async def abort(self, numbers: Collection[int]) -> None:
+        await self._call("abort", list(numbers))
+
+    async def kill(self, reason: str) -> None:
+        """End it in order, or by force if its process does not answer."""
+        host = self.member.host
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self._call("kill", reason)
+        except TimeoutError:
+            host.kill()
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        host = self.member.host
+        try:
+            return await awaited(host.call(method, *arguments), host.name)
+        except ProcessDiedError as error:
+            raise EngineDiedError(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class IdleEngine:
+    """An engine for the exclusive use of its holder."""
+
+    host: Host
+
+    def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
+        """Return one sample for each request, in order."""
+        answer = self.host.call("generate", list(requests), version=version, timeout=timeout)
+        return result(answer, self.host.name, timeout + SLACK_S)
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        """Return the result of a control method of the engine's process."""
+        answer = self.host.call("call", method, *arguments, timeout=timeout)
+        return result(answer, self.host.name, timeout + SLACK_S)
+
+
+@dataclass(slots=True)
+class RemoteLink:
+    """An engine as a weight update sees it (`weights.transfer.EngineLink`), from a trainer's process."""
+
+    host: Host
+    begin_ref: Any = None
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        self.begin_ref = self.host.call("begin", method, *arguments)
+
+    def result(self, timeout: float) -> Any:
+        # the engine's calls run in threads: the second must not overtake the first
+        result(self.begin_ref, self.host.name, timeout)
+        return result(self.host.call("result", timeout), self.host.name, timeout + SLACK_S)
 
 
 @dataclass
@@ -56,10 +153,7 @@ class EngineProcesses:
 
     def main_memory(self) -> dict[int, int]:
         """Return the bytes on each node that has engines and no trainers, by its index in the placement.
-
-        Raises:
-            ProcessDiedError: a process did not start.
-        """
+        Raises ProcessDiedError if a process did not start."""
         with_trainers = {slot.node for slot in self.placement.trainers}
         slots = self.placement.engines
         engine_by_node = {
@@ -142,19 +236,22 @@ class EngineProcesses:
                 log.debug("%s of %s: %s", method, host.name, error)
             host.kill()
 
-    def tell(self, engines: Iterable[int], method: str, timeout: float) -> Reasons:
-        """Call a method of these engines, wait for all, and return the reasons of those that failed. An
-        engine that dies during the call is noticed when it is next used."""
+    def call_each(
+        self, engines: Iterable[int], method: str, timeout: float
+    ) -> tuple[dict[int, Any], Reasons]:
+        """Call a method of these engines, and wait for all. Return the answers, and the reasons of engines
+        that failed. One that dies during the call is noticed when it is next used."""
         hosts = [(index, self.members[index].host) for index in engines]
         calls = [(index, host, host.call("call", method, timeout=timeout)) for index, host in hosts]
+        results: dict[int, Any] = {}
         failed: Reasons = {}
         for index, host, ref in calls:
             try:
-                result(ref, host.name, timeout + SLACK_S)
+                results[index] = result(ref, host.name, timeout + SLACK_S)
             except (EngineError, ProcessDiedError) as error:
                 failed[index] = str(error)
                 log.debug("%s: %s", host.name, error)
-        return failed
+        return results, failed
 
     def start_fresh(self, index: int, hf_dir: Path) -> None:
         """End a living engine, and wait for a new one with this model in its place."""

@@ -11,9 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ibpo.cluster.deaths import MOST_DEATHS, ProcessDiedError
-from megatron_ibpo.cluster.engine_fleet import EngineFleet, draft_acceptance
-from megatron_ibpo.cluster.engine_handles import IdleEngine, Member, RemoteEngine
-from megatron_ibpo.cluster.engine_processes import LOOK_EVERY_S, EngineProcesses, Reasons
+from megatron_ibpo.cluster.engine_fleet import EngineFleet
+from megatron_ibpo.cluster.engine_processes import (
+    LOOK_EVERY_S,
+    EngineProcesses,
+    IdleEngine,
+    Member,
+    Reasons,
+    RemoteEngine,
+)
 from megatron_ibpo.engines import EngineError, EngineLostError
 from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
@@ -81,13 +87,8 @@ class EngineRestarts:
                 log.warning("engine %d did not start: %s", member.index, error)
 
     def _count_death(self, member: Member) -> None:
-        """Count a death of the engine.
-
-        Raises:
-            EngineError: it was one too many.
-        """
-        now = time.monotonic()
-        worked = 0.0 if member.since is None else now - member.since
+        """Count a death of the engine. Raises EngineError if it was one too many."""
+        worked = 0.0 if member.since is None else time.monotonic() - member.since
         member.since = None
         member.deaths.append((self.fleet.order.version, worked))
         last = member.deaths[-MOST_DEATHS:]
@@ -171,15 +172,12 @@ class Engines:
             self.fleet.processes.build(index)
 
     def wait_ready(self) -> None:
-        """Wait until every engine can take requests.
-
-        Raises:
-            EngineStartError: one did not start; with the end of its log.
-        """
+        """Wait until every engine can take requests. Raises EngineStartError with the end of its log if one
+        did not start."""
         self.fleet.processes.wait(self.fleet.members)
-        now = time.monotonic()
+        ready_at = time.monotonic()
         for member in self.fleet.members.values():
-            member.since = now
+            member.since = ready_at
 
     def meet_trainers(self) -> None:
         """Prepare trainers that have just started to send weights; they are connected to no engine yet."""
@@ -276,7 +274,7 @@ class Engines:
             "weight_update_seconds": time.monotonic() - began,
             "weight_update_bytes": float(sent),
             "weight_update_bytes_ratio": sent / needed if needed else 1.0,
-        } | draft_acceptance(fleet.processes, fleet.present, fleet.order.timeout)
+        } | fleet.draft_acceptance()
 
     async def revive(self, index: int) -> RemoteEngine:
         """Replace a dead engine (`EngineRestarts.revive`)."""

@@ -35,31 +35,29 @@ CLOSE_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
 
 
-class Finished:
-    """The calls that an actor has finished and not handed over yet. Its object has `submit(number,
-    *arguments)`, and `take`, which returns these calls."""
+class NodeObject:
+    """The object inside an actor: it has a pool of processes, takes calls by `submit(number, *arguments)` and
+    hands over finished ones."""
 
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._finished_calls: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
         self._deaths_told = 0
 
     def follow(self, number: int, outcome: Future[Any]) -> None:
         """Hand the call over once it has an outcome."""
-        outcome.add_done_callback(lambda done: self._calls.put((number, done)))
+        outcome.add_done_callback(lambda done: self._finished_calls.put((number, done)))
 
-    def take(self, timeout: float, deaths: Callable[[], int]) -> tuple[list[tuple[int, Any]], int]:
+    def take(self, timeout: float) -> tuple[list[tuple[int, Any]], int]:
         """Return the outcomes of calls finished since the last look, and the number of worker processes that
-        died since. Wait up to `timeout` seconds for the first call. Raise what a call raised.
-
-        Args:
-            deaths: returns the number of deaths so far.
-        """
+        died since. Wait up to `timeout` seconds for the first call. Raises what a call raised, and
+        WorkerError if a process that had to be replaced does not start again."""
         finished = []
         with suppress(queue.Empty):
-            finished.append(self._calls.get(timeout=timeout))
+            finished.append(self._finished_calls.get(timeout=timeout))
             while True:
-                finished.append(self._calls.get_nowait())
-        previous, self._deaths_told = self._deaths_told, deaths()
+                finished.append(self._finished_calls.get_nowait())
+        previous, self._deaths_told = self._deaths_told, self._pool.deaths
         return [(number, outcome.result()) for number, outcome in finished], self._deaths_told - previous
 
 
@@ -105,7 +103,7 @@ class NodeActors:
 
         Args:
             name: for messages, such as "verifier".
-            factory: module:name of the class of their objects; see `Finished`.
+            factory: module:name of the class of their objects, a `NodeObject`.
             nodes: nodes of the run, including the driver's.
             arguments_of: returns (number of workers, arguments of `factory`) for a node.
             lost: is told of an actor that died, and of its unfinished calls.

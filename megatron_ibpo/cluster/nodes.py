@@ -143,7 +143,8 @@ def _lead(
         hand_on = stack.enter_context(_handed_on())
         child = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": f"{host}:{port}"})
         hand_on.append(child)
-        return _status(child.wait())
+        code = child.wait()
+        return code if code >= 0 else 128 - code
 
 
 def _start_head(host: str, port: int, token: str | None, stack: ExitStack) -> "_RayNode":
@@ -327,10 +328,6 @@ def _wait(
             print(f"waiting for {awaited}", file=sys.stderr, flush=True)
             last_report = waited
         time.sleep(LOOK_EVERY_S)
-
-
-def _status(code: int) -> int:
-    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -1,11 +1,18 @@
-"""Plan of the node and GPUs for each process, before anything is reserved or started."""
+"""Plan of the node and GPUs for each process, before anything is reserved or started; and the main memory of
+a node."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
 
 from megatron_ibpo.basics.text import listed
 
+_GROUPS = Path("/sys/fs/cgroup")
+_PROCESS_GROUPS = Path("/proc/self/cgroup")
 _MOST_NAMED = 32
 """Most nodes that a message names before it only counts."""
 
@@ -131,9 +138,10 @@ def _colocated(nodes: Sequence[Node], trainers: Sequence[Slot], engines: Engines
     for first in range(0, len(trainers), size):
         ranks = tuple(range(first, first + size))
         if ranks[-1] >= len(trainers) or trainers[first].node != trainers[ranks[-1]].node:
+            counts = [f"{nodes[index].address}: {len(r)}" for index, r in sorted(_by_node(trainers).items())]
             raise PlacementError(
                 f"--rollout-num-gpus-per-engine {size}: must divide the number of trainers on each node, "
-                f"since a colocated engine lies within one node ({_trainers_by_node(nodes, trainers)})"
+                f"since a colocated engine lies within one node ({listed(counts, most=_MOST_NAMED)})"
             )
         places.append(Slot(trainers[first].node, 0))
         partners.append(ranks)
@@ -180,12 +188,6 @@ def _described(nodes: Sequence[Node], on_gpu: bool) -> str:
     )
 
 
-def _trainers_by_node(nodes: Sequence[Node], trainers: Sequence[Slot]) -> str:
-    on_node = _by_node(trainers)
-    counts = [f"{nodes[index].address}: {len(ranks)}" for index, ranks in sorted(on_node.items())]
-    return listed(counts, most=_MOST_NAMED)
-
-
 def _by_node(slots: Sequence[Slot]) -> dict[int, list[int]]:
     """Return the numbers of the slots on each node."""
     numbers: dict[int, list[int]] = defaultdict(list)
@@ -201,3 +203,35 @@ def _ranges(numbers: Sequence[int]) -> str:
     if len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]}-{numbers[-1]}"
     return ", ".join(map(str, numbers))
+
+
+def main_memory(groups: Path = _GROUPS, process_groups: Path = _PROCESS_GROUPS) -> int:
+    """Return the bytes that the processes of a run may take on this node: all its memory, or the lowest limit
+    of a control group that this process is in, as containers and batch systems set it. The use by other
+    programs is not subtracted. Source: cgroups(7); only version 1 has been run.
+
+    Args:
+        groups: where the kernel shows control groups.
+        process_groups: file that lists this process's groups.
+    """
+    limits = [psutil.virtual_memory().total]
+    for file in _limit_files(groups, process_groups):
+        with suppress(OSError, ValueError):  # not shown in this container, or "max"
+            limits.append(int(file.read_text(encoding="utf-8")))
+    return min(limits)
+
+
+def _limit_files(groups: Path, process_groups: Path) -> Iterator[Path]:
+    """Yield the limit files of this process's group and of all groups around it, for either version of the
+    kernel's interface."""
+    lines = ""
+    with suppress(OSError):  # a kernel without control groups
+        lines = process_groups.read_text(encoding="utf-8")
+    for line in lines.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        group = PurePosixPath(path)
+        for around in (group, *group.parents):
+            yield groups / controllers / around.relative_to("/") / name

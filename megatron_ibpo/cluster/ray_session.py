@@ -15,14 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+from megatron_ibpo.basics.entry_point import FAILED
 from megatron_ibpo.basics.environment_variables import variables_set
 from megatron_ibpo.basics.rendezvous import LOOPBACK, private_directory
-from megatron_ibpo.cluster.orphan_watch import ended_with_ray
 from megatron_ibpo.cluster.ray_token import own_token, read_settings_again, use_token
 
 SWEEP_TIMEOUT_S = 15.0
@@ -67,6 +67,10 @@ OTHER_TOKEN = (
     "with (RUN_DIR/.ray_token for a cluster of examples/run.sh)"
 )
 LOOK_EVERY_S = 0.2
+ASK_EVERY_S = 5.0
+MOST_UNANSWERED = 4
+"""Calls in a row without an answer that end this process; each takes a wait and a time-out of `ASK_EVERY_S`.
+Ray ends the process after 60 s, in its own words."""
 T = TypeVar("T")
 _abandoned = threading.Event()
 
@@ -353,3 +357,59 @@ def swept(directory: Path) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             sweeper.kill()
             shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def ended_with_ray() -> Iterator[None]:
+    """End this process with one line and status 1 as soon as a server of the Ray that it started dies, or
+    once its GCS server no longer answers: after a SIGTERM the GCS server of Ray 2.60 hangs instead of ending.
+
+    Without the raylet Ray ends its processes itself, and prints twenty lines. Without the GCS server calls go
+    on for a minute before Ray ends this process. The rest of Ray is cleaned up after its end.
+    """
+    from ray._private import ray_constants, worker
+    from ray.exceptions import RayError
+
+    node: Any = worker._global_node
+    servers = {
+        ray_constants.PROCESS_TYPE_GCS_SERVER: "GCS server",
+        ray_constants.PROCESS_TYPE_RAYLET: "raylet",
+    }
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK_EVERY_S):
+            dead = [servers[kind] for kind, _ in node.dead_processes() if kind in servers]
+            if dead and not over.is_set():
+                _end(f"error: Ray's {' and '.join(dead)} on this machine has died; start the run again")
+
+    def ask() -> None:
+        global_worker: Any = worker.global_worker
+        unanswered = 0
+        while unanswered < MOST_UNANSWERED:
+            if over.wait(ASK_EVERY_S):
+                return
+            try:
+                global_worker.gcs_client.internal_kv_get(b"any key", None, timeout=ASK_EVERY_S)
+                unanswered = 0
+            except RayError:
+                unanswered += 1  # not seconds: those go on while this process is stopped
+        if not over.is_set():
+            _end("error: Ray's GCS server on this machine no longer answers; start the run again")
+
+    watchers = [threading.Thread(target=target, name="Ray's servers", daemon=True) for target in (watch, ask)]
+    for watcher in watchers:
+        watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for watcher in watchers:
+            watcher.join()
+
+
+def _end(text: str) -> None:
+    with suppress(Exception):
+        sys.stdout.flush()
+        print(text, file=sys.stderr, flush=True)
+    os._exit(FAILED)

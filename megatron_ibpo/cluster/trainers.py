@@ -48,11 +48,8 @@ class Trainers:
         self.build(*arguments)
 
     def locate(self) -> None:
-        """Find out where the processes are, before they take any memory of their GPUs.
-
-        Raises:
-            ProcessDiedError: a process did not start.
-        """
+        """Find out where the processes are, before they take any memory of their GPUs. Raises
+        ProcessDiedError if one did not start."""
         self.locations = gather([host.location() for host in self.hosts], self._names, START_TIMEOUT_S)
 
     def main_memory(self) -> dict[int, int]:
@@ -61,11 +58,7 @@ class Trainers:
         return {slot.node: place.memory for slot, place in zip(slots, self.locations, strict=True)}
 
     def build(self, *arguments: Any) -> None:
-        """Build the model on every rank.
-
-        Raises:
-            ProcessDiedError: a process did not start, or died.
-        """
+        """Build the model on every rank. Raises ProcessDiedError if a process did not start, or died."""
         if not self.locations:
             self.locate()
         address = self.locations[0].address
@@ -73,27 +66,13 @@ class Trainers:
         world = {"WORLD_SIZE": str(len(self.hosts)), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         rank_environments = [self._local(rank) for rank in range(len(self.hosts))]
         rank_environments[0][STORE_DESCRIPTOR] = str(descriptor)
-        self.wait(
-            [
-                host.build(FACTORY, world | local, *arguments)
-                for host, local in zip(self.hosts, rank_environments, strict=True)
-            ]
-        )
-
-    def wait(self, refs: Sequence[Any]) -> list[Any]:
-        """Return the results of calls of all ranks, by rank."""
-        return gather(refs, self._names)
-
-    def start(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Start `method` on every rank with its own arguments; return handles for `wait`."""
-        return [
-            host.call(method, *rank_arguments)
-            for host, rank_arguments in zip(self.hosts, arguments, strict=True)
-        ]
+        pairs = zip(self.hosts, rank_environments, strict=True)
+        gather([host.build(FACTORY, world | local, *arguments) for host, local in pairs], self._names)
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call `method` on every rank with its own arguments; return the results by rank."""
-        return self.wait(self.start(method, arguments))
+        pairs = zip(self.hosts, arguments, strict=True)
+        return gather([host.call(method, *rank_arguments) for host, rank_arguments in pairs], self._names)
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every rank with the same arguments; return the results by rank."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_ibpo.basics.records import Sample, SampleRequest
-from megatron_ibpo.engines.protocol import EngineError
-from megatron_ibpo.engines.waves import WaveSampler
+from megatron_ibpo.engines.protocol import EngineError, too_old
+from megatron_ibpo.engines.waves import WaveSampler, left_padded
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
@@ -53,11 +53,8 @@ class LeanEngine:
         self._waiting: dict[int, SampleRequest] = {}
 
     def load(self, weights: Iterable[tuple[str, Tensor | None]], version: int) -> int:
-        """Copy the weights of policy `version`, under their Hugging Face names; returns their bytes.
-
-        Raises:
-            EngineError: the policy is too large for this back end.
-        """
+        """Copy the weights of policy `version`, under their Hugging Face names; returns their bytes. Raises
+        EngineError if the policy is too large for this back end."""
         tensors = {
             name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in weights if tensor is not None
         }
@@ -119,9 +116,7 @@ class LeanEngine:
 
     def _check(self, version: int) -> None:
         if self._version < version:
-            raise EngineError(
-                f"asked to sample with policy version {version}, the engine has {self._version}"
-            )
+            raise EngineError(too_old(self._version, version))
 
 
 # --------------------------------------------------------------------------------------------- the model
@@ -168,20 +163,13 @@ class LeanModel:
     def read(self, prompts: Sequence[np.ndarray], room: int) -> tuple[Tensor, _Cache]:
         """Return (logits after each prompt [prompts, vocabulary], the cache with `room` columns more). A
         prompt that occurs several times is computed once."""
-        different = {prompt.tobytes(): prompt for prompt in prompts}
-        places = {content: place for place, content in enumerate(different)}
-        longest = max(map(len, prompts))
-        ids = torch.zeros(len(different), longest, dtype=torch.long)
-        pads = torch.tensor([longest - len(prompt) for prompt in different.values()])
-        for row, prompt in enumerate(different.values()):
-            ids[row, longest - len(prompt) :] = torch.from_numpy(prompt)
-        shape = self._shape
-        size = (len(different), shape.num_key_value_heads, longest + room, shape.head_dim)
+        ids, pads, rows = left_padded(prompts)
+        count, longest = ids.shape
+        size = (count, self._shape.num_key_value_heads, longest + room, self._shape.head_dim)
         cache = _Cache(
             [torch.zeros(size) for _ in self._layers], [torch.zeros(size) for _ in self._layers], pads, 0
         )
         logits = self._forward(ids, cache)
-        rows = torch.tensor([places[prompt.tobytes()] for prompt in prompts])
         cache.keep(rows)
         return logits[rows], cache
 
@@ -306,22 +294,15 @@ def _rotations(shape: ModelShape) -> tuple[Tensor, Tensor]:
 
 
 def checkpoint_weights(shape: ModelShape, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a checkpoint, for `LeanEngine.load`.
-
-    Raises:
-        CheckpointError: a file or a tensor is missing.
-    """
+    """Yield the weights of a checkpoint, for `LeanEngine.load`. Raises CheckpointError if a file or a tensor
+    is missing."""
     checkpoint, entries = Checkpoint(hf_dir), weight_map(shape).values()
     checkpoint.check(shape, entries)
     return ((piece.name, checkpoint.read(piece)) for entry in entries for piece in entry.pieces)
 
 
 def check_shape(shape: ModelShape) -> None:
-    """Refuse a model that the lean back end does not compute.
-
-    Raises:
-        ValueError: names what it does not support.
-    """
+    """Raise ValueError for a model that the lean back end does not compute, with what it does not support."""
     if shape.rope_scaling is not None:
         raise ValueError(
             "--rollout-backend lean: does not support scaled rotary positions "

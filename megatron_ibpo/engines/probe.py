@@ -24,11 +24,9 @@ class IdleEngine(Protocol):
 
     def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
         """Return one sample for each request, in order."""
-        ...
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """Return the result of a control method of the engine's process."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,17 +24,18 @@ class EngineLostError(EngineError):
     """The engine ended and cannot be replaced for now; the others can go on."""
 
 
+def too_old(present: object, version: int) -> str:
+    """Return why an engine with the weights of policy `present` refuses requests for those of `version`."""
+    return f"asked to sample with policy version {version}, the engine has {present}"
+
+
 class AsyncEngine(Protocol):
     """One engine, wherever it runs. The caller numbers its requests; samples come back under these numbers in
     any order."""
 
     async def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
         """Add requests to the running ones, to be sampled with the weights of policy `version` or later.
-
-        Raises:
-            EngineDiedError: the engine is gone.
-        """
-        ...
+        Raises EngineDiedError if the engine is gone."""
 
     async def take(self, timeout: float) -> list[tuple[int, Sample]]:
         """Return what has finished since the last call. Wait at most `timeout` seconds for the first sample;
@@ -45,16 +46,13 @@ class AsyncEngine(Protocol):
                 requests and wrote nothing for too long.
             EngineError: it refuses the requests: its weights are older.
         """
-        ...
 
     async def abort(self, numbers: Collection[int]) -> None:
         """Drop these requests: they take no more computation and their samples never come."""
-        ...
 
     async def kill(self, reason: str) -> None:
         """End an engine that has stopped working, by force if it does not answer; `take` then raises
         EngineDiedError with the reason."""
-        ...
 
 
 class Engine(Protocol):
@@ -74,48 +72,35 @@ class Engine(Protocol):
     """
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait until the engine can take requests.
-
-        Raises:
-            EngineStartError: it did not start within `timeout` seconds.
-        """
-        ...
+        """Wait until the engine can take requests. Raises EngineStartError if it does not start within
+        `timeout` seconds."""
 
     def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
         """Add numbered requests, as `AsyncEngine.submit`."""
-        ...
 
     def take(self, timeout: float) -> list[tuple[int, Sample]]:
         """Return what has finished since the last call, as `AsyncEngine.take`."""
-        ...
 
     def abort(self, numbers: Collection[int]) -> None:
         """Drop these requests."""
-        ...
 
     def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
         """Return one sample for each request, in order; call it only while no other request runs."""
-        ...
 
     def begin(self, method: str, *arguments: Any) -> None:
         """Start a control call without waiting for its answer."""
-        ...
 
     def result(self, timeout: float) -> Any:
         """Return the answer to the call that `begin` started."""
-        ...
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """Call `begin`, then `result`."""
-        ...
 
     def kill(self, reason: str | None = None) -> None:
         """End the engine at once, with everything it started."""
-        ...
 
     def close(self) -> None:
         """Stop the engine in order. No process of it remains."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

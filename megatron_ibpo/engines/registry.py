@@ -9,8 +9,8 @@ from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.config import Config, Registry, RolloutConfig, built, known_or_path, load_hook
 from megatron_ibpo.config.all_fields import flag
 from megatron_ibpo.config.config_error import broken
-from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings, EngineStart, Precision
-from megatron_ibpo.engines.vllm.parameters import VllmParameters
+from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings, Precision
+from megatron_ibpo.engines.vllm.needs import VllmParameters
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.transfer.update_order import TransportName
 
@@ -42,7 +42,6 @@ def choose_transport(*, on_gpu: bool, colocate: bool) -> TransportName:
     return "ipc" if colocate else "nccl"
 
 
-_CALLED_WITH = "its settings, the path of its log, and whether it starts again"
 _METHODS = ("wait_ready", "submit", "take", "abort", "kill", "close", "generate", "begin", "result", "call")
 
 
@@ -79,7 +78,9 @@ def check_engine(rollout: RolloutConfig) -> None:
     built(find_parameters(name), rollout.parameters)
     if known_or_path(FLAG, name, dict.fromkeys(ENGINES, True), "engine"):
         return
-    engine = load_hook(FLAG, name, called_with=_CALLED_WITH)
+    engine = load_hook(
+        FLAG, name, called_with="its settings, the path of its log, and whether it starts again"
+    )
     lacking = [method for method in _METHODS if not callable(getattr(engine, method, None))]
     if lacking:
         raise ValueError(
@@ -95,20 +96,9 @@ def check_engine(rollout: RolloutConfig) -> None:
 
 def check_limits(config: Config, *, trains: bool) -> None:
     """Refuse settings that the engine does not support in a run, or in an evaluation, which does not train.
-
-    Raises:
-        ValueError: with a line for every problem.
-    """
-    if config.rollout.rollout_backend == LEAN and (problems := lean_problems(config, trains=trains)):
-        raise ValueError("\n".join(problems))
-
-
-def lean_problems(config: Config, *, trains: bool) -> list[str]:
-    """Return what a run in one process does not support, one line each.
-
-    Args:
-        trains: False for an evaluation, which does not train.
-    """
+    Raises ValueError with a line for every problem."""
+    if config.rollout.rollout_backend != LEAN:
+        return
     rollout, cluster = config.rollout, config.cluster
     rules = {
         ": only for runs that train; evaluate with vllm": not trains,
@@ -122,7 +112,8 @@ def lean_problems(config: Config, *, trains: bool) -> list[str]:
             config.run.load_debug_rollout_data is not None
         ),
     }
-    return [f"--rollout-backend lean{problem}" for problem in broken(rules)]
+    if problems := [f"--rollout-backend lean{problem}" for problem in broken(rules)]:
+        raise ValueError("\n".join(problems))
 
 
 def on_device(config: Config, shape: ModelShape, *, on_gpu: bool, max_context: int | None = None) -> Config:
@@ -179,8 +170,7 @@ def _model_problems(name: str, rollout: RolloutConfig, shape: ModelShape, *, on_
     model_problems = getattr(_engine_class(name), "model_problems", None)
     if model_problems is None:
         return []
-    problems: list[str] = model_problems(replace(rollout, rollout_backend=name), shape, on_gpu=on_gpu)
-    return problems
+    return model_problems(replace(rollout, rollout_backend=name), shape, on_gpu=on_gpu)
 
 
 def check_model(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> None:
@@ -214,51 +204,31 @@ def engine_needs(config: Config, *, on_gpu: bool = True) -> EngineNeeds:
         config: configuration with device-dependent values resolved (`on_device`).
         on_gpu: whether engines have GPUs; a plan assumes that they will.
     """
-    own_needs: EngineNeeds = _method(config.rollout.rollout_backend, "needs")(config, on_gpu)
-    return own_needs
+    return _method(config.rollout.rollout_backend, "needs")(config, on_gpu)
 
 
 def engine_settings(
-    rollout: RolloutConfig,
-    hf_dir: Path,
-    shape: ModelShape,
-    transport: TransportName,
-    *,
-    gpus: tuple[int, ...],
-    num_threads: int,
-    records_sampling_mask: bool = False,
+    rollout: RolloutConfig, *arguments: Any, records_sampling_mask: bool = False, **options: Any
 ) -> EngineSettings:
-    """Return the settings of one engine, as the `make_settings` of its class says, or vLLM's by default.
+    """Return the settings of one engine, as the `make_settings` of its class says, or vLLM's by default. The
+    arguments are those of `engines.vllm.settings.engine_settings`, and so is what it raises.
 
     Args:
         rollout: settings with device-dependent values resolved (`on_device`).
-        records_sampling_mask: record the ids that top-k and top-p leave, for training.
-
-    Raises:
-        ValueError: the engine cannot be had with these settings.
     """
-    settings: EngineSettings = _method(rollout.rollout_backend, "make_settings")(
-        rollout,
-        hf_dir,
-        shape,
-        transport,
-        gpus=gpus,
-        num_threads=num_threads,
-        records_sampling_mask=records_sampling_mask,
-    )
-    return settings
+    options["records_sampling_mask"] = records_sampling_mask
+    return _method(rollout.rollout_backend, "make_settings")(rollout, *arguments, **options)
 
 
 def start_timeout(rollout: RolloutConfig, hf_dir: Path) -> float:
     """Return the seconds that the engine may take to start, as its class says, or vLLM's by default."""
-    seconds: float = _method(rollout.rollout_backend, "start_timeout")(rollout, hf_dir)
-    return seconds
+    return _method(rollout.rollout_backend, "start_timeout")(rollout, hf_dir)
 
 
-def engine_start(
+def run_settings(
     config: Config, hf_dir: Path, shape: ModelShape, *, on_gpu: bool, trains: bool
-) -> EngineStart:
-    """Return what starts each engine of a run.
+) -> EngineSettings:
+    """Return the settings of each engine of a run, whose process fills in its GPUs.
 
     Args:
         config: configuration with device-dependent values resolved (`on_device`).
@@ -269,7 +239,7 @@ def engine_start(
     """
     rollout = config.rollout
     cuts = trains and bool(rollout.truncation)
-    settings = engine_settings(
+    return engine_settings(
         rollout,
         hf_dir,
         shape,
@@ -278,7 +248,6 @@ def engine_start(
         num_threads=environment_number("OMP_NUM_THREADS", 1, least=1),
         records_sampling_mask=cuts and not sampling_mask_obstacle(config, on_gpu=on_gpu),
     )
-    return EngineStart(settings, start_timeout(rollout, hf_dir))
 
 
 def sampling_mask_obstacle(config: Config, *, on_gpu: bool) -> str | None:
@@ -295,16 +264,14 @@ def sampling_mask_obstacle(config: Config, *, on_gpu: bool) -> str | None:
 def changed_probabilities(rollout: RolloutConfig) -> list[str]:
     """Return the settings of an engine by which it samples from other probabilities than temperature, top-k
     and top-p leave."""
-    flags: list[str] = _method(rollout.rollout_backend, "changed_probabilities")(rollout)
-    return flags
+    return _method(rollout.rollout_backend, "changed_probabilities")(rollout)
 
 
 def sampling_precision(rollout: RolloutConfig) -> Precision:
     """Return the number format that the engine samples with, as its class says, or vLLM's by default."""
     if samples_in_trainer(rollout.rollout_backend):
         return Precision("float32")
-    precision: Precision = _method(rollout.rollout_backend, "precision")(rollout)
-    return precision
+    return _method(rollout.rollout_backend, "precision")(rollout)
 
 
 def start_engine(name: str | None, settings: Any, log: Path, is_restart: bool = False) -> Any:

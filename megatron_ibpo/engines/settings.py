@@ -58,16 +58,6 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
-class EngineStart:
-    """The settings that start each engine of a run."""
-
-    settings: EngineSettings
-    """Its process fills in its GPUs."""
-    timeout: float
-    """Seconds that it may take to start."""
-
-
-@dataclass(frozen=True)
 class Precision:
     """The number format that an engine samples with."""
 

@@ -26,9 +26,9 @@ from megatron_ibpo.basics.records import Sample, SampleRequest
 from megatron_ibpo.config import COUNT, Config, RolloutConfig, built
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
-from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineStartError
+from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineStartError, too_old
 from megatron_ibpo.engines.settings import EngineSettings, Precision
-from megatron_ibpo.engines.waves import WaveSampler
+from megatron_ibpo.engines.waves import WaveSampler, left_padded
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.layout.regions import Need, TensorMeta, full_box
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
@@ -129,7 +129,7 @@ class TransformersEngine:
         with self._news:
             self._check_alive()
             if NO_VERSION < self._policy.version < version:
-                self._refusal = _too_old(self._policy.version, version)
+                self._refusal = too_old(self._policy.version, version)
                 self._news.notify_all()
                 return
             self._waiting.update(requests)
@@ -159,8 +159,7 @@ class TransformersEngine:
     def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
         """Return one sample for each request, in order; raises as `submit` and `take`."""
         self._begin(lambda: self._policy.samples(requests, version, lambda _: self._death is not None))
-        samples: list[Sample] = self.result(timeout)
-        return samples
+        return self.result(timeout)
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """Call a method of `Policy` and return its result."""
@@ -296,13 +295,10 @@ class Policy:
     def samples(
         self, requests: Sequence[SampleRequest], version: int, is_aborted: Callable[[int], bool]
     ) -> list[Sample]:
-        """Return one sample for each request (`WaveSampler.samples`).
-
-        Raises:
-            EngineError: the weights are older than `version`.
-        """
+        """Return one sample for each request (`WaveSampler.samples`). Raises EngineError if the weights are
+        older than `version`."""
         if self.version < version:
-            raise EngineError(_too_old(self.version, version))
+            raise EngineError(too_old("none" if self.version == NO_VERSION else self.version, version))
         return self._waves.samples(self._decoder, requests, self.version, is_aborted)
 
     def rehearse_weight_update(self, tensors: bytes) -> list[bytes]:
@@ -369,17 +365,10 @@ class TransformersDecoder:
         """Compute prompts, padded on the left. One that occurs several times is computed once."""
         from transformers import DynamicCache
 
-        different = {prompt.tobytes(): prompt for prompt in prompts}
-        longest = max(map(len, prompts))
-        ids = torch.zeros(len(different), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(different.values()):
-            ids[row, longest - len(prompt) :] = torch.from_numpy(prompt)
-            mask[row, longest - len(prompt) :] = 1
+        ids, pads, rows = left_padded(prompts)
+        mask = (torch.arange(ids.shape[1]) >= pads[:, None]).long()
         cache = PaddedCache(DynamicCache(config=self._model.config), mask)
         logits = self._forward(ids, cache)
-        places = {content: place for place, content in enumerate(different)}
-        rows = torch.tensor([places[prompt.tobytes()] for prompt in prompts])
         cache.keep(rows)
         return logits[rows], cache
 
@@ -398,8 +387,7 @@ class TransformersDecoder:
             use_cache=True,
             logits_to_keep=1,
         )
-        logits: Tensor = output.logits[:, -1].float()
-        return logits
+        return output.logits[:, -1].float()
 
 
 class PaddedCache:
@@ -427,11 +415,6 @@ def checkpoint_tensors(model: Any) -> tuple[dict[str, Tensor], bool]:
     tensors: dict[str, Tensor] = revert_weight_conversion(model, state)
     memory = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
     return tensors, any(tensor.untyped_storage().data_ptr() not in memory for tensor in tensors.values())
-
-
-def _too_old(present: int, version: int) -> str:
-    held_version = "none" if present == NO_VERSION else present
-    return f"asked to sample with policy version {version}, the engine has {held_version}"
 
 
 def _digest(tensor: Tensor) -> str:

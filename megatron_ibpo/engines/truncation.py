@@ -44,11 +44,7 @@ def check_truncation(config: Config, readers: Sequence[str] | None = None, *, on
 
 def check_recorded(config: Config, sequences: Iterable[TrainSequence]) -> None:
     """Refuse to train on samples without a sampling mask that the loss needs, such as those of an older
-    version's journal.
-
-    Raises:
-        ValueError: says how many.
-    """
+    version's journal. Raises ValueError with their number."""
     rollout = config.rollout
     if not rollout.truncation or not (readers := all_readers(config)):
         return
@@ -78,11 +74,8 @@ def flag_readers(config: Config) -> list[str]:
 
 
 def variant_readers(config: Config) -> list[str]:
-    """Return the loss variant if it reads the engine's log-probs. Importing torch takes a second.
-
-    Raises:
-        ValueError: no such variant.
-    """
+    """Return the loss variant if it reads the engine's log-probs. Importing torch takes a second. Raises
+    ValueError if there is no such variant."""
     from megatron_ibpo.loss import resolve_variant
 
     variant, _ = resolve_variant(config.loss.loss_variant)

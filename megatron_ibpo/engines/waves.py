@@ -17,25 +17,28 @@ from megatron_ibpo.basics.records import Sample, SampleRequest
 from megatron_ibpo.basics.sampling_mask import SamplingMask
 
 
-class RowCache(Protocol):
-    """A model's memory of the rows of a wave."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all other rows."""
-        ...
-
-
 class Decoder(Protocol):
     """A model that continues several rows at once."""
 
     def read(self, prompts: Sequence[np.ndarray], room: int) -> tuple[Tensor, Any]:
-        """Return (float32 logits after each prompt [prompts, vocabulary], a `RowCache` with room for `room`
-        more tokens of each)."""
-        ...
+        """Return (float32 logits after each prompt [prompts, vocabulary], a cache with room for `room` more
+        tokens of each, whose `keep(rows)` drops all other rows)."""
 
     def write(self, tokens: Tensor, cache: Any) -> Tensor:
         """Return the logits after one more token of each row."""
-        ...
+
+
+def left_padded(prompts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (ids [different prompts, longest] long, padded on the left with 0; the pads of each
+    [different prompts]; the row of each prompt [prompts]). A prompt that occurs several times has one row."""
+    different = {prompt.tobytes(): prompt for prompt in prompts}
+    places = {content: place for place, content in enumerate(different)}
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(different), longest, dtype=torch.long)
+    for row, prompt in enumerate(different.values()):
+        ids[row, longest - len(prompt) :] = torch.from_numpy(prompt)
+    pads = torch.tensor([longest - len(prompt) for prompt in different.values()])
+    return ids, pads, torch.tensor([places[prompt.tobytes()] for prompt in prompts])
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,14 @@
-"""Entries of the journal and their encoding: msgpack, with arrays as raw bytes."""
+"""The journal on disk: entries, encoded by msgpack with arrays as raw bytes, and consecutive records of them
+in a file, each with a header of its length and checksums of both."""
 
+import errno
+import os
+import struct
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgpack
@@ -9,10 +17,20 @@ import numpy.typing as npt
 
 from megatron_ibpo.basics.mask_encoding import decoded_mask, encoded_mask
 from megatron_ibpo.basics.records import ExpertIds, Sample
+from megatron_ibpo.basics.user_files import check_user_file
 
 FORMAT = 1
 GroupId = tuple[int, int]
 """(prompt index, attempt)."""
+
+_MAGIC = b"IBPJ"
+_HEADER = struct.Struct("<4sIII")
+"""Magic, bytes of the payload, CRC-32 of the payload, CRC-32 of the header up to here. The last one
+distinguishes a damaged length from a record whose end was never written."""
+_MOST_BYTES = 2**30
+"""Largest payload in bytes; Linux takes 2 GiB in one write."""
+_CHUNK = 2**20
+"""Bytes to search for a header at a time; mapping the file would hold all of it in memory."""
 
 
 class JournalError(ValueError):
@@ -62,10 +80,8 @@ class ClosedGroup(NamedTuple):
 
     def sample_keys(self) -> list[SampleKey]:
         """Return the keys of all its samples."""
-        group_id = self.prompt_index, self.attempt
-        return [SampleKey(*group_id, "response", index) for index in range(self.responses)] + [
-            SampleKey(*group_id, "correction", index) for index in range(self.corrections)
-        ]
+        responses = [SampleKey(*self.id, "response", index) for index in range(self.responses)]
+        return responses + [SampleKey(*self.id, "correction", index) for index in range(self.corrections)]
 
 
 class DroppedGroup(NamedTuple):
@@ -128,12 +144,8 @@ _EXPERTS: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("<u2"))
 
 
 def encode(entry: Entry) -> bytes:
-    """Return the bytes of an entry.
-
-    Raises:
-        TypeError: an array of a sample has another dtype than `Sample` allows, and would be restored
-            differently.
-    """
+    """Return the bytes of an entry. Raises TypeError if an array of a sample has another dtype than `Sample`
+    allows, since it would be restored differently."""
     fields: list[Any]
     match entry:
         case SegmentStart():
@@ -160,28 +172,24 @@ def decode(payload: bytes) -> Entry:
         kind, *fields = msgpack.unpackb(payload, unicode_errors="surrogatepass")
         match kind:
             case "begin":
-                return _begin(*fields)
+                version, *start = fields
+                if version != FORMAT:
+                    raise JournalError(f"it has format {version}, and this version reads format {FORMAT}")
+                return SegmentStart(*start)
             case "sample":
                 return Sampled(SampleKey(*fields[:4]), _sample(*fields[4:]))
             case "closed":
-                return _closed(*fields)
+                step, groups, dropped = fields
+                return ClosedBatch(
+                    step,
+                    tuple(ClosedGroup(*group) for group in groups),
+                    tuple(DroppedGroup(*group) for group in dropped),
+                )
     except JournalError:
         raise
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MalformedEntryError(f"not a journal entry: {error}") from error
     raise MalformedEntryError(f"not a journal entry: it is called {kind!r}")
-
-
-def _begin(version: int, *fields: Any) -> SegmentStart:
-    if version != FORMAT:
-        raise JournalError(f"it has format {version}, and this version reads format {FORMAT}")
-    return SegmentStart(*fields)
-
-
-def _closed(step: int, groups: list[list[Any]], dropped: list[list[Any]]) -> ClosedBatch:
-    return ClosedBatch(
-        step, tuple(ClosedGroup(*group) for group in groups), tuple(DroppedGroup(*group) for group in dropped)
-    )
 
 
 def _sample_fields(sample: Sample) -> list[Any]:
@@ -261,3 +269,96 @@ def _bytes(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
     if array.dtype != dtype or array.ndim != 1:
         raise TypeError(f"a sample's array is {array.dtype} of shape {array.shape}, not {dtype} of one axis")
     return array.tobytes()
+
+
+class Record(NamedTuple):
+    """A complete record."""
+
+    offset: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes from this offset to the next record that can be found, which hold no record."""
+
+    offset: int
+    problem: str
+    is_torn: bool = False
+    """True if the file merely ends too early, because its writer was stopped in the middle of a record."""
+
+
+def framed(payload: bytes) -> bytes:
+    """Return the record of this payload. Raises ValueError if it is longer than 1 GiB."""
+    if len(payload) > _MOST_BYTES:
+        raise ValueError(f"a record of {len(payload)} bytes exceeds the journal's limit of {_MOST_BYTES}")
+    head = struct.pack("<4sII", _MAGIC, len(payload), zlib.crc32(payload))
+    return head + struct.pack("<I", zlib.crc32(head)) + payload
+
+
+def records(path: Path) -> Iterator[Record | Damage]:
+    """Yield all records of the file, and the damage between them. A length beyond the file's end is not read.
+
+    If a payload is damaged, its header still gives the start of the next record. If a header is damaged, the
+    next one with a valid checksum is searched for.
+    """
+    check_user_file(path)
+    with path.open("rb", buffering=0) as file:  # a buffer would not follow the seeks of `_skip_hole`
+        size, offset = os.fstat(file.fileno()).st_size, 0
+        while offset < size:
+            file.seek(offset)
+            header = file.read(_HEADER.size)
+            length = _length(header)
+            if length is not None and offset + len(header) + length <= size:
+                payload = file.read(length)
+                if zlib.crc32(payload) == _HEADER.unpack(header)[2]:
+                    yield Record(offset, payload)
+                else:
+                    yield Damage(offset, "a record does not match its checksum")
+                offset += len(header) + length
+                continue
+            next_offset = _next_header(file, offset + 1, size)
+            if next_offset == size and (length is not None or len(header) < _HEADER.size):
+                yield Damage(offset, "a record is unfinished", is_torn=True)
+            else:
+                yield Damage(offset, "no record begins here")
+            offset = next_offset
+
+
+def _length(header: bytes) -> int | None:
+    """Return the bytes of the payload behind this header; None if it is not a header."""
+    if len(header) < _HEADER.size:
+        return None
+    magic, length, _, checksum = _HEADER.unpack(header)
+    if magic != _MAGIC or checksum != zlib.crc32(header[:-4]) or length > _MOST_BYTES:
+        return None
+    return int(length)
+
+
+def _next_header(file: FileIO, start: int, size: int) -> int:
+    """Return the offset of the first header from `start` on, or `size` if there is none."""
+    offset, tail = start, b""  # end of the last read, since a header may span two reads
+    while (data_at := _skip_hole(file, offset + len(tail), size)) < size:
+        if data_at > offset + len(tail):
+            offset, tail = data_at, b""
+        file.seek(data_at)
+        data = tail + file.read(_CHUNK)
+        at = data.find(_MAGIC)
+        while at >= 0:
+            if _length(data[at : at + _HEADER.size]) is not None:
+                return offset + at
+            at = data.find(_MAGIC, at + 1)
+        tail = data[-(_HEADER.size - 1) :]
+        offset += len(data) - len(tail)
+    return size
+
+
+def _skip_hole(file: FileIO, offset: int, size: int) -> int:
+    """Return the offset of the first written byte from `offset` on: a file that was only extended may have a
+    10 GB hole."""
+    try:
+        return os.lseek(file.fileno(), offset, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # nothing more was written
+            raise
+        return size

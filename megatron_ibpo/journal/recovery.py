@@ -9,16 +9,18 @@ from typing import TypeVar
 from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.journal.entries import (
     ClosedBatch,
+    Damage,
     Entry,
     GroupId,
     JournalError,
     MalformedEntryError,
+    Record,
     Sampled,
     SampleKey,
     SegmentStart,
     decode,
+    records,
 )
-from megatron_ibpo.journal.framing import Damage, Record, records
 
 _SUFFIX = ".journal"
 _MOST_PLACES = 5
@@ -106,11 +108,7 @@ def read_journal(directory: Path, after_step: int) -> Recovered:
 
 def entries(directory: Path, after_step: int) -> Iterator[tuple[int, Entry | Damage]]:
     """Yield (segment number, entry), as written, for everything that a run after `after_step` may need, and
-    the damage in between.
-
-    Raises:
-        JournalError: another version of the program wrote it.
-    """
+    the damage in between. Raises JournalError if another version of the program wrote it."""
     numbers = segment_numbers(directory)
     first = _first_needed(directory, numbers, after_step)
     expected = first
@@ -182,11 +180,6 @@ def _damage_note(path: Path, damages: list[Damage]) -> str:
     return f"{path}: {records_} left out, and what follows is kept: {places}{and_more}"
 
 
-def _newest_version(sample: Sample) -> float:
-    """Return the newest policy that a sample came from; infinity if unknown."""
-    return max((version for _, version in sample.versions), default=math.inf)
-
-
 @dataclass
 class _Closed:
     batch: ClosedBatch
@@ -237,7 +230,8 @@ class _State:
             key: sample
             for samples in groups
             for key, sample in samples.items()
-            if key.kind == "response" and _newest_version(sample) <= step
+            if key.kind == "response"
+            and max((version for _, version in sample.versions), default=math.inf) <= step
         }
 
     def _begin(self, begin: SegmentStart) -> None:

@@ -16,6 +16,7 @@ from megatron_ibpo.basics.disk import flush
 from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.journal.entries import (
     ClosedBatch,
+    Damage,
     Entry,
     GroupId,
     JournalError,
@@ -23,8 +24,8 @@ from megatron_ibpo.journal.entries import (
     SampleKey,
     SegmentStart,
     encode,
+    framed,
 )
-from megatron_ibpo.journal.framing import Damage, framed
 from megatron_ibpo.journal.recovery import Recovered, entries, segment_numbers, segment_path, settle
 
 
@@ -232,11 +233,7 @@ class Journal:
 
     def rewound(self, step: int) -> None:
         """Stop following the journal after this step: batches of later steps, and samples of open groups, no
-        longer count and may be sampled and closed again.
-
-        Raises:
-            OSError: no room.
-        """
+        longer count and may be sampled and closed again. Raises OSError if there is no room."""
         with self._lock:
             self._end_segment()
             begin = self._begin(rewound=step)
@@ -245,11 +242,7 @@ class Journal:
 
     def follow(self, recovered: Recovered) -> None:
         """Bring the journal to the state in `recovered`, unless it is already there: rewind to the last of
-        its batches, then append the samples of open groups again.
-
-        Raises:
-            OSError: no room.
-        """
+        its batches, then append the samples of open groups again. Raises OSError if there is no room."""
         if recovered.is_whole:
             return
         self.rewound(recovered.last_step)

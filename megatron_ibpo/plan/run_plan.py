@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.basics.text import counted, listed
-from megatron_ibpo.cluster.main_memory import main_memory
+from megatron_ibpo.cluster.placement import main_memory
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import find_operator
 from megatron_ibpo.engines.registry import check_model as check_engine_model

@@ -4,14 +4,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from megatron_ibpo.basics.versions import missing
-from megatron_ibpo.config import (
-    EVAL_PRESETS,
-    Config,
-    ConfigError,
-    as_specs,
-    check_config,
-    eval_sampling,
-)
+from megatron_ibpo.config import EVAL_PRESETS, Config, ConfigError, as_specs, check_config, eval_sampling
 from megatron_ibpo.credit import Operator, check_credit, find_estimator, find_group_filter, find_operator
 from megatron_ibpo.credit.estimators import gives_token_advantages
 from megatron_ibpo.engines.registry import check_engine, check_limits
@@ -21,11 +14,7 @@ from megatron_ibpo.rewards import reward_functions
 
 
 def check_installed() -> None:
-    """Refuse to start if a required package is missing.
-
-    Raises:
-        ConfigError: with the names of the packages.
-    """
+    """Raise ConfigError with the names of required packages that are missing."""
     if names := missing():
         raise ConfigError(
             f"not installed: {', '.join(names)}; `bash tools/bootstrap.sh` installs what a run needs"
@@ -33,40 +22,27 @@ def check_installed() -> None:
 
 
 def check_run(config: Config) -> None:
-    """Refuse a run that cannot work, as far as that shows without a model or data.
-
-    Raises:
-        ConfigError: with all problems at once, each naming its flag.
-    """
-    _check(config, _check_loss, _check_variant_truncation)
+    """Refuse a run that cannot work, as far as that shows without a model or data. Raises ConfigError with
+    all problems at once, each naming its flag."""
+    # top-k and top-p for a variant that needs other log-probs; in a run `resolve`, which knows its devices
+    _check(config, _check_loss, lambda config: check_truncation(config, variant_readers(config)))
 
 
 def check_settings(config: Config) -> None:
-    """Run the part of `check_run` that needs no torch.
-
-    Raises:
-        ConfigError: as `check_run`.
-    """
+    """Run the part of `check_run` that needs no torch. Raises as it."""
     _check(config)
 
 
 def check_evaluation(config: Config) -> None:
-    """Refuse an evaluation on its own that cannot work, as far as that shows without a model or data.
-
-    Raises:
-        ConfigError: with all problems at once, each naming its flag.
-    """
+    """Refuse an evaluation on its own that cannot work, as far as that shows without a model or data. Raises
+    as `check_run`."""
     _check(config, trains=False)
 
 
 def check_loss_of_run(config: Config) -> None:
-    """Run the part of `check_run` that needs torch: refuse a loss that cannot work. Importing torch takes a
-    second.
-
-    Raises:
-        ConfigError: an unknown variant, parameters that it lacks or that are out of range, or a combination
-            that no loss supports.
-    """
+    """Run the part of `check_run` that needs torch, which takes a second to import. Raises ConfigError for an
+    unknown variant, parameters that it lacks or that are out of range, and a combination that no loss
+    supports."""
     try:
         _check_loss(config)
     except ValueError as error:
@@ -93,11 +69,11 @@ def doubtful_settings(config: Config, operator: Operator) -> list[str]:
     return [note for note, holds in notes.items() if holds]
 
 
-def _check(config: Config, *more: Callable[[Config], object], trains: bool = True) -> None:
+def _check(config: Config, *further_checks: Callable[[Config], object], trains: bool = True) -> None:
     checks: list[Callable[[Config], object]] = [*_WITHOUT_TORCH, partial(check_limits, trains=trains)]
     if trains:
         checks.append(check_truncation)
-    check_config(config, [*checks, *more], trains=trains)
+    check_config(config, [*checks, *further_checks], trains=trains)
 
 
 def _check_corrected_evaluation(config: Config) -> None:
@@ -145,12 +121,6 @@ def _check_loss(config: Config) -> None:
             f"--advantages {config.algorithm.advantages} gives every token its own advantage, but this "
             "--loss-variant takes one advantage per sequence; take ppo-clip, grpo or dapo"
         )
-
-
-def _check_variant_truncation(config: Config) -> None:
-    """Refuse top-k and top-p for a variant that needs other log-probs. `resolve` does so in a run, which
-    knows its devices."""
-    check_truncation(config, variant_readers(config))
 
 
 def _check_token_inputs(token_inputs: Collection[str], config: Config) -> None:

@@ -39,11 +39,7 @@ class Spent:
 
     @classmethod
     def read(cls, stored: Any) -> "Spent":
-        """Read the cost from a run's state.
-
-        Raises:
-            ValueError: the state holds no valid cost.
-        """
+        """Read the cost from a run's state. Raises ValueError if the state holds no valid cost."""
         names = {field.name for field in fields(cls)}
         if not isinstance(stored, dict) or not stored.keys() <= names:
             raise ValueError(f"spent must hold {', '.join(sorted(names))}, is {shown(stored)}")
@@ -123,8 +119,7 @@ class CostMeter:
             forward: forward passes alone, for log-probs.
             updates: with the backward pass, which costs twice the forward pass.
             repeated_forward, repeated_updates: lengths of prefixes that another sequence of the same pass has
-                too
-                (`basics.shared_prefixes.repeated_prefixes`).
+                too (`repeated_prefixes`).
         """
         self._add(
             sum(forward) + sum(updates),

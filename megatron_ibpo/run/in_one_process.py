@@ -20,8 +20,8 @@ from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weigh
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.process_start import trainer_rank
 from megatron_ibpo.run.inputs import Inputs, Judges
-from megatron_ibpo.run.processes import Launched, Processes, TrainersAlone
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig, check_model_layout
+from megatron_ibpo.run.state import Launched, Processes
 
 ABOUT = (
     "one process trains and samples (--rollout-backend lean): its steps and rewards can be compared with "
@@ -44,8 +44,8 @@ class InOneProcess:
     def place(self, config: Config, *, samples: bool = True) -> Placement:
         """Return the place of the trainer: the GPU, if there is one. The engine is on the CPU."""
         on_gpu = torch.cuda.is_available()
-        here = Node("here", "here", cpus=1, gpus=int(on_gpu))
-        return plan_placement([here], num_trainers=1, engines=None, on_gpu=on_gpu)
+        node = Node("here", "here", cpus=1, gpus=int(on_gpu))
+        return plan_placement([node], num_trainers=1, engines=None, on_gpu=on_gpu)
 
     def launch(
         self, resolved: ResolvedConfig, inputs: Inputs, judges: Judges, stack: ExitStack
@@ -65,12 +65,12 @@ class InOneProcess:
 
         return Launched({}, build)
 
-    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[TrainersAlone]:
+    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[tuple["OwnRank", str]]:
         """Start nothing; the trainer is built in this process."""
 
-        def build(checkpoint: Path | None) -> TrainersAlone:
+        def build(checkpoint: Path | None) -> tuple[OwnRank, str]:
             rank = stack.enter_context(own_trainer(resolved.config, checkpoint))
-            return TrainersAlone(OwnRank(rank), "one process trains (--rollout-backend lean)")
+            return OwnRank(rank), "one process trains (--rollout-backend lean)"
 
         return Launched({}, build)
 
@@ -115,9 +115,7 @@ class LeanEngines:
         """
         self._rank, self._shape = rank, foundation.shape
         self._engine = LeanEngine(
-            foundation.shape,
-            foundation.eos_token_ids,
-            max_context=foundation.max_context,
+            foundation.shape, foundation.eos_token_ids, max_context=foundation.max_context
         )
         self.version = -1  # no weights
 
@@ -133,16 +131,10 @@ class LeanEngines:
         raise EngineLostError("the engine is this process")
 
     def sleep(self) -> None:
-        """No-op: a lean engine holds no device."""
+        """No-op, as `wake`, `admit` and `meet_trainers`: the engine holds no device, is never restarted, and
+        is an object of the trainer's process."""
 
-    def wake(self) -> None:
-        """No-op: it never sleeps."""
-
-    def admit(self) -> None:
-        """No-op: no engine is ever restarted."""
-
-    def meet_trainers(self) -> None:
-        """No-op: trainer and engine are objects of one process."""
+    wake = admit = meet_trainers = sleep
 
     def update_weights(self, version: int) -> dict[str, float]:
         """Copy the trainer's weights, those of policy `version`; return the same metrics as other engines."""

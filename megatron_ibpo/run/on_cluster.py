@@ -15,25 +15,23 @@ from typing import Any
 from megatron_ibpo.basics.policy_digest import policy_digest
 from megatron_ibpo.cluster.engine_processes import EngineProcesses
 from megatron_ibpo.cluster.engines import Engines
-from megatron_ibpo.cluster.environments import Environments
+from megatron_ibpo.cluster.node_pools import Environments, Verifiers
 from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.ray_session import abandon_start, open_ray, take_back_signals
 from megatron_ibpo.cluster.reservation import NodeLostError, place_engines, place_run, reserved
 from megatron_ibpo.cluster.trainers import Trainers
-from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import EngineLostError
-from megatron_ibpo.engines.settings import EngineStart
+from megatron_ibpo.engines.registry import start_timeout
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.models import ModelShape, least_world
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.inputs import Inputs, Judges, open_inputs, open_judges
 from megatron_ibpo.run.preflight import check_inputs, check_judges
-from megatron_ibpo.run.processes import Launched, Processes, TrainersAlone
 from megatron_ibpo.run.resolve import ResolvedConfig, check_model_layout, read_foundation, resolve
 from megatron_ibpo.run.rollouts import Rollouts, open_episodes, open_rollouts
 from megatron_ibpo.run.run_data import RunData
-from megatron_ibpo.run.state import Run
+from megatron_ibpo.run.state import Launched, Processes, Run
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 NODE_ERRORS = (NodeLostError, EngineLostError)
@@ -69,8 +67,8 @@ class OnCluster:
         trainers = Trainers(group, placement)
         stack.callback(trainers.close)
         engines = None
-        if (start := resolved.engine_start) is not None:
-            engines = _launch_engines(resolved, start, trainers, group, stack)
+        if resolved.engine_settings is not None:
+            engines = _launch_engines(resolved, trainers, group, stack)
         trainers.locate()
         verifiers, environments = _spread(inputs, judges, placement, stack)
 
@@ -100,18 +98,18 @@ class OnCluster:
             memory |= engines.fleet.processes.main_memory()
         return Launched(memory, build)
 
-    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[TrainersAlone]:
+    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[tuple[Trainers, str]]:
         """Start the processes of trainers."""
         placement = resolved.placement
         trainers = Trainers(stack.enter_context(reserved(placement)), placement)
         stack.callback(trainers.close)
         trainers.locate()
 
-        def build(checkpoint: Path | None) -> TrainersAlone:
+        def build(checkpoint: Path | None) -> tuple[Trainers, str]:
             trainers.build(resolved.config, checkpoint)
             nodes = zip(placement.nodes, placement.rows(), strict=True)
             placement_note = "\n".join(f"{node.address}: trainers {ranks}" for node, (_, ranks, _) in nodes)
-            return TrainersAlone(trainers, placement_note)
+            return trainers, placement_note
 
         return Launched(trainers.main_memory(), build)
 
@@ -182,7 +180,6 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         wait_connected()
         placement = place_engines(config)
         resolved = resolve(inputs.config, foundation, placement, trains=False)
-        assert resolved.engine_start is not None  # engines are all that was placed
         config = resolved.config
         stored_samples = None
         if policy is not None:
@@ -190,7 +187,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         verifiers, environments = _spread(inputs, judges, placement, stack)
         group = stack.enter_context(reserved(placement))
         no_trainers = Trainers(group, placement)
-        engines = _launch_engines(resolved, resolved.engine_start, no_trainers, group, stack)
+        engines = _launch_engines(resolved, no_trainers, group, stack)
         engines.start()
         verifiers.wait_ready()
         if environments is not None:
@@ -248,10 +245,9 @@ def _ray_of(config: Config) -> AbstractContextManager[None]:
     )
 
 
-def _launch_engines(
-    resolved: ResolvedConfig, start: EngineStart, trainers: Trainers, group: Any, stack: ExitStack
-) -> Engines:
+def _launch_engines(resolved: ResolvedConfig, trainers: Trainers, group: Any, stack: ExitStack) -> Engines:
     """Launch the engines' processes without waiting for them."""
+    assert resolved.engine_settings is not None  # engines were placed
     rollout, logs = resolved.config.rollout, resolved.config.run.run_dir / "logs"
     order = UpdateOrder(
         version=0,
@@ -259,8 +255,15 @@ def _launch_engines(
         check=rollout.check_weight_update_equal,
         timeout=rollout.update_weight_timeout,
     )
-    name, placement = rollout.rollout_backend, resolved.placement
-    processes = EngineProcesses(trainers, placement, group, name, start.settings, logs, start.timeout)
+    processes = EngineProcesses(
+        trainers,
+        resolved.placement,
+        group,
+        rollout.rollout_backend,
+        resolved.engine_settings,
+        logs,
+        start_timeout(rollout, resolved.foundation.hf_dir),
+    )
     engines = Engines(processes, order)
     stack.callback(engines.close)
     processes.launch()

@@ -18,19 +18,20 @@ from megatron_ibpo.report.stages import Forecast, StartLines
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import check_loss_of_run, doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
-from megatron_ibpo.run.inputs import Inputs, Judges, open_inputs, open_journal, open_judges
-from megatron_ibpo.run.preflight import (
-    check_inputs,
-    check_judges,
-    check_model,
-    preflight,
+from megatron_ibpo.run.inputs import (
+    Inputs,
+    Judges,
+    ResumePoint,
+    open_inputs,
+    open_journal,
+    open_judges,
+    read_resume_point,
 )
-from megatron_ibpo.run.processes import Backend, Processes
+from megatron_ibpo.run.preflight import check_inputs, check_judges, check_model, preflight
 from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation, resolve
-from megatron_ibpo.run.resume_point import ResumePoint, read_resume_point
 from megatron_ibpo.run.rollouts import open_episodes, open_rollouts
-from megatron_ibpo.run.state import Progress, Run
-from megatron_ibpo.sampling.journal_memory import JournalMemory
+from megatron_ibpo.run.state import Backend, Processes, Progress, Run
+from megatron_ibpo.sampling.groups import JournalMemory
 
 
 @contextmanager
@@ -133,7 +134,10 @@ def join(
     point, inputs = records.point, records.inputs
     about = processes.trainers.call_all("about")[0]
     progress = Progress(point.step, saved=point.step, whole=point.step, remembered=dict(point.remembered))
-    deaths = partial(_deaths, processes, progress)
+
+    def deaths() -> dict[str, int]:
+        return {"trainer_restarts": progress.trainer_restarts, **processes.deaths()}
+
     reporter = stack.enter_context(Report(config, completed_steps=point.step, started=started, deaths=deaths))
     _introduce(reporter, resolved, processes, about)
     if engines is not None:
@@ -169,11 +173,6 @@ def join(
         cost=cost,
         progress=progress,
     )
-
-
-def _deaths(processes: Processes, progress: Progress) -> dict[str, int]:
-    """Return the numbers of dead and of restarted processes, by metric."""
-    return {"trainer_restarts": progress.trainer_restarts, **processes.deaths()}
 
 
 def _introduce(reporter: Report, resolved: ResolvedConfig, processes: Processes, about: About) -> None:

@@ -233,10 +233,8 @@ def operator_skill(tried: Trials) -> dict[str, Any]:
 
 def _by_way(trials: Sequence[Trial]) -> dict[str, Any]:
     resampled = {(t.prompt, t.target): t for t in trials if t.way == RESAMPLE}
-    ways: dict[Way, list[Trial]] = {}
-    for trial in trials:
-        ways.setdefault(trial.way, []).append(trial)
-    return {way: _of_way(ways[way], resampled) for way in get_args(Way) if way in ways}
+    ways = {way: [trial for trial in trials if trial.way == way] for way in get_args(Way)}
+    return {way: _of_way(way_trials, resampled) for way, way_trials in ways.items() if way_trials}
 
 
 def _of_way(trials: Sequence[Trial], resampled: Mapping[tuple[int, int], Trial]) -> dict[str, Any]:

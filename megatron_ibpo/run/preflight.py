@@ -2,39 +2,60 @@
 
 A start passes these checks in the order of this file, each as soon as its inputs exist. A check stands alone:
 it raises or returns nothing, and nothing after it depends on it. In the opening of a run, only this file uses
-`plan/`.
+`plan/`. Every function of the user is called once on one row, so that a fault in it costs a second and not
+the start of a cluster.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import Config
-from megatron_ibpo.data.tokenizer import has_tokenizer, load_tokenizer
+from megatron_ibpo.config.hooks import is_import_path
+from megatron_ibpo.credit import CreditContext
+from megatron_ibpo.credit.trial import credit_functions, try_credit
+from megatron_ibpo.data.generated import SCHEME
+from megatron_ibpo.data.row_prompts import OWN_SCHEME
+from megatron_ibpo.data.sources import read_spec
+from megatron_ibpo.data.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
+from megatron_ibpo.environments.processes import EnvironmentPool
+from megatron_ibpo.environments.trial import try_environment
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.lora import TrainedWeights
 from megatron_ibpo.report.run_dir import locked, prepare_run_dir
 from megatron_ibpo.report.stages import Forecast
-from megatron_ibpo.rewards import check_labels, check_servers
+from megatron_ibpo.rewards import (
+    Pool,
+    WorkerPool,
+    check_labels,
+    check_servers,
+    named_rm_types,
+    reward_functions,
+)
+from megatron_ibpo.rewards.trial import try_rewards
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.inputs import Inputs, Judges
-from megatron_ibpo.run.processes import Backend
-from megatron_ibpo.run.resolve import ResolvedConfig
-from megatron_ibpo.run.run_data import scored_by_verifiers
-from megatron_ibpo.run.user_code import check_user_code, try_user_code
+from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation
+from megatron_ibpo.run.run_data import RunData, environments_of, open_run_data, scored_by_verifiers
+from megatron_ibpo.run.state import Backend
 from megatron_ibpo.weights.formats.retention import kept_bytes
 from megatron_ibpo.weights.formats.weight_files import has_weights
 
+_MADE_UP = Prompt(0, token_ids([0]), 1, "1", "made up", "1")
+"""Prompt of a run that has none, such as a replay."""
+
 
 def check_model(config: Config, shape: ModelShape, backend: Backend) -> None:
-    """Refuse what cannot work whatever the data are, in milliseconds: a layout, a device's name.
+    """Refuse what cannot work whatever the data are, in milliseconds: a layout, a device's name. Raises
+    ValueError that says what is wrong, and what to change."""
+    backend.check(config, shape)
+    if config.run.dry_run_hardware is not None:
+        from megatron_ibpo.plan.hardware import read_hardware
 
-    Raises:
-        ValueError: what is wrong, and what to change.
-    """
-    for check in (backend.check, check_hardware):
-        check(config, shape)
+        read_hardware(config.run.dry_run_hardware)
 
 
 def check_inputs(inputs: Inputs, stack: ExitStack) -> None:
@@ -46,18 +67,25 @@ def check_inputs(inputs: Inputs, stack: ExitStack) -> None:
     Raises:
         ValueError, OSError: says which, where, and what to do.
     """
-    for check in (_check_weights, partial(_make_directory, stack), _check_servers):
-        check(inputs)
+    from megatron_ibpo.weights.formats.expected_entries import check_checkpoint  # imports torch
+
+    config = inputs.config
+    check_checkpoint(inputs.foundation.hf_dir, inputs.foundation.shape)
+    stack.enter_context(locked(config.run.run_dir))
+    prepare_run_dir(config, checkpoint_bytes=disk_bytes(config, inputs.weights) if inputs.trains else 0)
+    check_servers(config.data, inputs.rm_types)
 
 
 def check_judges(inputs: Inputs, judges: Judges) -> None:
-    """Refuse labels, environments and functions of the user that do not work, by trying them once.
-
-    Raises:
-        ValueError, OSError: says which, where, and what to do.
-    """
-    for check in (_check_labels, _check_environments, _try_user_code):
-        check(inputs, judges)
+    """Refuse labels, environments and functions of the user that do not work, by trying them once. Raises
+    ValueError or OSError that says which, where, and what to do."""
+    config, pool, environments = inputs.config, judges.pool, judges.environments
+    check_labels(pool, scored_by_verifiers(inputs.data.first_prompts), config.data)
+    if environments is not None:
+        for target in inputs.targets:
+            environments.check(target)
+    context, logs = inputs.foundation.max_context, config.run.run_dir / "logs"
+    try_user_code(config, context, inputs.data, pool, environments, trains=inputs.trains, logs=logs)
 
 
 def preflight(
@@ -80,24 +108,14 @@ def preflight(
     config, shape = resolved.config, resolved.shape
     if memory:
         check_main_memory(
-            config,
-            shape,
-            resolved.overrides,
-            resolved.engine_needs,
-            weights,
-            resolved.placement,
-            memory,
+            config, shape, resolved.overrides, resolved.engine_needs, weights, resolved.placement, memory
         )
     return partial(forecast, config, shape, resolved.world_size)
 
 
 def check_present_files(hf_dir: Path) -> None:
-    """Refuse weights or a tokenizer that a run could not start with. A plan needs neither: only files that
-    are there are checked.
-
-    Raises:
-        ValueError: as at the start of a run.
-    """
+    """Refuse weights or a tokenizer that a run could not start with, as its start does. A plan needs neither:
+    only files that are there are checked."""
     from megatron_ibpo.weights.formats.expected_entries import check_checkpoint  # imports torch
 
     shape = read_hf_config(hf_dir)
@@ -120,49 +138,91 @@ def dry_run(config: Config) -> int:
     return status
 
 
-# ---------------------------------------------------------------------------------- what is checked
-
-
-def check_hardware(config: Config, shape: ModelShape) -> None:
-    """Raise ValueError if --dry-run-hardware names no hardware."""
-    if config.run.dry_run_hardware is not None:
-        from megatron_ibpo.plan.hardware import read_hardware
-
-        read_hardware(config.run.dry_run_hardware)
-
-
-def _check_weights(inputs: Inputs) -> None:
-    from megatron_ibpo.weights.formats.expected_entries import check_checkpoint  # imports torch
-
-    check_checkpoint(inputs.foundation.hf_dir, inputs.foundation.shape)
-
-
-def _make_directory(stack: ExitStack, inputs: Inputs) -> None:
-    stack.enter_context(locked(inputs.config.run.run_dir))
-    needed = disk_bytes(inputs.config, inputs.weights) if inputs.trains else 0
-    prepare_run_dir(inputs.config, checkpoint_bytes=needed)
-
-
 def disk_bytes(config: Config, weights: TrainedWeights) -> int:
     """Return the most bytes that a run keeps on disk at one time."""
     return kept_bytes(config, parameters=weights.parameters, trained=weights.trained)
 
 
-def _check_servers(inputs: Inputs) -> None:
-    check_servers(inputs.config.data, inputs.rm_types)
+def try_user_code(
+    config: Config,
+    max_context: int,
+    data: RunData,
+    pool: Pool,
+    environments: EnvironmentPool | None,
+    *,
+    trains: bool,
+    logs: Path | None,
+) -> None:
+    """Call the user's reward functions, environments and, for training, credit functions once. Nothing of it
+    is counted or recorded.
+
+    Args:
+        environments: processes for episodes; None: no prompt names an environment, or none is to be tried.
+        logs: folder for tracebacks; None: they are not kept.
+
+    Raises:
+        ConfigError: one of them fails; names its line and the prompt.
+    """
+    prompts = data.first_prompts
+    details = try_rewards(pool, scored_by_verifiers(prompts), config.data, logs)
+    if environments is not None:
+        for target, prompt in environments_of(prompts, config.environment).items():
+            place = f"{prompt.task}, prompt {prompt.index}"
+            details |= try_environment(
+                environments, target, prompt.text, prompt.label, prompt.metadata, place
+            )
+    if trains:
+        # what a running policy lends is left out
+        context = CreditContext(
+            config.algorithm,
+            config.rollout,
+            data.vocabulary,
+            max_context,
+            config.run.seed,
+            step=0,
+            reward_threshold=config.data.reward_threshold,
+        )
+        try_credit(prompts[0] if prompts else _MADE_UP, context, details)
 
 
-def _check_labels(inputs: Inputs, judges: Judges) -> None:
-    check_labels(judges.pool, scored_by_verifiers(inputs.data.first_prompts), inputs.config.data)
+def check_user_code(config: Config) -> str | None:
+    """Check the labels of a plan's prompts, and call the user's functions, as the start of the run would do.
+    If the prompts or the tokenizer are not on this machine, nothing is checked.
+
+    Returns:
+        a line to print if something could not be checked for that reason.
+
+    Raises:
+        ValueError, OSError: what the start of the run would raise for them.
+    """
+    sources = [read_spec(spec).location for spec in config.data.prompt_data]
+    files = [source for source in sources if not source.startswith((SCHEME, OWN_SCHEME))]
+    hf_dir = config.model.hf_dir
+    if not (files or _has_user_code(config)):
+        return None
+    has_tokenizer = any((hf_dir / name).exists() for name in TOKENIZER_FILES)
+    if not sources or not has_tokenizer or not all(Path(file).exists() for file in files):
+        return "Labels and your functions are not checked: prompts or tokenizer are not on this machine."
+    foundation = read_foundation(config)
+    data = open_run_data(replace(config, run=replace(config.run, eval_num_prompts=0)), foundation)
+    prompts = data.first_prompts
+    verified = scored_by_verifiers(prompts)
+    with ExitStack() as stack:
+        # no `open_pool`: a plan may be made where no sandbox for programs can be had
+        targets = reward_functions(config.data, named_rm_types(verified, config.data))
+        pool = stack.enter_context(WorkerPool(targets, size=1, timeout=config.data.reward_timeout))
+        check_labels(pool, verified, config.data)
+        environments = None
+        if environments_of(prompts, config.environment):
+            environments = stack.enter_context(EnvironmentPool(config.environment))
+        try_user_code(config, foundation.max_context, data, pool, environments, trains=True, logs=None)
+    return None
 
 
-def _check_environments(inputs: Inputs, judges: Judges) -> None:
-    if judges.environments is not None:
-        for target in inputs.targets:
-            judges.environments.check(target)
-
-
-def _try_user_code(inputs: Inputs, judges: Judges) -> None:
-    config, context = inputs.config, inputs.foundation.max_context
-    logs, trains = config.run.run_dir / "logs", inputs.trains
-    try_user_code(config, context, inputs.data, judges.pool, judges.environments, trains=trains, logs=logs)
+def _has_user_code(config: Config) -> bool:
+    rewards = [config.data.rm_type, *config.data.reward_weights]
+    return (
+        any(map(is_import_path, rewards))
+        or config.environment.environment is not None
+        or bool(credit_functions(config.algorithm))
+    )

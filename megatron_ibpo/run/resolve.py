@@ -9,14 +9,8 @@ from megatron_ibpo.config import Config, ConfigError
 from megatron_ibpo.credit import Method, find_method
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
-from megatron_ibpo.engines.registry import (
-    check_model,
-    engine_needs,
-    engine_start,
-    fallback_note,
-    on_device,
-)
-from megatron_ibpo.engines.settings import EngineNeeds, EngineStart
+from megatron_ibpo.engines.registry import check_model, engine_needs, fallback_note, on_device, run_settings
+from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings
 from megatron_ibpo.engines.truncation import all_readers, check_truncation
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config, world_problems
 from megatron_ibpo.models.lora import check_lora
@@ -47,7 +41,7 @@ class ResolvedConfig:
     """All settings, with every default filled in."""
     foundation: Foundation
     placement: Placement
-    engine_start: EngineStart | None = None
+    engine_settings: EngineSettings | None = None
     """None without engine processes."""
     engine_note: str | None = None
     """Line for the user about an engine that was not named."""
@@ -107,11 +101,7 @@ def read_foundation(config: Config) -> Foundation:
 
 
 def check_model_layout(shape: ModelShape, config: Config, world_size: int) -> None:
-    """Refuse a layout that cannot hold the model.
-
-    Raises:
-        ValueError: with one line per problem.
-    """
+    """Refuse a layout that cannot hold the model. Raises ValueError with one line per problem."""
     if config.replays_routing and not shape.is_moe:
         raise ValueError(
             f"--use-rollout-routing-replay and --use-routing-replay: {shape.family} is dense and routes "
@@ -139,11 +129,8 @@ def settle(config: Config, foundation: Foundation, prompts: PromptSource | None)
 
 
 def num_steps(config: Config, prompts: PromptSource | None) -> int:
-    """Return the number of steps: --num-rollout, or that of --num-epoch passes over the prompts.
-
-    Raises:
-        ValueError: the prompts never repeat.
-    """
+    """Return the number of steps: --num-rollout, or that of --num-epoch passes over the prompts. Raises
+    ValueError if the prompts never repeat."""
     epochs = config.run.num_epoch
     if epochs is None or prompts is None:
         return config.run.num_rollout
@@ -172,17 +159,17 @@ def resolve(
     if world_size:
         _refuse_layout(world_problems(shape, config.parallel, world_size))
         config = replace(config, cluster=replace(config.cluster, num_trainers=world_size))
-    on_gpu, note, start = placement.on_gpu, None, None
+    on_gpu, note, settings = placement.on_gpu, None, None
     if placement.engines:
         note = fallback_note(config.rollout, shape, on_gpu=on_gpu)
     config = on_device(config, shape, on_gpu=on_gpu)
     if placement.engines:
         check_model(config.rollout, shape, on_gpu=on_gpu)
-        start = engine_start(config, foundation.hf_dir, shape, on_gpu=on_gpu, trains=trains)
+        settings = run_settings(config, foundation.hf_dir, shape, on_gpu=on_gpu, trains=trains)
     if placement.engines and trains:
         readers = all_readers(config)
         check_truncation(config, readers, on_gpu=on_gpu)
-    return ResolvedConfig(config, foundation, placement, start, note)
+    return ResolvedConfig(config, foundation, placement, settings, note)
 
 
 def _refuse_layout(problems: list[str]) -> None:

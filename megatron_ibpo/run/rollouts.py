@@ -1,7 +1,7 @@
 """Sources of a run's samples and rewards: engines and verifiers, or a recording."""
 
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from megatron_ibpo.credit import (
 from megatron_ibpo.data import PromptSource, ResponseText
 from megatron_ibpo.data.row_prompts import with_system_prompt
 from megatron_ibpo.engines import AsyncEngine
+from megatron_ibpo.engines.probe import IdleEngine
 from megatron_ibpo.environments import Sessions
 from megatron_ibpo.evaluate import (
     Corrector,
@@ -41,103 +42,90 @@ from megatron_ibpo.run.resolve import Foundation, ResolvedConfig
 from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.episodes import Episodes
-from megatron_ibpo.sampling.groups import Batch, GroupSampler, Rules, sample_batch
-from megatron_ibpo.sampling.journal_memory import JournalMemory, UnderWay, replay
+from megatron_ibpo.sampling.groups import (
+    Batch,
+    GroupSampler,
+    JournalMemory,
+    Rules,
+    UnderWay,
+    replay,
+    sample_batch,
+)
 from megatron_ibpo.sampling.requests import group_requests, scorer
 from megatron_ibpo.sampling.sampler import Sampler
 
 T = TypeVar("T")
 
 
-class Fleet(Protocol):
-    """The engines of a run, as the sampler needs them."""
+class Engines(Protocol):
+    """The engines of a run, as the loop and the sampler use them: those of a cluster (`cluster.Engines`), or
+    one in this process."""
 
     @property
     def version(self) -> int:
         """Policy version of the engines' weights."""
-        ...
 
     @property
     def prefix_caching(self) -> bool:
         """True if engines compute the shared prefix of a prompt's requests once."""
-        ...
 
     def clients(self) -> Sequence[AsyncEngine]:
         """Return all engines, by index."""
-        ...
 
     async def revive(self, index: int) -> AsyncEngine:
         """Replace a dead engine by a new one, return it once it has the present weights; EngineError if
         impossible."""
-        ...
 
+    @property
+    def count(self) -> int:
+        """Total number of engines."""
 
-class Rollouts(Protocol):
-    """A source of samples for the loop."""
+    @property
+    def alive(self) -> int:
+        """Number of engines that can take requests."""
 
-    def groups(
-        self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
-    ) -> list[Group]:
-        """Return the groups of the step after `step` completed ones, scored and with their corrections.
+    @property
+    def reproducible(self) -> bool:
+        """True if an idle engine computes the same requests in the same batches every time."""
 
-        Args:
-            meanwhile: called from time to time while waiting for them.
-        """
-        ...
+    def sleep(self) -> None:
+        """Release shared devices to the trainers."""
 
-    def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
-        """Yield the groups of steps that `groups` has returned before, unchanged.
+    def wake(self) -> None:
+        """Get ready to sample again."""
 
-        Args:
-            context: completed steps → the context of the next one.
-        """
-        ...
+    def admit(self) -> None:
+        """Admit engines that are up again, while the trainers are idle."""
 
-    def advance(self, version: int) -> None:
-        """Note that the engines now have the weights of policy `version`."""
-        ...
+    def update_weights(self, version: int) -> dict[str, float]:
+        """Load the trainers' weights as policy `version`, and return metrics of the update."""
 
-    def state(self) -> dict[str, Any]:
-        """Return the present state as JSON for a checkpoint; `open_rollouts` takes it back."""
-        ...
+    def meet_trainers(self) -> None:
+        """Connect to trainers that have just started."""
 
-    def sampled(self) -> list[Sample]:
-        """Return all samples of the last groups, in an order that does not depend on which finished first."""
-        ...
+    def idle(self, index: int) -> IdleEngine:
+        """Return one engine for the caller's exclusive use."""
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last groups."""
-        ...
-
-    def evaluation(
-        self,
-        data: RunData,
-        meanwhile: Callable[[], None] | None = None,
-        stored_samples: KeptSamples | None = None,
-    ) -> list[SetEvaluation]:
-        """Evaluate the policy on every set of held-out prompts.
-
-        Args:
-            stored_samples: stored samples to reuse; takes every new sample.
-        """
-        ...
+    def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]:
+        """Provide a fresh engine with the weights of `hf_dir` as version 0, in place of the engine at
+        `index`."""
 
 
 @contextmanager
 def open_rollouts(
     resolved: ResolvedConfig,
     data: RunData,
-    engines: Fleet | None,
+    engines: Engines | None,
     verifier: Verifier,
     memory: JournalMemory | None = None,
     state: dict[str, Any] | None = None,
     episodes: Episodes | None = None,
-) -> Iterator[Rollouts]:
+) -> "Iterator[Rollouts]":
     """Open rollouts by the engines; without engines, those of --load-debug-rollout-data.
 
     Args:
         memory: stores samples, and has those of an earlier process; None without training.
-        state: state at the checkpoint to resume from (`Rollouts.state`).
+        state: state at the checkpoint to resume from (`LiveRollouts.state`).
         episodes: plays the episodes of prompts with an environment; None: no prompt has one.
     """
     config, foundation = resolved.config, resolved.foundation
@@ -186,11 +174,14 @@ class RecordedRollouts:
 
     directory: Path
     operator: Operator
+    sampled: list[Sample] = field(default_factory=list)
+    """No samples: a replay costs no sampling."""
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def groups(
         self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
     ) -> list[Group]:
-        """See `Rollouts`. Raises ValueError if the recording is incomplete."""
+        """Return groups as `LiveRollouts`. Raises ValueError if the recording is incomplete."""
         _, groups = load_groups(rollout_path(self.directory, step + 1))
         return replay(groups, self.operator, context)
 
@@ -201,13 +192,6 @@ class RecordedRollouts:
         """No-op: a recording has no engines."""
 
     def state(self) -> dict[str, Any]:
-        return {}
-
-    def sampled(self) -> list[Sample]:
-        """Return no samples: a replay costs no sampling."""
-        return []
-
-    def metrics(self) -> dict[str, float]:
         return {}
 
     def evaluation(
@@ -228,15 +212,17 @@ class LiveRollouts:
     config: Config
     foundation: Foundation
     data: RunData
-    fleet: Fleet
+    fleet: Engines
     sampler: Sampler
     memory: JournalMemory | None = None
     loaded: dict[str, Any] = field(default_factory=dict)
     """State of the rollouts at the checkpoint that the run resumes from."""
     _ahead: Ahead | None = None
     _under_way: UnderWay = field(init=False)
-    _sampled: list[Sample] = field(default_factory=list)
-    _metrics: dict[str, float] = field(default_factory=dict)
+    sampled: list[Sample] = field(default_factory=list)
+    """All samples of the last groups, in an order that does not depend on which finished first."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last groups."""
 
     def __post_init__(self) -> None:
         """Resume the sampling that was under way at the checkpoint; a new run has none."""
@@ -247,7 +233,12 @@ class LiveRollouts:
     def groups(
         self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
     ) -> list[Group]:
-        """See `Rollouts`. Raises the errors of `sample_batch` and `Ahead.batch`."""
+        """Return the groups of the step after `step` completed ones, scored and with their corrections.
+        Raises the errors of `sample_batch` and `Ahead.batch`.
+
+        Args:
+            meanwhile: called from time to time while waiting for them.
+        """
         self.sampler.version = self.fleet.version
         memory = self.memory
         if memory is not None and (closed := memory.batch(step + 1)) is not None:
@@ -255,8 +246,8 @@ class LiveRollouts:
         groups = GroupSampler(self.sampler, self.foundation.method.operator, self._rules(), memory)
         sample = self._sample_synchronous if self._pace is None else self._sample_ahead
         batch = sample(step, groups, context, meanwhile)
-        self._sampled = batch.sampled
-        self._metrics = self.sampler.take_metrics() | batch.metrics
+        self.sampled = batch.sampled
+        self.metrics = self.sampler.take_metrics() | batch.metrics
         if memory is not None:
             self._under_way.close(memory.close(step + 1, batch))
         return batch.groups
@@ -265,8 +256,8 @@ class LiveRollouts:
         """Return groups that an earlier process sampled, but did not save the training on."""
         groups = self._recorded(closed, memory, context)
         self._under_way.close(closed)
-        self._sampled = [sample for group in groups for sample in group.samples]
-        self._metrics = {"groups_replayed": float(len(groups))}
+        self.sampled = [sample for group in groups for sample in group.samples]
+        self.metrics = {"groups_replayed": float(len(groups))}
         return groups
 
     def _recorded(self, closed: ClosedBatch, memory: JournalMemory, context: CreditContext) -> list[Group]:
@@ -281,7 +272,12 @@ class LiveRollouts:
         return memory.groups(closed, draw, self.foundation.method.operator)
 
     def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
-        """See `Rollouts`. Raises LostStepError if the journal lacks one of the steps."""
+        """Yield the groups of steps that `groups` has returned before, unchanged. Raises LostStepError if the
+        journal lacks one of the steps.
+
+        Args:
+            context: completed steps → the context of the next one.
+        """
         assert self.memory is not None
         memory = self.memory.view_after(steps.start)
         for step in steps:
@@ -293,11 +289,13 @@ class LiveRollouts:
             yield self._recorded(closed, memory, context(step))
 
     def advance(self, version: int) -> None:
+        """Note that the engines now have the weights of policy `version`."""
         self.sampler.version = version
         if self._ahead is not None:
             self.sampler.wait(self.sampler.start(self._ahead.advance(version)))
 
     def state(self) -> dict[str, Any]:
+        """Return the present state as JSON for a checkpoint; `open_rollouts` takes it back."""
         return {} if self._pace is None else {"sampling": self._under_way.as_json()}
 
     @property
@@ -314,11 +312,7 @@ class LiveRollouts:
         return Pace(rollout.max_staleness, max(0, over), rollout.keep_order, self.config.run.num_rollout)
 
     def _sample_synchronous(
-        self,
-        step: int,
-        groups: GroupSampler,
-        context: CreditContext,
-        meanwhile: Callable[[], None] | None,
+        self, step: int, groups: GroupSampler, context: CreditContext, meanwhile: Callable[[], None] | None
     ) -> Batch:
         rounds = groups.rules.max_rounds
 
@@ -330,11 +324,7 @@ class LiveRollouts:
         return batch if rounds > 1 else replace(batch, metrics={})
 
     def _sample_ahead(
-        self,
-        step: int,
-        groups: GroupSampler,
-        context: CreditContext,
-        meanwhile: Callable[[], None] | None,
+        self, step: int, groups: GroupSampler, context: CreditContext, meanwhile: Callable[[], None] | None
     ) -> Batch:
         pace = self._pace
         assert pace is not None
@@ -364,28 +354,25 @@ class LiveRollouts:
         step = ordinal // self._batch_size
         return prompt, self._requests(prompt, step, attempt), replace(context, step=step)
 
-    def sampled(self) -> list[Sample]:
-        return self._sampled
-
-    def metrics(self) -> dict[str, float]:
-        return self._metrics
-
     def evaluation(
         self,
         data: RunData,
         meanwhile: Callable[[], None] | None = None,
         stored_samples: KeptSamples | None = None,
     ) -> list[SetEvaluation]:
-        """See `Rollouts`. Raises the errors of `evaluate`, `Sampler.answer` and `KeptSamples.add`."""
+        """Evaluate the policy on every set of held-out prompts. Raises the errors of `evaluate`,
+        `Sampler.answer` and `KeptSamples.add`.
+
+        Args:
+            stored_samples: stored samples to reuse; takes every new sample.
+        """
         self.sampler.version = self.fleet.version
         evaluated = [self._evaluated(eval_set, meanwhile, stored_samples) for eval_set in data.eval_sets]
         self.sampler.take_metrics()  # only training's metrics are shown
         return evaluated
 
     def observed(
-        self,
-        ask: Callable[[Sampler], Coroutine[Any, Any, T]],
-        meanwhile: Callable[[], None] | None = None,
+        self, ask: Callable[[Sampler], Coroutine[Any, Any, T]], meanwhile: Callable[[], None] | None = None
     ) -> T:
         """Run an instrument's requests between steps, without any effect on a step's metrics. Raises the
         errors of `ask`."""
@@ -485,3 +472,7 @@ class LiveRollouts:
             return vocabulary.correction_prompt(prompt, wrong, references)
 
         return Corrector(prompt_ids, foundation.method.operator.ibpo_k, foundation.max_context)
+
+
+Rollouts = LiveRollouts | RecordedRollouts
+"""A source of samples for the loop."""

@@ -91,23 +91,14 @@ def open_run_data(config: Config, foundation: Foundation, *, trains: bool = True
         suffixes,
         training_prompts(config, tokenizer, context - suffixes.longest) if trains and not replays else None,
         [] if replays else open_eval_sets(config, tokenizer, context, ibpo_k=operator.ibpo_k),
-        Vocabulary(
-            CorrectionTemplate(tokenizer, operator.ibpo_k),
-            texts,
-            marks,
-            placeholder,
-            answer_start,
-        ),
+        Vocabulary(CorrectionTemplate(tokenizer, operator.ibpo_k), texts, marks, placeholder, answer_start),
         template_notes,
     )
 
 
 def environments_of(prompts: Sequence[Prompt], settings: EnvironmentConfig) -> dict[str, Prompt]:
-    """Return each environment that a prompt names, with the first such prompt.
-
-    Raises:
-        ConfigError: a row names one that the user did not allow.
-    """
+    """Return each environment that a prompt names, with the first such prompt. Raises ConfigError if a row
+    names one that the user did not allow."""
     named: dict[str, Prompt] = {}
     for prompt in prompts:
         if (name := environment_in(prompt.metadata, settings)) is not None:
@@ -166,11 +157,8 @@ def _answer_start(
 
 
 def thinking_marks(operator: Operator, tokenizer: Tokenizer) -> ThinkingMarks | None:
-    """Return the ids of <think> and of </think>; None without --ibpo-strip-thinking.
-
-    Raises:
-        DataError: the tokenizer cannot express them.
-    """
+    """Return the ids of <think> and of </think>; None without --ibpo-strip-thinking. Raises DataError if the
+    tokenizer cannot express them."""
     if not operator.ibpo_strip_thinking:
         return None
     opening, closing = (tuple(tokenizer.encode(mark)) for mark in ("<think>", "</think>"))

@@ -45,24 +45,20 @@ def parse_config(
         fitted, notes = fit_to_model(parsed, typed)
         idle = unused or {}
         lines = [line for name, line in notes.items() if name not in idle]
-        for line in [*lines, *(why for name, why in idle.items() if name in typed)]:
+        for line in [*lines, *(reason for name, reason in idle.items() if name in typed)]:
             note(line)
         return fitted
 
     return config.parse_config(argv, REGISTRIES, fit=fit, **about)
 
 
-def with_engine(parsed: config.Config, note: Callable[[str], None] = _to_stderr) -> config.Config:
+def with_engine(parsed: config.Config) -> config.Config:
     """Return the configuration for sampling without a trainer. An engine that samples inside a trainer is
-    replaced by the default one, with its default settings.
-
-    Args:
-        note: gets a line if the engine is replaced.
-    """
+    replaced by the default one, with its default settings, which a line to stderr says."""
     backend = parsed.rollout.rollout_backend
     if not samples_in_trainer(backend):
         return parsed
-    note(
+    _to_stderr(
         f"--rollout-backend {backend} samples in a trainer's process; without one, "
         f"{' or '.join(DEFAULTS)} does: the first that can compute the model"
     )

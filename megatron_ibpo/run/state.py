@@ -1,33 +1,32 @@
-"""The parts of a run in progress, and its counters."""
+"""The parts of a run in progress, its counters, and its processes with the back ends that start them."""
 
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from megatron_ibpo.basics.records import Floats, TrainSequence
+from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.config import Config
-from megatron_ibpo.credit import (
-    CreditContext,
-    LogProbQuery,
-)
-from megatron_ibpo.engines.probe import IdleEngine
+from megatron_ibpo.credit import CreditContext, LogProbQuery
+from megatron_ibpo.environments import Sessions
 from megatron_ibpo.journal import Journal
-from megatron_ibpo.policy.group import Policy
-from megatron_ibpo.report import (
-    Report,
-    Stages,
-)
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.policy.group import Policy, RankCalls
+from megatron_ibpo.report import Report, Stages
 from megatron_ibpo.report.disk import DiskWait
+from megatron_ibpo.rewards import Pool
 from megatron_ibpo.run.cost import CostMeter
-from megatron_ibpo.run.resolve import Foundation
-from megatron_ibpo.run.rollouts import Fleet, Rollouts
+from megatron_ibpo.run.inputs import Inputs, Judges
+from megatron_ibpo.run.resolve import Foundation, ResolvedConfig
+from megatron_ibpo.run.rollouts import Engines, Rollouts
 from megatron_ibpo.run.run_data import RunData
+
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass
@@ -56,55 +55,6 @@ class Progress:
     """The trainers' log-probs before this step's update, with --save-debug-rollout-data; `new_logprobs` holds
     those after it."""
     new_logprobs: list[Floats] | None = None
-
-
-class Engines(Fleet, Protocol):
-    """The engines of a run, as the loop controls them: those of a cluster (`cluster.Engines`), or one in this
-    process."""
-
-    @property
-    def count(self) -> int:
-        """Total number of engines."""
-        ...
-
-    @property
-    def alive(self) -> int:
-        """Number of engines that can take requests."""
-        ...
-
-    @property
-    def reproducible(self) -> bool:
-        """True if an idle engine computes the same requests in the same batches every time."""
-        ...
-
-    def sleep(self) -> None:
-        """Release shared devices to the trainers."""
-        ...
-
-    def wake(self) -> None:
-        """Get ready to sample again."""
-        ...
-
-    def admit(self) -> None:
-        """Admit engines that are up again, while the trainers are idle."""
-        ...
-
-    def update_weights(self, version: int) -> dict[str, float]:
-        """Load the trainers' weights as policy `version`, and return metrics of the update."""
-        ...
-
-    def meet_trainers(self) -> None:
-        """Connect to trainers that have just started."""
-        ...
-
-    def idle(self, index: int) -> IdleEngine:
-        """Return one engine for the caller's exclusive use."""
-        ...
-
-    def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]:
-        """Provide a fresh engine with the weights of `hf_dir` as version 0, in place of the engine at
-        `index`."""
-        ...
 
 
 @dataclass
@@ -136,6 +86,11 @@ class Run:
 def context(run: Run, step: int | None = None) -> CreditContext:
     """Return the context of the step after `step` completed ones; None: the present step."""
     step = run.progress.step if step is None else step
+
+    def logprobs(queries: list[LogProbQuery]) -> list[Floats]:
+        with run.stages("log-probs"):
+            return run.policy.logprobs([as_sequence(query) for query in queries])
+
     return CreditContext(
         run.config.algorithm,
         run.config.rollout,
@@ -144,17 +99,11 @@ def context(run: Run, step: int | None = None) -> CreditContext:
         run.config.run.seed,
         step,
         run.config.data.reward_threshold,
-        partial(logprobs, run),
+        logprobs,
         run.policy.values,
         run.cost.of_sample,
         run.progress.remembered.get(step, {}),
     )
-
-
-def logprobs(run: Run, queries: list[LogProbQuery]) -> list[Floats]:
-    """Return the policy's log-probs of continuations, for credit."""
-    with run.stages("log-probs"):
-        return run.policy.logprobs([as_sequence(query) for query in queries])
 
 
 def as_sequence(query: LogProbQuery) -> TrainSequence:
@@ -170,3 +119,63 @@ def as_sequence(query: LogProbQuery) -> TrainSequence:
         index=0,
         temperature=query.temperature,
     )
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Trainers, engines and verifiers that have been started."""
+
+    trainers: RankCalls
+    engines: Engines | None
+    """None when recorded rollouts are replayed."""
+    verifiers: Pool
+    deaths: Callable[[], dict[str, int]]
+    """Returns the counts of dead and restarted engines, verifiers and environments so far, by metric."""
+    placement_note: str
+    """Nodes of the processes, for the user."""
+    wait_ready: Callable[[], None] = lambda: None
+    """Waits for the processes that the first step needs and start-up does not."""
+    environments: Sessions | None = None
+    """Places for episodes; None if no prompt names an environment."""
+
+
+@dataclass(frozen=True)
+class Launched(Generic[T_co]):
+    """Processes that have been started and have loaded nothing yet."""
+
+    memory: Mapping[int, int]
+    """Node, by its index in the placement → its bytes of main memory; empty in one process."""
+    build: Callable[[Path | None], T_co]
+    """Builds the model of the trainers from a checkpoint, or as a new one. Engines and verifiers may still be
+    starting when it returns."""
+
+
+class Backend(Protocol):
+    """A way to start the processes of a run: on a cluster, or all in the driver's own process."""
+
+    def check(self, config: Config, shape: ModelShape) -> None:
+        """Refuse a model or a layout, as far as that shows before devices are counted. Raises ValueError if
+        this back end cannot run it."""
+
+    def connect(self, config: Config) -> AbstractContextManager[Callable[[], None]]:
+        """Connect to the cluster in the background. The context gives a function that waits for it."""
+
+    def place(self, config: Config, *, samples: bool = True) -> Placement:
+        """Return the place of every process.
+
+        Args:
+            samples: False for training without engines.
+
+        Raises:
+            ValueError: the cluster is too small, or settings do not suit its devices.
+        """
+
+    def launch(
+        self, resolved: ResolvedConfig, inputs: Inputs, judges: Judges, stack: ExitStack
+    ) -> Launched[Processes]:
+        """Start the processes of trainers, engines and verifiers. `stack` ends them. This, and `build`, raise
+        ValueError, OSError, EngineError or ProcessDiedError if one does not start."""
+
+    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[tuple[RankCalls, str]]:
+        """Start trainers, for training without sampling, and say on which nodes. `stack` ends them; raises as
+        `launch`."""

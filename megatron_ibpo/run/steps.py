@@ -1,11 +1,11 @@
-"""The training loop, for the command as a whole and for programs in Python step by step.
+"""The training loop and the stages of a step, for the command as a whole and for programs in Python.
 
 This process is the driver. It starts trainers, engines and verifiers, holds prompts, samples and credit, and
 has no model itself.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,15 +14,83 @@ from typing import Any
 
 from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.config import Config
-from megatron_ibpo.credit import Credit
+from megatron_ibpo.credit import Credit, assign_credit
 from megatron_ibpo.credit.explanation import GroupExplanation
 from megatron_ibpo.data.hub import with_local_copies
 from megatron_ibpo.data.hub_upload import prepare_upload, upload_export
-from megatron_ibpo.run import loop, observers, saving, step_report
+from megatron_ibpo.engines.truncation import check_recorded
+from megatron_ibpo.run import observers, saving
 from megatron_ibpo.run import open as opening
 from megatron_ibpo.run.checks import check_installed, check_settings
-from megatron_ibpo.run.state import Run
+from megatron_ibpo.run.saving import admit_engines, remember, sleep_engines, surviving, wake_engines
+from megatron_ibpo.run.state import Run, context
 from megatron_ibpo.run.stop_request import StopRequest
+
+
+class NotFiniteError(RuntimeError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+def sample(run: Run) -> list[Group]:
+    """Return this step's groups: responses, scores, and the corrections that the algorithm requests."""
+    wake_engines(run)
+    with run.stages("sample"):
+        groups = run.rollouts.groups(run.progress.step, context(run), partial(admit_engines, run))
+    run.cost.sampling(run.rollouts.sampled)
+    return groups
+
+
+def credit(run: Run, groups: list[Group]) -> Credit:
+    """Turn the groups into training sequences with advantages and weights. Raises ValueError for recorded
+    samples that the loss cannot use (`check_recorded`)."""
+    sleep_engines(run)  # credit may need the policy or the critic, and training follows
+    with run.stages("credit"):
+        assigned = surviving(run, lambda: assign_credit(groups, context(run), run.foundation.method))
+    if not run.config.run.debug_rollout_only:
+        check_recorded(run.config, assigned.sequences)
+    _count_passes(run)
+    remember(run, run.progress.step, assigned)
+    return assigned
+
+
+def update(run: Run, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """Run the optimizer steps of one rollout. Raises NotFiniteError if --max-nonfinite-steps consecutive
+    steps were skipped."""
+    if run.config.run.debug_rollout_only:
+        return {}
+    run.progress.old_logprobs = observers.observed_logprobs(run, sequences)
+    with run.stages("train"):
+        metrics = surviving(run, lambda: run.policy.update(sequences))
+    _count_passes(run)
+    run.progress.new_logprobs = observers.observed_logprobs(run, sequences)
+    progress, limit = run.progress, run.config.run.max_nonfinite_steps
+    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if metrics["updates_skipped"] else 0
+    if progress.skipped_in_a_row >= limit:
+        raise NotFiniteError(
+            f"{limit} steps in a row had a loss or gradient that is not finite; lower --lr, or look at "
+            "the records kept by --save-debug-rollout-data"
+        )
+    return metrics
+
+
+def sync(run: Run) -> dict[str, float]:
+    """Count the step, and send the trainers' weights to the engines. Raises WeightMismatchError if, with
+    --check-weight-update-equal, the engines have other weights."""
+    run.progress.step += 1
+    if run.engines is None or run.config.run.debug_rollout_only:
+        return {}
+    with run.stages("sync"):
+        metrics = surviving(run, partial(run.engines.update_weights, run.progress.step))
+        run.rollouts.advance(run.progress.step)
+    if run.config.rollout.check_weight_update_equal and not run.progress.weights_checked:
+        with run.stages("check weights"):
+            observers.check_against_fresh_engine(run, run.engines)
+    return metrics
+
+
+def _count_passes(run: Run) -> None:
+    for passes in run.policy.take_passes():
+        run.cost.training(passes.forward, passes.updates, passes.repeated_forward, passes.repeated_updates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,22 +115,19 @@ class Step:
 def steps(run: Run, stop: StopRequest | None = None) -> Iterator[Step]:
     """Train, and yield every completed step, until all are done or `stop` is requested. The first step is
     preceded by the first evaluation, and each is followed by its checkpoint and evaluation if they are due.
-
-    Raises:
-        Exception: what a stage raises (`run.loop`); the journal then has what was sampled.
-    """
+    Raises what a stage raises; the journal then has what was sampled."""
     cuts_short = stop.cuts_short if stop is not None else lambda work: work()
     evaluate = partial(observers.evaluate_if_due, run)
     cuts_short(evaluate)
     cuts_short(partial(observers.measure_corrections_if_due, run))
     while not (run.done() or (stop is not None and stop.requested)):
-        groups = loop.sample(run)
-        credit = loop.credit(run, groups)
-        metrics = observers.measure_gradient_if_due(run, groups, credit.sequences)
-        metrics |= loop.update(run, credit.sequences)
-        metrics |= loop.sync(run)
-        step_report.report(run, groups, credit, metrics)
-        step = Step(dict(run.reporter.rows[-1]), groups, credit.sequences, credit)
+        groups = sample(run)
+        assigned = credit(run, groups)
+        metrics = observers.measure_gradient_if_due(run, groups, assigned.sequences)
+        metrics |= update(run, assigned.sequences)
+        metrics |= sync(run)
+        observers.report(run, groups, assigned, metrics)
+        step = Step(dict(run.reporter.rows[-1]), groups, assigned.sequences, assigned)
         saving.save_if_due(run)
         cuts_short(evaluate)
         yield step

@@ -63,17 +63,17 @@ class StopRequest:
             self._at_once = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+        received_at = time.monotonic()
         if number == signal.SIGHUP:
             _output_to(self._hangup_log)
         if self._asked_at is None:
-            self._asked_at = now
+            self._asked_at = received_at
             if self._at_once:
                 raise KeyboardInterrupt
             # not by print, since this handler may interrupt a print
             with suppress(OSError):
                 os.write(OUTPUT[0], b"stopping after this step; once more to stop at once\n")
-        elif now - self._asked_at > REPEAT_AFTER_S:
+        elif received_at - self._asked_at > REPEAT_AFTER_S:
             self._at_once = False
             raise KeyboardInterrupt
 

@@ -22,6 +22,7 @@ from megatron_ibpo.config import (
     as_specs,
     check_config,
 )
+from megatron_ibpo.config.all_fields import flag
 from megatron_ibpo.data import DataError, PromptSource, Tokenizer, load_tokenizer, open_sources
 from megatron_ibpo.data.demonstrations import Demonstration, DemonstrationReader
 from megatron_ibpo.models import forward_flops
@@ -33,11 +34,12 @@ from megatron_ibpo.report import Report, Size, Stages, prepare_run_dir, run_size
 from megatron_ibpo.report.disk import DiskWait
 from megatron_ibpo.report.run_dir import locked
 from megatron_ibpo.report.stages import StartLines
-from megatron_ibpo.run.loop import NotFiniteError
+from megatron_ibpo.run.inputs import read_resume_point
 from megatron_ibpo.run.open import choose_backend
 from megatron_ibpo.run.preflight import check_model, disk_bytes, preflight
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig, read_foundation, resolve, settle
-from megatron_ibpo.run.resume_point import read_resume_point
+from megatron_ibpo.run.saving import is_time_to_save
+from megatron_ibpo.run.steps import NotFiniteError
 from megatron_ibpo.weights.formats.retention import Keep
 
 _OF_TRAIN = (
@@ -80,11 +82,12 @@ def supervised(config: Config) -> tuple[Config, list[str]]:
     refused = [name for name in _OF_TRAIN if getattr(run, name) != getattr(untouched.run, name)]
     refused += [n for n in _OF_PROMPTS if getattr(config.data, n) != getattr(untouched.data, n)]
     if refused:
-        flags = ", ".join("--" + name.replace("_", "-") for name in refused)
-        raise ConfigError(f"{flags}: only `ibpo train` has it; drop it for `ibpo sft`")
+        raise ConfigError(
+            f"{', '.join(map(flag, refused))}: only `ibpo train` has it; drop it for `ibpo sft`"
+        )
     check_config(chosen, [check_overrides])
     idle = [
-        "--" + name.replace("_", "-")
+        flag(name)
         for section in ("loss", "algorithm", "rollout")
         for name, value in vars(getattr(config, section)).items()
         if value not in (getattr(getattr(chosen, section), name), getattr(getattr(untouched, section), name))
@@ -120,11 +123,8 @@ class SupervisedRun:
         return self.step >= self.config.run.num_rollout
 
     def update(self) -> None:
-        """Take one optimizer step on the next rows, and report it.
-
-        Raises:
-            NotFiniteError: --max-nonfinite-steps consecutive steps were skipped.
-        """
+        """Take one optimizer step on the next rows, and report it. Raises NotFiniteError if
+        --max-nonfinite-steps consecutive steps were skipped."""
         size = self.config.rollout.rollout_batch_size
         with self.stages("data"):
             sequences = sequences_of(self.demonstrations.batch(self.step, size))
@@ -159,7 +159,7 @@ class SupervisedRun:
             logprobs = self.policy.logprobs(self.held_out)
         self.policy.take_passes()
         tokens = sum(sequence.num_trained_tokens for sequence in self.held_out)
-        loss = -sum(float(own.sum(dtype=float)) for own in logprobs) / tokens
+        loss = -sum(float(values.sum(dtype=float)) for values in logprobs) / tokens
         seconds = self.stages.take()
         self.disk.write(lambda: self.reporter.held_out_loss(self.step, loss, seconds))
         self.evaluated = self.step
@@ -171,11 +171,9 @@ class SupervisedRun:
             OSError, CheckpointError: a save failed.
             DiskFullError: the disk was full for longer than --disk-wait.
         """
-        run, minutes = self.config.run, self.config.run.save_interval_minutes
-        at_interval = run.save_interval is not None and self.step % run.save_interval == 0
-        late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        run = self.config.run
         with self.stages("save"):
-            if run.save and (self.done() or at_interval or late):
+            if run.save and (self.done() or is_time_to_save(run, self.step, self.saved_at)):
                 self.disk.write(self._save)
             else:
                 self.policy.saved(wait=False)
@@ -204,11 +202,7 @@ class SupervisedRun:
 
 def sequences_of(rows: Sequence[Prompt]) -> list[TrainSequence]:
     """Return the training sequences of these rows, with equal weights that add up to 1: every token in the
-    loss counts the same.
-
-    Raises:
-        DataError: a row has no response, as those of a generated task.
-    """
+    loss counts the same. Raises DataError if a row has no response, as those of a generated task."""
     without = next((row for row in rows if not isinstance(row, Demonstration)), None)
     if without is not None:
         raise DataError(f"--prompt-data: {without.task} has prompts without responses to learn from")
@@ -216,17 +210,6 @@ def sequences_of(rows: Sequence[Prompt]) -> list[TrainSequence]:
         (row, number) for row in rows if isinstance(row, Demonstration) for number in range(len(row.turns))
     ]
     return [row.sequence(number, 1 / len(turns)) for row, number in turns]
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """What a supervised run reads before its processes start. The run directory is locked."""
-
-    config: Config
-    rows: PromptSource
-    held_out: list[TrainSequence]
-    weights: TrainedWeights
-    notes: tuple[str, ...]
 
 
 @contextmanager
@@ -247,21 +230,21 @@ def open_supervised(requested_config: Config) -> Iterator[SupervisedRun]:
             check_model(config, foundation.shape, backend)
             wait_connected = stack.enter_context(backend.connect(config))
             starting("data")
-            inputs = _open_inputs(config, foundation, point.step)
-            stack.enter_context(locked(inputs.config.run.run_dir))
-            prepare_run_dir(requested_config, checkpoint_bytes=disk_bytes(inputs.config, inputs.weights))
+            config, rows, held_out, weights, notes = _open_inputs(config, foundation, point.step)
+            stack.enter_context(locked(config.run.run_dir))
+            prepare_run_dir(requested_config, checkpoint_bytes=disk_bytes(config, weights))
             starting("places of the processes")
             wait_connected()
-            resolved = resolve(inputs.config, foundation, backend.place(inputs.config, samples=False))
+            resolved = resolve(config, foundation, backend.place(config, samples=False))
             launched = backend.launch_trainers(resolved, stack)
-            preflight(resolved, inputs.weights, launched.memory)
+            preflight(resolved, weights, launched.memory)
             starting("trainers")
-            processes = launched.build(point.checkpoint)
-            about = processes.trainers.call_all("about")[0]
+            trainers, placement_note = launched.build(point.checkpoint)
+            about = trainers.call_all("about")[0]
             report = Report(resolved.config, completed_steps=point.step, started=started, command="sft")
             reporter = stack.enter_context(report)
             reporter.sizes(_sizes(resolved, about))
-            for note in (processes.placement_note, *about.notes, *inputs.notes):
+            for note in (placement_note, *about.notes, *notes):
                 reporter.note(note)
             if idle:
                 reporter.note(f"settings without effect here: {listed(idle, most=20)}")
@@ -269,9 +252,9 @@ def open_supervised(requested_config: Config) -> Iterator[SupervisedRun]:
         flops = partial(forward_flops, foundation.shape)
         yield SupervisedRun(
             resolved.config,
-            Policy(processes.trainers, resolved.config, resolved.world_size, flops),
-            inputs.rows,
-            inputs.held_out,
+            Policy(trainers, resolved.config, resolved.world_size, flops),
+            rows,
+            held_out,
             reporter,
             DiskWait(config.run.disk_wait, reporter.note),
             stages,
@@ -282,8 +265,11 @@ def open_supervised(requested_config: Config) -> Iterator[SupervisedRun]:
         )
 
 
-def _open_inputs(config: Config, foundation: Foundation, step: int) -> _Inputs:
-    """Read and check the rows and the headers of the weights.
+def _open_inputs(
+    config: Config, foundation: Foundation, step: int
+) -> tuple[Config, PromptSource, list[TrainSequence], TrainedWeights, tuple[str, ...]]:
+    """Read and check the rows and the headers of the weights. Return the settled configuration, the rows, the
+    held-out sequences, the weights, and notes for the user.
 
     Args:
         step: completed steps; rows of the next one are tried.
@@ -300,7 +286,7 @@ def _open_inputs(config: Config, foundation: Foundation, step: int) -> _Inputs:
     sequences_of(rows.batch(step, 1))
     weights = TrainedWeights(trained_elements(hf_dir, shape), adapter_entries(config.model, shape))
     check_checkpoint(hf_dir, shape)
-    return _Inputs(config, rows, held_out, weights, (*rows.notes, *notes))
+    return config, rows, held_out, weights, (*rows.notes, *notes)
 
 
 def _sizes(resolved: ResolvedConfig, about: About) -> list[Size]:

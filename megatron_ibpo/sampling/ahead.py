@@ -11,8 +11,7 @@ import numpy as np
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.credit import CreditContext
 from megatron_ibpo.credit.metrics import sampled_metrics
-from megatron_ibpo.sampling.groups import Batch, Drawn, GroupSampler
-from megatron_ibpo.sampling.journal_memory import EXPIRED
+from megatron_ibpo.sampling.groups import EXPIRED, Batch, Drawn, GroupSampler
 
 DrawPrompt = Callable[[int, int], tuple[Prompt, Sequence[SampleRequest], CreditContext]]
 """(ordinal, attempt) → (the prompt, the requests for its responses, the context for drawing its
@@ -60,17 +59,6 @@ class _Flight:
         return self.ordinal, self.attempt
 
 
-@dataclass(eq=False)
-class _PendingBias:
-    """A batch whose bias is not known yet, because some groups that were in flight with it have not
-    finished."""
-
-    lengths: list[int]
-    """Lengths of the responses that the batch took."""
-    later: list[_Flight]
-    """Groups in flight when it was taken."""
-
-
 class Ahead:
     """Keeps engines busy with the groups of coming batches, within a bound on their age.
 
@@ -105,7 +93,9 @@ class Ahead:
         self._left: list[_Flight] = []
         """Groups sampled since then that will never be trained on."""
         self._counts = {"groups_expired": 0, "groups_refused": 0, "tokens_discarded": 0}
-        self._untold: list[_PendingBias] = []
+        self._untold: list[tuple[list[int], list[_Flight]]] = []
+        """(lengths of its responses, groups that were in flight with it) of each batch whose bias is not
+        known yet, because some of these groups have not finished."""
         self._length_bias: float | None = None
 
     async def resume(self, cursor: int, under_way: Sequence[tuple[int, int, int]]) -> None:
@@ -147,13 +137,6 @@ class Ahead:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def gauges(self) -> dict[str, float]:
-        """Return gauges of the groups in flight now."""
-        return {
-            "groups_in_flight": float(self._number("flying")),
-            "groups_buffered": float(self._number("ready", "spare")),
-        }
 
     # ---------------------------------------------------------------------------------------- requests
 
@@ -288,7 +271,7 @@ class Ahead:
         later = [f for f in self._flights.values() if f.state in ("flying", "ready")]
         groups = [flight.drawn.group for flight in chosen if flight.drawn is not None]
         lengths = [len(response.token_ids) for group in groups for response in group.responses]
-        self._untold.append(_PendingBias(lengths, later))
+        self._untold.append((lengths, later))
         self._next += 1
         self._expire()
         dropped = [(*flight.key, EXPIRED if flight.too_old else "not taken") for flight in self._left]
@@ -336,7 +319,8 @@ class Ahead:
             "partial_rollouts": float(sum(len(sample.versions) > 1 for sample in samples)),
             "groups_missing": float(self._num_groups - len(groups)),
             **{name: float(count) for name, count in self._counts.items()},
-            **self.gauges(),
+            "groups_in_flight": float(self._number("flying")),
+            "groups_buffered": float(self._number("ready", "spare")),
         }
         self._counts = dict.fromkeys(self._counts, 0)
         self._tell_bias()
@@ -348,8 +332,7 @@ class Ahead:
         """Report the length bias of the last batch for which it is known, because all groups in flight with
         it have ended."""
         under_way = {flight for flight in self._flights.values() if flight.state == "flying"}
-        while self._untold and under_way.isdisjoint(self._untold[0].later):
-            batch = self._untold.pop(0)
-            later = [len(r.token_ids) for f in batch.later if f.drawn for r in f.drawn.group.responses]
-            everything = [*batch.lengths, *later]
-            self._length_bias = float(np.mean(batch.lengths) / np.mean(everything))
+        while self._untold and under_way.isdisjoint(self._untold[0][1]):
+            lengths, flights = self._untold.pop(0)
+            later = [len(r.token_ids) for f in flights if f.drawn for r in f.drawn.group.responses]
+            self._length_bias = float(np.mean(lengths) / np.mean([*lengths, *later]))

@@ -264,11 +264,8 @@ def _merge_choices(earlier: ExpertIds | None, latest: ExpertIds) -> ExpertIds:
 
 def as_opened(prompt: Prompt, responses: Sequence[Sample]) -> Prompt:
     """Return the prompt as the environment opened it for these responses, so that corrections begin like
-    them. Other prompts are returned unchanged.
-
-    Raises:
-        ValueError: the opening does not end as the chat template begins the policy's turn.
-    """
+    them. Other prompts are returned unchanged. Raises ValueError if the opening does not end as the chat
+    template begins the policy's turn."""
     if prompt.environment is None:
         return prompt
     opening_ids = next((r.prompt_token_ids for r in responses if len(r.token_ids)), prompt.token_ids)

@@ -18,8 +18,7 @@ from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.engines import AsyncEngine, EngineDiedError, EngineError, EngineLostError
 from megatron_ibpo.sampling.episodes import Episodes, unplayed
-from megatron_ibpo.sampling.meter import Meter
-from megatron_ibpo.sampling.requests import Score, run_concurrently, with_beginning
+from megatron_ibpo.sampling.requests import Meter, Score, run_concurrently, with_beginning
 
 TAKE_S = 1.0
 """Seconds that one look at an engine may take."""
@@ -201,27 +200,24 @@ class Sampler:
 
         Args:
             held_out: as in `answer`.
-            each: called with each sample and its index once it is scored.
+            on_sample: called with each sample and its index once it is scored.
         """
         by_prompt: dict[Prompt, list[int]] = {}
         for position, (prompt, _) in enumerate(requests):
             by_prompt.setdefault(prompt, []).append(position)
 
-        def indexed(positions: list[int]) -> Callable[[int, Sample], None]:
-            return lambda index, sample: None if on_sample is None else on_sample(positions[index], sample)
-
-        samples_by_prompt = await run_concurrently(
-            self.answer(
-                prompt,
-                [requests[position][1] for position in positions],
-                on_sample=indexed(positions),
-                held_out=held_out,
-            )
-            for prompt, positions in by_prompt.items()
-        )
         samples: dict[int, Sample] = {}
-        for positions, prompt_samples in zip(by_prompt.values(), samples_by_prompt, strict=True):
-            samples.update(zip(positions, prompt_samples, strict=True))
+
+        async def answer_prompt(prompt: Prompt, positions: list[int]) -> None:
+            def scored(index: int, sample: Sample) -> None:
+                samples[positions[index]] = sample
+                if on_sample is not None:
+                    on_sample(positions[index], sample)
+
+            prompt_requests = [requests[position][1] for position in positions]
+            await self.answer(prompt, prompt_requests, on_sample=scored, held_out=held_out)
+
+        await run_concurrently(answer_prompt(prompt, positions) for prompt, positions in by_prompt.items())
         return [samples[position] for position in range(len(requests))]
 
     async def answer(
@@ -237,7 +233,7 @@ class Sampler:
 
         Args:
             near: engine that caches the prefix of these requests (`place`).
-            each: called with each sample and its index once it is scored.
+            on_sample: called with each sample and its index once it is scored.
             held_out: the prompt is one of evaluation (`Episodes.play`).
 
         Raises:

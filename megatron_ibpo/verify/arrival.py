@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_ibpo.basics.records import Floats, Group, SampleRequest, TokenIds, TrainSequence
-from megatron_ibpo.run import loop
-from megatron_ibpo.run.recovery import sleep_engines
+from megatron_ibpo.run import steps as loop
+from megatron_ibpo.run.saving import sleep_engines
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.engine import (

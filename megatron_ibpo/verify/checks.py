@@ -12,7 +12,8 @@ from typing import Any
 from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines.registry import samples_in_trainer
-from megatron_ibpo.run import loop, saving
+from megatron_ibpo.run import saving
+from megatron_ibpo.run import steps as loop
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.rollouts import LiveRollouts
 from megatron_ibpo.run.state import Run

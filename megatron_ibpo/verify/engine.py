@@ -10,7 +10,7 @@ import torch
 
 from megatron_ibpo.basics.records import Group, Sample, SampleRequest, TrainSequence
 from megatron_ibpo.engines.probe import TIMEOUT_S
-from megatron_ibpo.run.recovery import sleep_engines, wake_engines
+from megatron_ibpo.run.saving import sleep_engines, wake_engines
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.reference import Array, differences, loaded, logprobs_of, mean_difference
 from megatron_ibpo.verify.rows import Row, measured

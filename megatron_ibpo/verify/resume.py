@@ -11,9 +11,9 @@ import torch
 
 from megatron_ibpo.basics.records import Group, Sample
 from megatron_ibpo.config import Config
-from megatron_ibpo.run import loop
+from megatron_ibpo.run import steps as loop
+from megatron_ibpo.run.inputs import JOURNAL
 from megatron_ibpo.run.open import open_run
-from megatron_ibpo.run.resume_point import JOURNAL
 from megatron_ibpo.verify.one_rank import largest_difference, weights_in
 from megatron_ibpo.verify.rows import Row, counted_faults, measured
 

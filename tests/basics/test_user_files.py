@@ -16,7 +16,7 @@ from megatron_ibpo.config import DataConfig, read_yaml
 from megatron_ibpo.data import DataError, load_tokenizer, open_source, tables
 from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
 from megatron_ibpo.evaluate.stored_samples import read_results
-from megatron_ibpo.journal.framing import records
+from megatron_ibpo.journal.entries import records
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.report.metrics_log import read_rows
 from megatron_ibpo.report.rollout_data import load_step

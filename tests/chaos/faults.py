@@ -12,8 +12,7 @@ import psutil
 
 from chaos.processes import RAY_SERVERS, children, engine_index, send
 from chaos.trial import AGENTS, VICTIMS, within
-from megatron_ibpo.journal.entries import ClosedBatch, decode
-from megatron_ibpo.journal.framing import Record, records
+from megatron_ibpo.journal.entries import ClosedBatch, Record, decode, records
 from megatron_ibpo.journal.recovery import segment_numbers, segment_path
 from megatron_ibpo.weights.formats.run_state import newest_step
 

@@ -126,7 +126,7 @@ def test_a_long_tmpdir_moves_ray_which_dies_with_its_driver(scratch):
     ],
 )
 def test_a_dead_or_hanging_ray_server_ends_the_run(scratch, server, sent, words):
-    often = "from megatron_ibpo.cluster import orphan_watch; orphan_watch.ASK_EVERY_S = 1.0"
+    often = "from megatron_ibpo.cluster import ray_session; ray_session.ASK_EVERY_S = 1.0"
     environment = {"TMPDIR": str(scratch)}
     process = python("-c", often + OWN_RAY, "wait", env=environment, stderr=subprocess.PIPE)
     up = [process.stdout.readline() for _ in range(3)]

@@ -12,17 +12,17 @@ from unittest import mock
 
 import pytest
 
-from megatron_ibpo.cluster import engine_fleet, engine_handles, engine_processes
+from megatron_ibpo.cluster import engine_fleet, engine_processes
 from megatron_ibpo.cluster.deaths import ProcessDiedError, exit_reason, record_peak_memory
 from megatron_ibpo.cluster.engine_fleet import catch_up
-from megatron_ibpo.cluster.engine_handles import Member, RemoteEngine
-from megatron_ibpo.cluster.engine_processes import EngineProcesses
+from megatron_ibpo.cluster.engine_processes import EngineProcesses, Member, RemoteEngine
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import EngineError
 from megatron_ibpo.report import Stages
 from megatron_ibpo.report.disk import DiskWait
-from megatron_ibpo.run import loop, saving
+from megatron_ibpo.run import saving
+from megatron_ibpo.run import steps as loop
 from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.run.state import Progress, Run
 from megatron_ibpo.weights.transfer.update_order import UpdateOrder
@@ -107,7 +107,7 @@ def test_an_engine_that_cannot_sleep_or_stands_still_is_killed(engines, monkeypa
     engines.sleep()
     assert engines.events[:2] == SLEEP
     assert killed(engines) == ["engine 1"]
-    monkeypatch.setattr(engine_handles, "END_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(engine_processes, "END_TIMEOUT_S", 0.01)
     engines.fleet.members[0].host.faults.add("stands still")
     asyncio.run(RemoteEngine(engines.fleet.members[0]).kill("it hangs"))
     assert killed(engines) == ["engine 1", "engine 0"]

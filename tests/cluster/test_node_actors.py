@@ -12,10 +12,9 @@ import pytest
 import ray
 
 from megatron_ibpo.basics.records import Prompt, token_ids
-from megatron_ibpo.cluster.environments import Environments
+from megatron_ibpo.cluster.node_pools import Environments, Verifiers
 from megatron_ibpo.cluster.ray_session import open_ray
 from megatron_ibpo.cluster.reservation import cluster_nodes
-from megatron_ibpo.cluster.verifiers import Verifiers
 from megatron_ibpo.config import DataConfig, EnvironmentConfig
 from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore
 from megatron_ibpo.environments.processes import EnvironmentPool

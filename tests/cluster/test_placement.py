@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron_ibpo.cluster import reservation
-from megatron_ibpo.cluster.main_memory import main_memory
-from megatron_ibpo.cluster.placement import Engines, Node, PlacementError, plan_placement
+from megatron_ibpo.cluster.placement import Engines, Node, PlacementError, main_memory, plan_placement
 from megatron_ibpo.config import Config, ParallelConfig, RolloutConfig
 from megatron_ibpo.engines.registry import engine_needs, on_device
 from megatron_ibpo.models import read_hf_config

@@ -14,10 +14,10 @@ def forwards():
     """Name of a norm → (its forward by the kernel, what is added to its weight)."""
     from vllm.platforms import current_platform
 
-    from megatron_ibpo.engines.vllm import cpu_norms
+    from megatron_ibpo.engines.vllm import fixes
 
     current_platform.import_kernels()
-    return {"RMSNorm": (cpu_norms._normalize, 0.0), "GemmaRMSNorm": (cpu_norms._normalize_around_one, 1.0)}
+    return {"RMSNorm": (fixes._normalize, 0.0), "GemmaRMSNorm": (fixes._normalize_around_one, 1.0)}
 
 
 @pytest.mark.engine

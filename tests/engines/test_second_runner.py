@@ -12,8 +12,12 @@ import torch
 from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import Engine
-from megatron_ibpo.engines.vllm.model_runner import VARIABLE, check_runner, uses_second_runner
-from megatron_ibpo.engines.vllm.needs import sampling_mask_obstacle
+from megatron_ibpo.engines.vllm.needs import (
+    VARIABLE,
+    check_runner,
+    sampling_mask_obstacle,
+    uses_second_runner,
+)
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.models import read_hf_config
 from support import engine_runs

@@ -28,13 +28,13 @@ from megatron_ibpo.journal import DroppedGroup, Journal, JournalError, Recovered
 from megatron_ibpo.journal.entries import (
     ClosedBatch,
     ClosedGroup,
+    Damage,
     MalformedEntryError,
     Sampled,
     SampleKey,
     decode,
     encode,
 )
-from megatron_ibpo.journal.framing import Damage
 from megatron_ibpo.journal.recovery import entries
 from support.journals import KEEP, append, group, make_sample, response
 from support.paths import TESTS

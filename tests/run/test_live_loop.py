@@ -15,12 +15,13 @@ from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.journal import LostStepError, read_journal
 from megatron_ibpo.models.lora import TrainedWeights, adapter_entries
 from megatron_ibpo.report import RewardErrorRateError, read_rows
-from megatron_ibpo.run import loop, saving
+from megatron_ibpo.run import saving
+from megatron_ibpo.run import steps as loop
 from megatron_ibpo.run.inputs import open_journal
-from megatron_ibpo.run.loop import NotFiniteError
 from megatron_ibpo.run.preflight import disk_bytes
 from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.run_data import RunData, open_run_data
+from megatron_ibpo.run.steps import NotFiniteError
 from support.credit_cases import RESET_GROUPS
 from support.credit_cases import plain as all_of
 from support.live_loop import StandIns, Trainers, config_of, in_place, live_run, questions, reward, written

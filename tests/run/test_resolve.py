@@ -84,7 +84,7 @@ def test_an_engine_unfit_for_the_model_is_refused_early():
     node = Node("here", "10.0.0.1", cpus=2, gpus=0)
     own = Engines(tensor_parallel_size=1, colocate=False, num_gpus=1)
     placement = plan_placement([node], num_trainers=1, engines=own, on_gpu=False)
-    assert resolve(settled, foundation, placement).engine_start.settings.device == "cpu"
+    assert resolve(settled, foundation, placement).engine_settings.device == "cpu"
     narrow = replace(foundation, shape=replace(foundation.shape, head_dim=16))
     resolved = resolve(settled, narrow, placement)
     assert resolved.config.rollout.rollout_backend == "transformers", "of a run that names no engine"
@@ -92,7 +92,7 @@ def test_an_engine_unfit_for_the_model_is_refused_early():
     with pytest.raises(ValueError, match=r"head_dim 16 in config\.json"):
         resolve(named, narrow, placement)
     alone = plan_placement([node], num_trainers=1, engines=None, on_gpu=False)
-    assert resolve(named, narrow, alone).engine_start is None
+    assert resolve(named, narrow, alone).engine_settings is None
 
 
 def test_overrides_are_read_once_and_are_data():

@@ -11,11 +11,10 @@ from megatron_ibpo.config import ConfigError, DataConfig
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.rewards import Verifier, open_pool
 from megatron_ibpo.run.inputs import open_inputs, open_judges
-from megatron_ibpo.run.preflight import check_judges
+from megatron_ibpo.run.preflight import check_judges, check_user_code, try_user_code
 from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.run_data import environments_of, open_run_data
 from megatron_ibpo.run.settings import parse_config
-from megatron_ibpo.run.user_code import check_user_code, try_user_code
 from support.paths import ROOT
 
 TINY = ROOT / "examples/tiny_qwen3_words"

@@ -22,8 +22,7 @@ from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore, Opening,
 from megatron_ibpo.journal import Journal, SampleKey, read_journal
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.episodes import Episodes, Transcript, as_opened
-from megatron_ibpo.sampling.groups import GroupSampler, Rules
-from megatron_ibpo.sampling.journal_memory import JournalMemory
+from megatron_ibpo.sampling.groups import GroupSampler, JournalMemory, Rules
 from megatron_ibpo.sampling.requests import group_requests, with_beginning
 from support.credit_cases import plain, template
 from support.samples import sample_of

@@ -20,10 +20,8 @@ from megatron_ibpo.credit import CreditContext, Vocabulary, any_group, credit_of
 from megatron_ibpo.engines import EngineError, EngineLostError
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.ahead import Ahead, Pace
-from megatron_ibpo.sampling.groups import GroupSampler, Rules, sample_batch
-from megatron_ibpo.sampling.journal_memory import replay
-from megatron_ibpo.sampling.meter import Meter
-from megatron_ibpo.sampling.requests import group_requests
+from megatron_ibpo.sampling.groups import GroupSampler, Rules, replay, sample_batch
+from megatron_ibpo.sampling.requests import Meter, group_requests
 from support.credit_cases import correct_groups, plain
 from support.samples import sample_of
 from support.sampling_cases import ROLLOUT, STEP, judge, make_prompts

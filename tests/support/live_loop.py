@@ -22,8 +22,8 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy.reports import About
 from megatron_ibpo.rewards import Outcome, Verifier, open_pool
 from megatron_ibpo.run.open import open_run
-from megatron_ibpo.run.processes import Launched, Processes
 from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.state import Launched, Processes
 from megatron_ibpo.run.steps import steps
 from support.paths import ROOT
 from support.samples import sample_of

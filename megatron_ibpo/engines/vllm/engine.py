@@ -34,6 +34,7 @@ from megatron_ibpo.engines.vllm.messages import (
     Unsampled,
 )
 from megatron_ibpo.engines.vllm.needs import (
+    VllmParameters,
     changed_probabilities,
     model_problems,
     on_device,
@@ -41,7 +42,6 @@ from megatron_ibpo.engines.vllm.needs import (
     sampling_mask_obstacle,
     vllm_needs,
 )
-from megatron_ibpo.engines.vllm.parameters import VllmParameters
 
 SOCKET_BYTES = 37
 """Length of a slash and the 36 characters of the names of vLLM's sockets."""
@@ -128,11 +128,8 @@ class Engine:
         return start_timeout(rollout, hf_dir)
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait until the engine can take requests.
-
-        Raises:
-            EngineStartError: it died, or took longer than `timeout` seconds. It is gone then.
-        """
+        """Wait until the engine can take requests. Raises EngineStartError if it died, or took longer than
+        `timeout` seconds; it is gone then."""
         try:
             self.result(timeout)
         except EngineDiedError as error:
@@ -141,11 +138,8 @@ class Engine:
 
     def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
         """Add numbered requests to the running ones, to be sampled with the weights of policy `version` or
-        later; `take` raises EngineError if the engine has older ones.
-
-        Raises:
-            EngineDiedError: the engine has ended.
-        """
+        later; `take` raises EngineError if the engine has older ones. Raises EngineDiedError if the engine
+        has ended."""
         self._inbox.expect(requests)
         self._send("submit", version, [NumberedRequest(number, request) for number, request in requests])
 
@@ -193,10 +187,7 @@ class Engine:
 
     def begin(self, method: str, *arguments: Any) -> None:
         """Send a call without waiting. An earlier call that is still unanswered gets no answer any more.
-
-        Raises:
-            EngineDiedError: the engine has ended.
-        """
+        Raises EngineDiedError if the engine has ended."""
         self._inbox.ask()
         self._send(method, *arguments)
 

@@ -25,9 +25,10 @@ from megatron_ibpo.basics.records import ExpertIds, SampleRequest, expert_ids
 from megatron_ibpo.basics.rendezvous import remove_private
 from megatron_ibpo.basics.sampling_mask import SamplingMask, sampling_mask
 from megatron_ibpo.basics.supervised import end_group
+from megatron_ibpo.engines.protocol import too_old
 from megatron_ibpo.engines.settings import EngineSettings
-from megatron_ibpo.engines.vllm.drafts import MARK
 from megatron_ibpo.engines.vllm.messages import (
+    MARK,
     Answer,
     Call,
     Finished,
@@ -37,9 +38,8 @@ from megatron_ibpo.engines.vllm.messages import (
     Samples,
     Unsampled,
 )
-from megatron_ibpo.engines.vllm.model_runner import check_runner, uses_second_runner
+from megatron_ibpo.engines.vllm.needs import check_runner, uses_second_runner
 from megatron_ibpo.engines.vllm.slim_imports import slim_imports
-from megatron_ibpo.weights.transfer.update_order import TransportName
 
 HOLD_STEPS = 16
 """Steps of a busy engine between messages with finished samples. Each message costs several processes a
@@ -54,7 +54,7 @@ FLASHINFER_KERNELS = "flashinfer_jit_cache"
 """Package with FlashInfer's compiled kernels. Without it vLLM lets nvcc and ninja compile those for the delta
 net at the first prompt, for minutes, on GPUs where it prefers FlashInfer (Hopper)."""
 PLUGIN = "megatron_ibpo.engines.vllm.worker.WorkerExtension"
-RECORDING_PLUGIN = "megatron_ibpo.engines.vllm.routing_recorder.RecordingWorker"
+RECORDING_PLUGIN = "megatron_ibpo.engines.vllm.worker.RecordingWorker"
 """The same plugin with a record of the routers' choices, for CPUs, where vLLM's own record does not work."""
 NCCL_BACKEND = "ibpo_nccl"
 """Name under which vLLM knows this project's worker for nccl; its own has the shorter name."""
@@ -174,7 +174,7 @@ class SamplingEngine:
             from vllm.usage.usage_lib import UsageContext
         gc.freeze()  # vLLM looks for garbage several times as it loads a model
 
-        self._settings = settings
+        self._settings, self._records_itself = settings, _records_itself(settings)
         # vLLM derives the prompt tokens per step from the GPU and from this: 16,384 on an H100, and 2,048 by
         # default
         self._llm = LLMEngine.from_engine_args(_engine_args(settings), UsageContext.LLM_CLASS)
@@ -210,10 +210,10 @@ class SamplingEngine:
         """Add requests, to be sampled with the weights of `version` or later. During an update they wait for
         its end."""
         if not self.paused and (self._version == NO_VERSION or int(self._version) < version):
-            raise Refusal(f"asked to sample with policy version {version}, the engine has {self._version}")
-        if self._settings.records_sampling_mask and any(
-            _keeps_all(numbered.request) for numbered in requests
-        ):
+            raise Refusal(too_old(self._version, version))
+        # a request without top-k samples from the whole vocabulary, or from what top-p alone leaves of it
+        keeps_all = any(request.temperature > 0 and request.top_k <= 0 for _, request in requests)
+        if self._settings.records_sampling_mask and keeps_all:
             raise Refusal("vLLM records sampling masks only of requests with top-k; set --rollout-top-k")
         gc.disable()  # millions of short-lived objects and no cycles: collecting costs a third of the time
         for number, request in requests:
@@ -285,10 +285,6 @@ class SamplingEngine:
         requests = [(output.request_id, n) for output, n in zip(outputs, reads, strict=True)]
         of_workers = self._llm.collective_rpc("take_routing", args=(requests,))
         return [_sent_choices(sent) for sent in of_workers[0]]  # tensor-parallel workers route alike
-
-    @property
-    def _records_itself(self) -> bool:
-        return _records_itself(self._settings)
 
     def _rest_if_idle(self) -> None:
         if not self.busy:
@@ -432,11 +428,6 @@ def _native_choices(output: Any, reads: int, num_experts: int, dense_layers: int
     return expert_ids(ids[:, dense_layers:], num_experts)
 
 
-def _keeps_all(request: SampleRequest) -> bool:
-    """Return whether a request samples from the whole vocabulary, or from what top-p alone leaves of it."""
-    return request.temperature > 0 and request.top_k <= 0
-
-
 def _native_mask(output: Any) -> SamplingMask:
     """Return vLLM's own record of what top-k and top-p left (return_sampling_mask). Run with the second model
     runner on a CPU only."""
@@ -478,10 +469,6 @@ def _drafts(output: Any) -> tuple[int, int]:
     return metrics.num_draft_tokens, accepted
 
 
-def _backend(transport: TransportName) -> str:
-    return NCCL_BACKEND if transport == "nccl" else transport
-
-
 def _device_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Return vLLM's arguments that differ between CPUs and GPUs."""
     records: dict[str, Any] = {}
@@ -504,6 +491,7 @@ def _engine_args(settings: EngineSettings) -> Any:
     from vllm.config import WeightTransferConfig
 
     arguments = _device_arguments(settings)
+    backend = NCCL_BACKEND if settings.transport == "nccl" else settings.transport
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
     if settings.spans_nodes:  # never run so far: it needs nodes with GPUs
@@ -526,7 +514,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         seed=0,
-        weight_transfer_config=WeightTransferConfig(backend=_backend(settings.transport)),
+        weight_transfer_config=WeightTransferConfig(backend=backend),
         worker_extension_cls=RECORDING_PLUGIN if _records_itself(settings) else PLUGIN,
         language_model_only=True,  # a vision tower would wait for weights that no update brings
         **{**arguments, **settings.extra_arguments},

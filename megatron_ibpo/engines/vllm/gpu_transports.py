@@ -126,11 +126,7 @@ class NcclTransport:
         store = open_store(own_address(), 0, timeout) if self._world.is_rank_0 else None
         listener = listen(own_address()) if self._world.is_rank_0 else None  # the port stays taken
         host, port, lost_port = self._world.on_rank_0(
-            lambda: (
-                own_address(),
-                listener.getsockname()[1] if listener else 0,
-                store.port if store else 0,
-            )
+            lambda: (own_address(), listener.getsockname()[1] if listener else 0, store.port if store else 0)
         )
         self._lost = store or dist.TCPStore(host, lost_port, timeout=timeout)
         size = 1 + len(engines) * self._workers
@@ -270,11 +266,8 @@ class IpcTransport:
 
 
 def _use_count_places() -> tuple[int, int]:
-    """Return where PyTorch's arguments of a lent buffer have its use count: handle and offset.
-
-    Raises:
-        RuntimeError: PyTorch lends memory in another way than 2.11 and 2.13, which were read.
-    """
+    """Return where PyTorch's arguments of a lent buffer have its use count: handle and offset. Raises
+    RuntimeError if PyTorch lends memory in another way than 2.11 and 2.13, which were read."""
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     try:
         places = names.index("ref_counter_handle"), names.index("ref_counter_offset")
@@ -316,17 +309,10 @@ class _Lender(IPCTrainerWeightTransferEngine):
 class _Uninvolved:
     """A client for vLLM's trainer side that leaves the control plane to the owners."""
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def start_weight_update(self, *_: Any, **__: Any) -> None:
         pass
 
-    def start_weight_update(self) -> None:
-        pass
-
-    def update_weights(self, update_info: Any) -> None:
-        pass
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        pass
+    init_weight_transfer_engine = update_weights = finish_weight_update = start_weight_update
 
 
 class _Relay(_Uninvolved):

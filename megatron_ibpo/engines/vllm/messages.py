@@ -5,6 +5,9 @@ from typing import Any, Literal, NamedTuple
 from megatron_ibpo.basics.records import ExpertIds, Floats, SampleRequest, TokenIds
 from megatron_ibpo.basics.sampling_mask import SamplingMask
 
+MARK = "drafted"
+"""Name in `SamplingParams.extra_args` of whether vLLM drafts tokens of a request."""
+
 
 class Call(NamedTuple):
     """A request to run a method of the engine. Every call but submit and abort gets one `Answer`."""

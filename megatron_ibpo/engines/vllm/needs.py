@@ -1,16 +1,93 @@
-"""The memory that a vLLM engine needs, estimated with allowances that are not measured, the models that its
+"""The settings of vLLM, as flags and recipe keys, the choice between its model runners; and what follows from
+them: the memory that an engine needs, estimated with allowances that are not measured, the models that its
 CPU kernels cannot compute, and the samples whose probabilities it does not describe. Importing this loads no
 vLLM."""
 
-from dataclasses import replace
-from typing import Any
+import os
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
-from megatron_ibpo.config import Config, RolloutConfig, eval_sampling, named_values
+from megatron_ibpo.config import COUNT, Config, RolloutConfig, built, eval_sampling, named_values
+from megatron_ibpo.config.ranges import BYTES, NAMED_VALUES, SECONDS, SHARE
 from megatron_ibpo.engines.settings import EngineNeeds, Precision
-from megatron_ibpo.engines.vllm.model_runner import VARIABLE, uses_second_runner
-from megatron_ibpo.engines.vllm.parameters import VllmParameters, vllm_parameters
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape
+
+VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+def uses_second_runner(device: Literal["cpu", "cuda"]) -> bool:
+    """Return whether an engine on this device samples with vLLM's second model runner.
+
+    vLLM 0.32 takes the second where Triton has a back end: on GPUs, not on CPUs
+    (`VllmConfig.use_v2_model_runner`). VLLM_USE_V2_MODEL_RUNNER=0 or 1 overrides that. The tests run the
+    first one, and the second one on Triton's interpreter (tests/engines/test_second_runner.py). What this
+    project assumes of each:
+
+    | assumption | first | second |
+    |---|---|---|
+    | a request's seed fixes its tokens | a generator a request | noise hashed from seed and position |
+    | reading a prompt in parts changes no token | with a fix (`fixes`), on CPUs | yes: noise has no state |
+    | log-probs are of what was sampled from | `processed_logprobs` | `processed_logprobs` |
+    | `FlatLogprobs`, spans of weight versions | yes: the engine's core makes them | as in the first |
+    | the ids that top-k and top-p left | no | `return_sampling_mask`, with top-k only |
+    | routers' choices | `worker.RecordingWorker`, on CPUs | `enable_return_routed_experts` |
+    | steps overlap (`async_scheduling`) | not on CPUs | on GPUs |
+    """
+    chosen = os.environ.get(VARIABLE)
+    return device == "cuda" if chosen is None else chosen == "1"
+
+
+def check_runner(second: bool, needs_second: bool) -> None:
+    """Refuse an engine for which vLLM took the first runner where the second is needed.
+
+    Args:
+        second: whether vLLM took the second.
+
+    Raises:
+        RuntimeError: it did not; its log says why.
+    """
+    if needs_second and not second:
+        raise RuntimeError(
+            "vLLM took its first model runner, which records neither routing nor what top-k and top-p left; "
+            "its log says above what the second one does not support. Drop that, or "
+            "--use-rollout-routing-replay and --rollout-top-k"
+        )
+
+
+@dataclass(frozen=True)
+class VllmParameters:
+    """Settings of vLLM's engines."""
+
+    vllm_arg: Annotated[tuple[str, ...], NAMED_VALUES] = ()
+    """Any other argument of vLLM's engine, as name=value with the names of its EngineArgs; in a recipe also a
+    mapping."""
+    vllm_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Precision of sampling. auto: the trainer's on GPUs and float32 on CPUs, but bfloat16 where vLLM does
+    not support float32: with quantization, and on CPUs for models with delta nets."""
+    vllm_gpu_memory_utilization: Annotated[float, SHARE] = 0.6
+    """Share of a GPU's memory for weights and KV cache of a colocated engine."""
+    vllm_kv_cache_bytes: Annotated[int | None, BYTES] = None
+    """KV-cache bytes per engine rank. None: 512 MiB on CPUs, where vLLM's default would take a share of all
+    RAM; on GPUs --vllm-gpu-memory-utilization decides."""
+    vllm_max_num_seqs: Annotated[int, COUNT] = 256
+    """Sequences decoded at once by one engine."""
+    vllm_enforce_eager: bool = False
+    """Disable compilation and graph capture. Always disabled on CPUs, where compiling was 20x slower."""
+    ibpo_draft_from_prompt: Literal["auto", "on", "off"] = "auto"
+    """Let vLLM draft tokens of corrections from their prompts, which hold the texts that they correct;
+    rejection sampling leaves the distribution as it is. On GPUs vLLM then drafts for all requests. "auto": on
+    GPUs, for models without delta nets, with --ibpo-operator compare-and-correct; off on CPUs. Refused for
+    delta nets on CPUs."""
+    vllm_start_timeout: Annotated[float | None, SECONDS] = None
+    """Seconds that an engine may take to start. None: 600, for compiling and capturing graphs, plus the time
+    to read the model's files at 0.25 GB/s; 1,240 for 160 GB."""
+
+
+def vllm_parameters(rollout: RolloutConfig) -> VllmParameters:
+    """Return vLLM's settings in a run; defaults for those that the run's engine does not declare."""
+    return built(VllmParameters, rollout.parameters)
+
 
 CPU_KV_CACHE_BYTES = 512 * 1024**2
 GRAPHS_BYTES = 1024**3
@@ -23,6 +100,17 @@ SAMPLER_BYTES = 14
 fp32."""
 COMMUNICATORS = 2
 """Number of communicators: torch's and vLLM's own."""
+
+
+CHANGE_PROBABILITIES = {"logits_processors", "watermark_config"}
+"""Arguments of vLLM by which it samples from other probabilities than the request's settings leave. Its
+penalties, min-p and logit bias are settings of requests, which this project does not make."""
+TOP_K = 1000
+"""Suggested top-k where only top-p is wanted: it hardly cuts off more, and is recorded exactly."""
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes of vLLM 0.32's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
+DELTA_NET_MULTIPLE = 32
+"""The head size of delta nets must be a multiple of this (vLLM 0.32's `chunk_gated_delta_rule_cpu`)."""
 
 
 def vllm_needs(config: Config, on_gpu: bool) -> EngineNeeds:
@@ -106,13 +194,6 @@ def changed_probabilities(rollout: RolloutConfig) -> list[str]:
     return [f"--vllm-arg {name}" for name in sorted(names)]
 
 
-CHANGE_PROBABILITIES = {"logits_processors", "watermark_config"}
-"""Arguments of vLLM by which it samples from other probabilities than the request's settings leave. Its
-penalties, min-p and logit bias are settings of requests, which this project does not make."""
-TOP_K = 1000
-"""Suggested top-k where only top-p is wanted: it hardly cuts off more, and is recorded exactly."""
-
-
 def sampling_mask_obstacle(config: Config, on_gpu: bool) -> str | None:
     """Return why vLLM does not record the ids that top-k and top-p leave, and what to do; None if it does.
 
@@ -130,12 +211,6 @@ def sampling_mask_obstacle(config: Config, on_gpu: bool) -> str | None:
     if held_out.top_k <= 0 and is_random and run.eval_num_prompts != 0:
         return f"vLLM then needs top-k in evaluation too; set --eval-top-k {TOP_K}"
     return None
-
-
-HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes of vLLM 0.32's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
-DELTA_NET_MULTIPLE = 32
-"""The head size of delta nets must be a multiple of this (vLLM 0.32's `chunk_gated_delta_rule_cpu`)."""
 
 
 def model_problems(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> list[str]:

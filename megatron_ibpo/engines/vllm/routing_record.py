@@ -1,4 +1,4 @@
-"""Experts chosen by routers, by request and position, as `routing_recorder` keeps them."""
+"""Experts chosen by routers, by request and position, as `worker.RecordingWorker` keeps them."""
 
 from dataclasses import dataclass, field
 

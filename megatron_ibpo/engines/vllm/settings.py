@@ -10,11 +10,7 @@ from megatron_ibpo.config import RolloutConfig, named_values
 from megatron_ibpo.config.declared import declared_fields, declared_values
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.settings import EngineSettings
-from megatron_ibpo.engines.vllm.drafts import FLAG as DRAFT_FLAG
-from megatron_ibpo.engines.vllm.drafts import SPECULATION
-from megatron_ibpo.engines.vllm.model_runner import VARIABLE, uses_second_runner
-from megatron_ibpo.engines.vllm.needs import kv_cache_bytes
-from megatron_ibpo.engines.vllm.parameters import vllm_parameters
+from megatron_ibpo.engines.vllm.needs import VARIABLE, kv_cache_bytes, uses_second_runner, vllm_parameters
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.transfer.update_order import TransportName
 
@@ -23,6 +19,18 @@ START_S = 600.0
 READ_BYTES_PER_S = 0.25e9
 """Bytes of weights read per second from a disk that many nodes read at once."""
 
+DRAFT_FLAG = "--ibpo-draft-from-prompt"
+SPECULATION: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+}
+"""vLLM's speculative_config for drafts of corrections from their prompts. A correction rewrites a text that
+stands in its own prompt: vLLM looks up the last tokens that were written, proposes what followed them there,
+and computes all proposals in one step. Its rejection sampling leaves the distribution of every token as it
+is. On CPUs only requests that are marked are drafted (`fixes`); vLLM's second model runner, on GPUs, drafts
+for all."""
 FLAG = "--vllm-arg"
 OURS = {
     "model": "--hf-checkpoint",

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_ibpo.engines.settings import EngineSettings
-from megatron_ibpo.engines.vllm.model_runner import uses_second_runner
+from megatron_ibpo.engines.vllm.needs import uses_second_runner
 
 
 def unchanged(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
@@ -32,11 +32,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "torch._inductor.custom_graph_pass": {"CustomGraphPass": object},
     "torch._inductor.runtime": {},
     "torch._inductor.runtime.triton_helpers": {"libdevice": None},
-    "torch._dynamo": {
-        "disable": unchanged,
-        "assume_constant_result": unchanged,
-        "allow_in_graph": unchanged,
-    },
+    "torch._dynamo": {"disable": unchanged, "assume_constant_result": unchanged, "allow_in_graph": unchanged},
     "torch._dynamo.decorators": {"mark_unbacked": _do_nothing},
     "torch._dynamo.trace_rules": {"clear_lru_cache": _do_nothing},
     "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": nullcontext},

@@ -1,4 +1,4 @@
-"""The episodes of a run on all its nodes; each is begun on the node with the fewest."""
+"""Reward functions and episodes on every node of a run; each goes to the node with the shortest queue."""
 
 from __future__ import annotations
 
@@ -6,24 +6,146 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, cast
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self, cast
 
-from megatron_ibpo.cluster.node_actors import Call, Finished, NodeActor, NodeActors
-from megatron_ibpo.cluster.placement import Node
-from megatron_ibpo.config import EnvironmentConfig
+from megatron_ibpo.basics.text import counted
+from megatron_ibpo.cluster.node_actors import Call, NodeActor, NodeActors, NodeObject
+from megatron_ibpo.cluster.placement import Node, Placement
+from megatron_ibpo.config import DataConfig, EnvironmentConfig
 from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore, Message, Opening, Session, Turn
 from megatron_ibpo.environments.processes import EnvironmentPool
+from megatron_ibpo.rewards import Outcome, Pool, open_pool, worker_count
 
-FACTORY = "megatron_ibpo.cluster.environments:NodeEnvironments"
+
+class OnAllNodes:
+    """Work on all nodes: in the driver's own pool, closed by its opener, and by an actor on every other
+    node."""
+
+    _driver_pool: Any
+    _actors: NodeActors
+
+    @property
+    def deaths(self) -> int:
+        """Processes that died in this run: worker processes on all nodes, and the actors."""
+        return self._driver_pool.deaths + self._actors.deaths
+
+    def wait_ready(self) -> None:
+        """Wait until every actor can take calls. Raises as `NodeActors.wait_ready`."""
+        self._actors.wait_ready()
+
+    def close(self) -> None:
+        """End the actors and their processes; cancel their unfinished calls."""
+        self._actors.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class NodePool(NodeObject):
+    """The verifiers of a node."""
+
+    def __init__(self, data: DataConfig, rm_types: Sequence[str]) -> None:
+        """See `open_pool`."""
+        super().__init__(open_pool(data, rm_types))
+
+    def submit(self, number: int, target: str, arguments: tuple[Any, ...]) -> None:
+        self.follow(number, self._pool.submit(target, arguments))
+
+
+class Verifiers(OnAllNodes):
+    """The worker processes of all nodes as one pool (`rewards.Pool`): the driver's own, and an actor with as
+    many on every other node.
+
+    On the driver's node alone, a call goes straight to its own pool. Unfinished calls of a dead actor are
+    made again elsewhere; the actor is restarted as long as its node is alive.
+    """
+
+    def __init__(
+        self, driver_pool: Pool, nodes: Sequence[Node], data: DataConfig, rm_types: Iterable[str] = ()
+    ) -> None:
+        """Start the actors, without waiting.
+
+        Args:
+            driver_pool: the driver's own pool, closed by its opener.
+            nodes: nodes of the run, including the driver's.
+            rm_types: verifiers that will be needed besides that of `data`.
+        """
+        self._driver_pool, self._own_open = driver_pool, 0
+        self._own_workers = worker_count(data)
+        rm_types = tuple(rm_types)
+
+        def of_node(node: Node) -> tuple[int, tuple[Any, ...]]:
+            workers = worker_count(data, node.cpus)
+            return workers, (replace(data, reward_workers=workers), rm_types)
+
+        self._actors = NodeActors("verifier", f"{__name__}:NodePool", nodes, of_node, self._ask_elsewhere)
+
+    def workers(self, node: Node) -> int:
+        """Return the number of verifier processes on a node of the run."""
+        return next((actor.workers for actor in self._actors.all if actor.node == node), self._own_workers)
+
+    def describe_placement(self, placement: Placement) -> str:
+        """Return the placement of a run's processes for display, one line per node."""
+        return "\n".join(
+            f"{address}: trainers {trainers}, engines {engines}, {counted(self.workers(node), 'verifier')}"
+            for node, (address, trainers, engines) in zip(placement.nodes, placement.rows(), strict=True)
+        )
+
+    def submit(self, target: str, arguments: tuple[Any, ...]) -> Future[Outcome]:
+        """See `WorkerPool.submit`."""
+        with self._actors.lock:
+            actor = self._least_busy()
+            if actor is not None:
+                return self._actors.submit(actor, target, arguments)
+            self._own_open += 1
+        outcome = self._driver_pool.submit(target, arguments)
+        outcome.add_done_callback(self._count_own)
+        return outcome
+
+    def _least_busy(self) -> NodeActor | None:
+        """Return the node with the fewest waiting calls per worker. None is the driver's, which is preferred,
+        since nothing has to be sent."""
+        actors = [actor for actor in self._actors.all if actor.takes_calls]
+        least = min(actors, key=lambda actor: len(actor.open) / actor.workers, default=None)
+        if least is None or self._own_open // self._own_workers <= len(least.open) // least.workers:
+            return None
+        return least
+
+    def _count_own(self, _: Future[Outcome]) -> None:
+        with self._actors.lock:
+            self._own_open -= 1
+
+    def _ask_elsewhere(self, _: NodeActor, orphans: list[Call]) -> None:
+        for call in orphans:
+            if not call.outcome.cancelled():
+                self.submit(*call.arguments).add_done_callback(partial(_hand_on, call.outcome))
+
+
+def _hand_on(to: Future[Outcome], done: Future[Outcome]) -> None:
+    """Copy the result of `done` to `to`."""
+    if done.cancelled():
+        to.cancel()
+    elif to.set_running_or_notify_cancel():
+        if (error := done.exception()) is not None:
+            to.set_exception(error)
+        else:
+            to.set_result(done.result())
+
 
 Answer = tuple[str, Any]
 """("value", what a method returned) or ("fault", (kind, text)): a fault is not a failure of the actor."""
 
 
-class NodeEnvironments:
-    """The object inside the actor: the sessions of a node, in an event loop in a thread."""
+class NodeEnvironments(NodeObject):
+    """The sessions of a node, in an event loop in a thread."""
 
     def __init__(self, config: EnvironmentConfig, targets: Sequence[str]) -> None:
         """Import the environments.
@@ -31,10 +153,9 @@ class NodeEnvironments:
         Raises:
             ConfigError: as `EnvironmentPool.check`.
         """
-        self._pool = EnvironmentPool(config)
+        super().__init__(EnvironmentPool(config))
         for target in targets:
             self._pool.check(target)
-        self._finished = Finished()
         self._sessions: dict[int, Session] = {}
         self._calls: dict[int, asyncio.Task[Any]] = {}
         """Call in progress of each session."""
@@ -44,11 +165,7 @@ class NodeEnvironments:
     def submit(self, number: int, session: int, method: str, *arguments: Any) -> None:
         """Call a method of a session, or `open` of the pool; the outcome is an `Answer`."""
         answer = self._answer(session, method, arguments)
-        self._finished.follow(number, asyncio.run_coroutine_threadsafe(answer, self._loop))
-
-    def take(self, timeout: float) -> tuple[list[tuple[int, Answer]], int]:
-        """See `Finished.take`."""
-        return self._finished.take(timeout, lambda: self._pool.deaths)
+        self.follow(number, asyncio.run_coroutine_threadsafe(answer, self._loop))
 
     async def _answer(self, session: int, method: str, arguments: tuple[Any, ...]) -> Answer:
         if method == "close":
@@ -75,7 +192,7 @@ class NodeEnvironments:
             await environment.close()
 
 
-class Environments:
+class Environments(OnAllNodes):
     """Places for episodes on all nodes (`protocol.Sessions`): the driver's own pool, and an actor with a pool
     on every other node.
 
@@ -101,24 +218,14 @@ class Environments:
         self._numbers = itertools.count()
         workers = config.environment_processes
         self._actors = NodeActors(
-            "environments", FACTORY, nodes, lambda _: (workers, (config, tuple(targets))), self._fail
+            "environments",
+            f"{__name__}:NodeEnvironments",
+            nodes,
+            lambda _: (workers, (config, tuple(targets))),
+            self._fail,
         )
         self._open: Counter[NodeActor] = Counter()
         """Episodes of each actor, those that wait for their turn too."""
-
-    @property
-    def deaths(self) -> int:
-        """Processes that died in this run: as `EnvironmentPool.deaths` on all nodes, and the actors."""
-        return self._driver_pool.deaths + self._actors.deaths
-
-    def wait_ready(self) -> None:
-        """Wait until every actor can begin episodes.
-
-        Raises:
-            WorkerError: an environment cannot be imported on a node, or a node lacks the sandbox.
-            ProcessDiedError: an actor did not start.
-        """
-        self._actors.wait_ready()
 
     async def open(
         self, target: str, question: str, label: str, metadata: Mapping[str, Any], seed: int
@@ -137,16 +244,6 @@ class Environments:
             await session.close()
             raise
         return session
-
-    def close(self) -> None:
-        """End the actors with their episodes."""
-        self._actors.close()
-
-    def __enter__(self) -> Environments:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _least_busy(self) -> NodeActor | None:
         """Return the node with the fewest episodes. None is the driver's, which is preferred, since nothing
@@ -187,13 +284,11 @@ class NodeSession:
 
     async def step(self, message: Message) -> Turn:
         """See `protocol.Session`."""
-        turn: Turn = await self._call("step", message)
-        return turn
+        return await self._call("step", message)
 
     async def score(self) -> EpisodeScore:
         """See `protocol.Session`."""
-        score: EpisodeScore = await self._call("score")
-        return score
+        return await self._call("score")
 
     async def close(self) -> None:
         """See `protocol.Session`."""
