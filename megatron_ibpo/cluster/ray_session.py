@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
-from megatron_ibpo.basics.environment_variables import variables_set
-from megatron_ibpo.basics.rendezvous import LOOPBACK, private_directory
+from megatron_ibpo.basics.rendezvous import LOOPBACK, private_directory, variables_set
 from megatron_ibpo.cluster.orphan_watch import ended_with_ray
 from megatron_ibpo.cluster.ray_token import own_token, read_settings_again, use_token
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from megatron_ibpo.report.disk import is_full
+from megatron_ibpo.report.run_dir import is_full
 from megatron_ibpo.run.recovery import sleep_engines, surviving
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.weights.formats.retention import Keep

@@ -23,7 +23,7 @@ from megatron_ibpo.report import (
     Report,
     Stages,
 )
-from megatron_ibpo.report.disk import DiskWait
+from megatron_ibpo.report.run_dir import DiskWait
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.resolve import Foundation
 from megatron_ibpo.run.rollouts import Fleet, Rollouts

@@ -30,8 +30,7 @@ from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Report, Size, Stages, prepare_run_dir, run_sizes
-from megatron_ibpo.report.disk import DiskWait
-from megatron_ibpo.report.run_dir import locked
+from megatron_ibpo.report.run_dir import DiskWait, locked
 from megatron_ibpo.report.stages import StartLines
 from megatron_ibpo.run.loop import NotFiniteError
 from megatron_ibpo.run.open import choose_backend

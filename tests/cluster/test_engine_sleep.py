@@ -21,7 +21,7 @@ from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import EngineError
 from megatron_ibpo.report import Stages
-from megatron_ibpo.report.disk import DiskWait
+from megatron_ibpo.report.run_dir import DiskWait
 from megatron_ibpo.run import loop, saving
 from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.run.state import Progress, Run
