@@ -48,9 +48,7 @@ def uniform(groups: Sequence[Group], advantages: Advantages, context: CreditCont
 
 
 def on_wrong_responses(
-    groups: Sequence[Group],
-    advantages: Advantages,
-    weigh: Callable[[Group, int, float], TokenWeights],
+    groups: Sequence[Group], advantages: Advantages, weigh: Callable[[Group, int, float], TokenWeights]
 ) -> list[list[TokenWeights]]:
     """Return weigh(group, index, advantage) for every wrong response whose group has a correct one, and all
     ones for the other responses."""
