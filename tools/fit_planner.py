@@ -28,7 +28,7 @@ from scipy.optimize import least_squares
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.versions import machine
-from megatron_ibpo.plan.coefficients import FILE, NAMES, Coefficients
+from megatron_ibpo.plan.workload import COEFFICIENT_NAMES, COEFFICIENTS_FILE, Coefficients
 
 RESULTS = ROOT / "tools/results/fit_planner.json"
 PAGE = ROOT / "docs/planner.md"
@@ -60,10 +60,10 @@ def fit(rows: Sequence[Row], start: Coefficients) -> tuple[Coefficients, dict[st
     Least squares of logarithms. A source weighs as the square root of its number of figures, a figure weighs
     less the more its row leaves open, and outliers count less (soft L1).
     """
-    default = np.log([getattr(Coefficients(), name) for name in NAMES])
-    prior = np.where([name in FACTORS for name in NAMES], PRIOR_FACTOR, PRIOR)
-    upper = np.array([0.0 if name in SHARES else np.inf for name in NAMES])
-    origin = np.minimum(np.log([getattr(start, name) for name in NAMES]), upper - 1e-4)
+    default = np.log([getattr(Coefficients(), name) for name in COEFFICIENT_NAMES])
+    prior = np.where([name in FACTORS for name in COEFFICIENT_NAMES], PRIOR_FACTOR, PRIOR)
+    upper = np.array([0.0 if name in SHARES else np.inf for name in COEFFICIENT_NAMES])
+    origin = np.minimum(np.log([getattr(start, name) for name in COEFFICIENT_NAMES]), upper - 1e-4)
     weights = figure_weights(rows)
 
     def residuals(point: np.ndarray) -> np.ndarray:
@@ -78,18 +78,18 @@ def fit(rows: Sequence[Row], start: Coefficients) -> tuple[Coefficients, dict[st
     solution = least_squares(
         residuals, origin, bounds=(-np.inf, upper), loss="soft_l1", diff_step=1e-3, max_nfev=EVALUATIONS
     )
-    moved = np.abs(solution.jac[: -len(NAMES)]).max(axis=0) > 1e-3
+    moved = np.abs(solution.jac[: -len(COEFFICIENT_NAMES)]).max(axis=0) > 1e-3
     spread = 1.645 * np.sqrt(np.diag(np.linalg.inv(solution.jac.T @ solution.jac)))
     intervals = {
         name: (math.exp(solution.x[i] - spread[i]), math.exp(solution.x[i] + spread[i]))
-        for i, name in enumerate(NAMES)
+        for i, name in enumerate(COEFFICIENT_NAMES)
         if moved[i]
     }
     return from_logarithms(solution.x), intervals
 
 
 def from_logarithms(point: np.ndarray) -> Coefficients:
-    return Coefficients(**dict(zip(NAMES, map(float, np.exp(point)), strict=True)))
+    return Coefficients(**dict(zip(COEFFICIENT_NAMES, map(float, np.exp(point)), strict=True)))
 
 
 def figure_weights(rows: Sequence[Row]) -> list[dict[str, float]]:
@@ -282,10 +282,10 @@ def write_page(results: Mapping[str, Any]) -> None:
 
 def save(used: Coefficients, error: Mapping[str, float]) -> None:
     """Write the file that the planner reads."""
-    head = "# Made by tools/fit_planner.py --save; megatron_ibpo/plan/coefficients.py says what each is.\n"
+    head = "# Made by tools/fit_planner.py --save; megatron_ibpo/plan/workload.py says what each is.\n"
     coefficients = {name: float(f"{value:.4g}") for name, value in asdict(used).items()}
     raw = {"coefficients": coefficients, "error": dict(error)}
-    FILE.write_text(head + yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")
+    COEFFICIENTS_FILE.write_text(head + yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")
 
 
 @dataclass
@@ -313,7 +313,7 @@ def main(arguments: Arguments) -> None:
                 "start": getattr(Coefficients(), name),
             }
             | dict(zip(("low", "high"), intervals.get(name, ()), strict=False))
-            for name in NAMES
+            for name in COEFFICIENT_NAMES
         },
         "halves": grouped(figures, lambda figure: f"{figure.half}, {figure.kind}"),
         "gpus": grouped(unseen, lambda figure: f"{figure.kind}, {figure.hardware}"),

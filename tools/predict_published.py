@@ -13,11 +13,20 @@ import numpy as np
 from published_runs import shape_of
 
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.plan.coefficients import Coefficients
 from megatron_ibpo.plan.hardware import Hardware, read_hardware
+from megatron_ibpo.plan.prediction import step_times
 from megatron_ibpo.plan.roofline import collective_seconds, engine_slots, pass_time, sample, update_seconds
-from megatron_ibpo.plan.step_time import step_times
-from megatron_ibpo.plan.workload import Basis, Batch, Engine, Layout, PassTime, Task, log_normal, stand_ins
+from megatron_ibpo.plan.workload import (
+    Basis,
+    Batch,
+    Coefficients,
+    Engine,
+    Layout,
+    PassTime,
+    Task,
+    log_normal,
+    stand_ins,
+)
 
 POINTS = 256
 """Quantiles that stand for the lengths of a step."""

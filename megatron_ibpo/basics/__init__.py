@@ -1,2 +1,1 @@
-"""Plain records, text, seeds, user files and the trainers' process groups: code that every package may
-use."""
+"""Plain records, text, seeds, user files and the trainers' process groups: for every package."""

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, ParamSpec, get_args
 
-from megatron_ibpo.basics.faults import place_in_users_code
 from megatron_ibpo.basics.redaction import keep_keys_from_logs, without_keys
+from megatron_ibpo.basics.text import place_in_users_code
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, STDOUT_CLOSED = 0, 1, 2, 130, 141
 """Exit statuses. After FAILED another try may help, after BAD_INPUT it does not."""
@@ -59,11 +59,9 @@ def command(main: Callable[P, int | None]) -> Callable[P, int]:
     return run
 
 
-def run_tool(
-    main: Callable[[Any], int | None], arguments: Any, description: str | None, stopped: str = "stopped"
-) -> NoReturn:
+def run_tool(main: Callable[[Any], int | None], arguments: Any, description: str | None) -> NoReturn:
     """Parse the command line as the dataclass `arguments`, run `main` with it, and exit."""
-    sys.exit(guarded(lambda: main(parsed(arguments, description)), stopped=stopped))
+    sys.exit(guarded(lambda: main(parsed(arguments, description))))
 
 
 def parsed(

@@ -64,3 +64,12 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(file.name)) from None
     if os.fstat(file.fileno()).st_nlink == 0:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.name))
+
+
+def flush(path: Path) -> None:
+    """Flush a file's content, or the names in a directory, to the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -50,8 +50,7 @@ def expert_ids(ids: Any, num_experts: int) -> ExpertIds:
 
 
 def no_expert(ids: ExpertIds) -> int:
-    """Return the value that marks a position of `ids` without a record, such as a token taken from a
-    cache."""
+    """Return the value that marks a position of `ids` without a record, as for a cached token."""
     return int(np.iinfo(ids.dtype).max)
 
 
@@ -131,8 +130,7 @@ class Sample:
     """False for tokens that the policy did not write (tool output): they are context and not trained on.
     Same length as `token_ids`."""
     routed_experts: ExpertIds | None = None
-    """Experts that the engine's routers chose when the log-probs were sampled; None if they are not
-    recorded."""
+    """Experts that the engine's routers chose when the log-probs were sampled; None: no record."""
     sampling_mask: SamplingMask | None = None
     """Ids that top-k and top-p left to sample from, for each of `token_ids`. None: nothing was cut off, or
     the engine does not record it."""

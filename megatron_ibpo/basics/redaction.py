@@ -61,8 +61,7 @@ def _parts(text: str, hidden: bytearray) -> Iterator[str]:
 
 @cache
 def _pieces(key: str) -> frozenset[str]:
-    """Return what is searched for: all pieces of all spellings, in small letters; short spellings as they
-    are."""
+    """Return what is searched for: all pieces of all spellings, in small letters; short ones as they are."""
     short_spellings = {text for text in _spellings(key) if len(text) < _PIECE}
     long = (_lowered(text) for text in _spellings(key) if len(text) >= _PIECE)
     return frozenset(

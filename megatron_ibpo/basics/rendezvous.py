@@ -1,4 +1,4 @@
-"""Addresses, sockets, their directories and launchers' variables, by which the processes of a run find each
+"""Addresses, sockets, their directories and environment variables, by which the processes of a run find each
 other. Imports no torch."""
 
 import os
@@ -6,8 +6,8 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -89,3 +89,17 @@ def private_directory(prefix: str, socket_bytes: int, fallbacks: Sequence[str] =
             print(f"{too_long}: {place} is used instead", file=sys.stderr, flush=True)
         return directory
     raise OSError(f"{too_long}; set TMPDIR to a shorter path that can be written")
+
+
+@contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set these environment variables within the block, and touch no other. Native threads read the
+    environment whenever they like, and `mock.patch.dict` would take all of it away and put it back."""
+    previous = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        for name in variables.keys() - previous.keys():
+            del os.environ[name]
+        os.environ |= previous

@@ -28,8 +28,7 @@ class LabelError(ValueError):
 
 
 LARGEST_REWARD = 1e9
-"""Largest absolute value of a reward, and of each further number of a verifier: their squares and sums stay
-finite."""
+"""Largest absolute value of a reward, and of a verifier's further numbers: squares and sums stay finite."""
 
 MOST_DETAILS = 1024
 """Most further numbers of one reward. Each is a metric of every step: an episode's rewards of single turns
@@ -63,13 +62,9 @@ def read_reward(value: Any) -> tuple[float, dict[str, float]]:
             raise ValueError(f"names have at most {LONGEST_NAME} printable characters, got {shown(name)}")
         if not isinstance(number, Real):
             raise TypeError(f"expected a {kind}, got {type(number).__name__} {shown(number)}")
-        if not _fits(number):
+        if not abs(float(number)) <= LARGEST_REWARD:  # as NaN is not
             raise ValueError(f"expected a {_too_large(kind, number)}")
     return float(parts.pop("score")), {name: float(number) for name, number in parts.items()}
-
-
-def _fits(number: Any) -> bool:
-    return bool(abs(number) <= LARGEST_REWARD)  # false for NaN as well
 
 
 def _too_large(kind: str, number: Real) -> str:

@@ -4,7 +4,7 @@ become infinite and lone surrogates, and fails with a RecursionError if brackets
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 DEEPEST = 100
@@ -70,18 +70,13 @@ def _too_deep() -> ValueError:
 
 
 def _check_depth(value: Any) -> None:
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(DEEPEST + 1):
-        level = [item for container in level for item in _items(container)]
+        items = (item for box in level for item in (box.values() if isinstance(box, dict) else box))
+        level = [item for item in items if isinstance(item, dict | list)]
         if not level:
             return
     raise _too_deep()
-
-
-def _items(value: Any) -> Iterator[Any]:
-    """Yield the containers in a container."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return (item for item in inner if isinstance(item, dict | list))
 
 
 def _check_characters(value: Any) -> None:

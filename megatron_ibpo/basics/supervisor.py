@@ -101,8 +101,7 @@ class _Supervisor:
         os._exit(os.waitstatus_to_exitcode(self._status))
 
     def _reap(self, options: int) -> bool:
-        """Collect children that have ended, the first of them as `options` say; return whether the worker is
-        among them."""
+        """Collect children that have ended, the first as `options` say; return whether one is the worker."""
         worker_ended = False
         with suppress(ChildProcessError):
             while (child := os.waitpid(-1, options))[0]:

@@ -79,8 +79,7 @@ def machine(*packages: str) -> dict[str, object]:
 
 
 def differences(versions: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return (installed, tested) for every package in `versions` that differs; builds (+cpu, +cu130) do not
-    count."""
+    """Return (installed, tested) for every package in `versions` that differs; builds (+cpu) do not count."""
     return {
         name: (versions[name], tested)
         for name, tested in TESTED.items()

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 from megatron_ibpo.basics.entry_point import FAILED
-from megatron_ibpo.basics.environment_variables import variables_set
-from megatron_ibpo.basics.rendezvous import LOOPBACK, private_directory
+from megatron_ibpo.basics.rendezvous import LOOPBACK, private_directory, variables_set
 from megatron_ibpo.cluster.ray_token import own_token, read_settings_again, use_token
 
 SWEEP_TIMEOUT_S = 15.0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_ibpo.basics.environment_variables import variables_set
+from megatron_ibpo.basics.rendezvous import variables_set
 
 TOKEN_FILE = ".ray_token"
 """Name of the token's file, in the private directory of a Ray, and in the run's directory for the other nodes

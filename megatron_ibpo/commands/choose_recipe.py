@@ -193,10 +193,8 @@ def _tiny(shape: ModelShape, devices: Devices) -> Choice:
     """Return a recipe for CPUs, with one trainer or the recipe's own two."""
     if not (shape.is_moe and shape.is_recurrent):
         return Choice(FOLDER / "small_cpu.yaml", f"for small models{_warning(shape)}", 1, ())
-    recipe, description = (
-        FOLDER / "tiny_qwen3_next_ibpo.yaml",
-        f"for tiny models built as Qwen3-Next is{_warning(shape)}",
-    )
+    recipe = FOLDER / "tiny_qwen3_next_ibpo.yaml"
+    description = f"for tiny models built as Qwen3-Next is{_warning(shape)}"
     two = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
     if devices.gpus_per_node != 1 and not check_layout(shape, two, world_size=2):
         return Choice(recipe, description, 2, ())  # the recipe's own layout
@@ -296,13 +294,9 @@ def _planned_memory(flags: Sequence[str]) -> float | None:
 def _demonstration(recipe: Path, hf_dir: Path, flags: Sequence[str]) -> str:
     """Return a line that says that a model of the user's will train on a task of the repository, if so."""
     names = {word.partition("=")[0].replace("_", "-") for word in flags}
+    names_prompts = names & {"--prompt-data", "--config", "--load-debug-rollout-data"}
     task = read_yaml(recipe, str(recipe)).get("prompt-data")
-    is_users_model = not hf_dir.is_relative_to(FOLDER.parent)
-    if (
-        task is None
-        or not is_users_model
-        or names & {"--prompt-data", "--config", "--load-debug-rollout-data"}
-    ):
+    if task is None or hf_dir.is_relative_to(FOLDER.parent) or names_prompts:
         return ""
     return f"No PROMPT_DATA is given: this trains on a demonstration task, {task}, not on your data\n"
 

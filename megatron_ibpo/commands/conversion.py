@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,16 @@ def run(work: Callable[[World], int]) -> int:
         return BAD_INPUT  # its own rank says what is wrong
     finally:
         world.close()
+
+
+@contextmanager
+def shown_conversion(save: Path, world: World, size: Callable[[], int]) -> Iterator[Report]:
+    """Show a bar while a checkpoint is converted, and at the end its bytes and seconds."""
+    started = time.perf_counter()
+    with progress_bar(world, "converting") as report:
+        yield report
+    if world.is_rank_0:
+        console.print(f"{save}: {size() / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s")
 
 
 @contextmanager

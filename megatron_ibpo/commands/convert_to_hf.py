@@ -11,7 +11,6 @@ per expert, config.json and the tokenizer, as transformers and vLLM load them. T
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,15 +43,10 @@ def convert(arguments: Arguments, world: World) -> int:
     stored = find_stored(arguments.load)
     if arguments.verify:
         conversion.check_source(stored, world)
-    started = time.perf_counter()
-    with conversion.progress_bar(world, "converting") as report:
-        megatron_to_hf(stored, arguments.save, world, origin=arguments.origin_hf_checkpoint, report=report)
-    if world.is_rank_0:
-        size = conversion.checkpoint_bytes(arguments.save)
-        conversion.console.print(
-            f"{arguments.save}: {size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s"
-        )
-    return conversion.verify(arguments.save, stored, world) if arguments.verify else 0
+    save = arguments.save
+    with conversion.shown_conversion(save, world, lambda: conversion.checkpoint_bytes(save)) as report:
+        megatron_to_hf(stored, save, world, origin=arguments.origin_hf_checkpoint, report=report)
+    return conversion.verify(save, stored, world) if arguments.verify else 0
 
 
 @command

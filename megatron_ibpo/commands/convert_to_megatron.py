@@ -11,9 +11,9 @@ that a run in that layout reads whole pieces. Every tensor keeps its dtype and i
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,37 +51,25 @@ def convert(arguments: Arguments, world: World) -> int:
     from megatron_ibpo.commands import conversion
     from megatron_ibpo.weights.formats.convert import hf_to_megatron
 
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
-        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
-        decoder_first_pipeline_num_layers=arguments.decoder_first_pipeline_num_layers,
-        decoder_last_pipeline_num_layers=arguments.decoder_last_pipeline_num_layers,
-        expert_model_parallel_size=arguments.expert_model_parallel_size,
-        expert_tensor_parallel_size=arguments.expert_tensor_parallel_size,
-    )
+    hf_dir, save = arguments.hf_checkpoint, arguments.save
+    sizes = {field.name for field in fields(ParallelConfig)}
+    parallel = ParallelConfig(**{name: size for name, size in vars(arguments).items() if name in sizes})
     if arguments.verify:
-        conversion.check_source(arguments.hf_checkpoint, world)
-    started = time.perf_counter()
-    with conversion.progress_bar(world, "converting") as report:
+        conversion.check_source(hf_dir, world)
+    size = partial(conversion.checkpoint_bytes, hf_dir, allow_pickle=arguments.allow_pickle)
+    with conversion.shown_conversion(save, world, size) as report:
         hf_to_megatron(
-            arguments.hf_checkpoint,
-            arguments.save,
+            hf_dir,
+            save,
             parallel,
             world,
             virtual_stages=arguments.num_virtual_stages_per_pipeline_rank,
             allow_pickle=arguments.allow_pickle,
             report=report,
         )
-    if world.is_rank_0:
-        size = conversion.checkpoint_bytes(arguments.hf_checkpoint, allow_pickle=arguments.allow_pickle)
-        conversion.console.print(
-            f"{arguments.save}: {size / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s"
-        )
     if not arguments.verify:
         return 0
-    return conversion.verify(
-        arguments.hf_checkpoint, arguments.save, world, allow_pickle=arguments.allow_pickle
-    )
+    return conversion.verify(hf_dir, save, world, allow_pickle=arguments.allow_pickle)
 
 
 @command

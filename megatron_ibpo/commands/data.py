@@ -90,8 +90,7 @@ def show_data(arguments: Arguments) -> None:
 
 
 def embedding_rows(hf_dir: Path) -> int | None:
-    """Return the size of the model's vocabulary; None for a model that cannot be trained: its prompts can be
-    shown all the same."""
+    """Return the size of the model's vocabulary; None for one that can be shown but not trained."""
     try:
         return read_hf_config(hf_dir).vocab_size
     except ModelConfigError:

@@ -185,8 +185,7 @@ def _named_policy(name: str) -> tuple[list[str], Path | None]:
 
 
 def _of_run(run_dir: Path) -> tuple[list[str], Path | None]:
-    """Return the flags of a training run for evaluating its policy: the exported one, otherwise that of its
-    newest checkpoint."""
+    """Return the flags for evaluating a run's policy: the exported one, or that of its newest checkpoint."""
     exported, stored = run_dir / "hf", None
     if not exported.is_dir():
         stored = newest_step(run_dir)

@@ -33,14 +33,10 @@ COMMANDS = {
     "train": Command(_module("train"), "train a policy"),
     "sft": Command(_module("sft"), "train a policy on demonstrations, as a warm start"),
     "evaluate": Command(
-        _module("evaluate"),
-        "benchmarks and held-out prompts, without training; comparison of two results",
+        _module("evaluate"), "benchmarks and held-out prompts, without training; comparison of two results"
     ),
     "plan": Command(_module("train", "--dry-run"), "what a run would need, without running it"),
-    "search": Command(
-        _module("search"),
-        "layouts that fit a cluster, by the predicted time of a step",
-    ),
+    "search": Command(_module("search"), "layouts that fit a cluster, by the predicted time of a step"),
     "convert to-megatron": Command(
         _module("convert_to_megatron"), "Hugging Face checkpoint → Megatron's distributed checkpoint"
     ),

@@ -61,10 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _serve(arguments: Serve) -> None:
+    # imported late, so that wrong flags are answered at once
     from megatron_ibpo.report.page.directories import open_source
-    from megatron_ibpo.report.page.server import (
-        serve,
-    )  # imported late, so that wrong flags are answered at once
+    from megatron_ibpo.report.page.server import serve
 
     sources = [open_source(directory) for directory in arguments.runs]
     for source in sources:
@@ -73,7 +72,7 @@ def _serve(arguments: Serve) -> None:
 
 
 def _write(arguments: Page) -> None:
-    from megatron_ibpo.report.page.static import build_page
+    from megatron_ibpo.report.page.html import build_page
 
     path = arguments.save or arguments.runs[0] / "page.html"
     text = build_page(arguments.runs, steps=arguments.steps)

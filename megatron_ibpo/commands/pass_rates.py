@@ -158,8 +158,7 @@ def _requests(prompt: Prompt, config: Config) -> list[SampleRequest]:
 
 
 def _rates(batch: Sequence[Prompt], samples: Sequence[Sample]) -> Iterator[tuple[Prompt, Rate]]:
-    """Yield the rate of each prompt from its consecutive samples. Samples whose verifier failed do not
-    count."""
+    """Yield the rate of each prompt from its consecutive samples. Those without a reward do not count."""
     size = len(samples) // len(batch)
     for number, prompt in enumerate(batch):
         scored = [

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tyro
 
@@ -56,18 +55,12 @@ def _lines(arguments: Arguments) -> Iterator[str]:
         raise ValueError(f"{arguments.run}: no group {arguments.group}: {error}") from error
     yield f"step {step}, group {arguments.group}, label {legible(content['label'])}"
     yield from (legible(text) for _, text in content["prompt"] if text)
-    for name, sample, lines in _samples(content):
-        text = "".join(content["vocabulary"][token][0] for token in sample["tokens"])
-        yield f"\n{name}: {legible(text)}"
-        yield from (f"  {legible(str(Line(*line)))}" for line in lines)
-
-
-def _samples(content: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], list[list[Any]]]]:
-    """Yield (name, sample, lines of its explanation) of responses, then corrections."""
-    for number, response in enumerate(content["responses"], start=1):
-        yield f"response {number}", response, response["lines"]
-    for number, correction in enumerate(content["corrections"], start=1):
-        yield f"correction {number}", correction["response"], correction["lines"]
+    for kind in ("response", "correction"):
+        for number, sample in enumerate(content[f"{kind}s"], start=1):
+            tokens = sample["tokens"] if kind == "response" else sample["response"]["tokens"]
+            text = "".join(content["vocabulary"][token][0] for token in tokens)
+            yield f"\n{kind} {number}: {legible(text)}"
+            yield from (f"  {legible(str(Line(*line)))}" for line in sample["lines"])
 
 
 if __name__ == "__main__":

@@ -41,12 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train as the flags say. Return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     config = parse_config(
-        words,
-        program="ibpo sft",
-        description=str(__doc__),
-        common=FLAGS,
-        defaults=DEFAULTS,
-        unused=UNUSED,
+        words, program="ibpo sft", description=str(__doc__), common=FLAGS, defaults=DEFAULTS, unused=UNUSED
     )
     check_installed()
     from megatron_ibpo.run.supervised import supervised  # late, so that wrong flags are reported at once

@@ -28,8 +28,7 @@ OF_PLAN: dict[str, Any] = {
 }  # fmt: skip
 """Help of `train --dry-run`."""
 STARTS = 3
-"""Most consecutive starts of a run that has lost a node, since another one may be lost while it starts
-again."""
+"""Most consecutive starts of a run that has lost a node, since another may be lost meanwhile."""
 
 
 @command
@@ -40,7 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_settings(config)
     prepare_upload(config.run)
     config = with_local_copies(config)
-    return _plan(config) if config.run.dry_run else train(config)
+    if not config.run.dry_run:
+        return train(config)
+    from megatron_ibpo.run.preflight import dry_run  # imported late, so that wrong flags are reported at once
+
+    return dry_run(config)
 
 
 def train(config: Config) -> int:
@@ -48,13 +51,13 @@ def train(config: Config) -> int:
     check_installed()
     stop = StopRequest(config.run.run_dir / "hangup.log")
     logs = config.run.run_dir / "logs"
-    return guarded(lambda: _train_and_upload(config, stop), logs=logs, stopped="stopped at once")
 
+    def train_and_upload() -> int:
+        status = _train(config, stop)
+        upload_export(config.run, stopped=stop.requested)
+        return status
 
-def _train_and_upload(config: Config, stop: StopRequest) -> int:
-    status = _train(config, stop)
-    upload_export(config.run, stopped=stop.requested)
-    return status
+    return guarded(train_and_upload, logs=logs, stopped="stopped at once")
 
 
 def _train(config: Config, stop: StopRequest) -> int:
@@ -92,12 +95,6 @@ def _steps(run: "Run", stop: StopRequest) -> int:
         pass
     saving.finish(run, "interrupted" if stop.requested else "finished")
     return INTERRUPTED if stop.requested else DONE
-
-
-def _plan(config: Config) -> int:
-    from megatron_ibpo.run.preflight import dry_run  # imported late, as `open_run`
-
-    return dry_run(config)
 
 
 if __name__ == "__main__":

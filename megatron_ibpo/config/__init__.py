@@ -1,10 +1,9 @@
 """Configuration of a run: fields with range and reason, flags, recipes, presets, and checks."""
 
 from megatron_ibpo.config.algorithm import AlgorithmConfig, LossConfig
-from megatron_ibpo.config.all_fields import check_config
-from megatron_ibpo.config.config import Config, EvalSampling, eval_sampling
+from megatron_ibpo.config.config import Config, EvalSampling, check_config, eval_sampling
 from megatron_ibpo.config.config_error import ConfigError, nearest
-from megatron_ibpo.config.data import DataConfig
+from megatron_ibpo.config.data import DataConfig, environment_in, rm_type_in
 from megatron_ibpo.config.flags import load_recipe, parse_config
 from megatron_ibpo.config.help import COMMON_FLAGS
 from megatron_ibpo.config.hooks import known_or_path, load_hook, load_module
@@ -34,18 +33,15 @@ from megatron_ibpo.config.ranges import (
 )
 from megatron_ibpo.config.recipes import config_yaml, read_yaml, write_config
 from megatron_ibpo.config.rollout import EnvironmentConfig, RolloutConfig
-from megatron_ibpo.config.row_names import ENVIRONMENT, RM_TYPE, environment_in, rm_type_in
 from megatron_ibpo.config.run import EVAL_PRESETS
 from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelConfig
 
 __all__ = [
     "COMMON_FLAGS",
     "COUNT",
-    "ENVIRONMENT",
     "EVAL_PRESETS",
     "NOT_NEGATIVE",
     "PRESETS",
-    "RM_TYPE",
     "UNIT",
     "AlgorithmConfig",
     "Config",

@@ -5,14 +5,7 @@ from typing import Annotated, Any, Literal
 
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.config.hooks import is_import_path, load_hook
-from megatron_ibpo.config.ranges import (
-    AROUND_1,
-    COUNT,
-    NAMED_VALUES,
-    NOT_NEGATIVE,
-    POSITIVE,
-    UNIT,
-)
+from megatron_ibpo.config.ranges import AROUND_1, COUNT, NAMED_VALUES, NOT_NEGATIVE, POSITIVE, UNIT
 
 
 @dataclass

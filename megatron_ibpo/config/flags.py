@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.config.all_fields import ENTRIES, Entry, flag
-from megatron_ibpo.config.config import Config
-from megatron_ibpo.config.config_error import ConfigError
+from megatron_ibpo.config.config import ENTRIES, Config, Entry, flag
+from megatron_ibpo.config.config_error import ConfigError, peer_override
 from megatron_ibpo.config.help import COMMON_FLAGS, HELP_FLAGS, help_text, usage_text
-from megatron_ibpo.config.parameters import Registry, entries_of
+from megatron_ibpo.config.parameters import Registry, entries_of, unknown_setting
 from megatron_ibpo.config.paths import path_in_recipe, path_of_user, recipe_file
-from megatron_ibpo.config.peer_flags import peer_override
 from megatron_ibpo.config.presets import Layer, of_this_version, resolve
+from megatron_ibpo.config.ranges import SOURCES
 from megatron_ibpo.config.recipes import config_yaml, read_recipe, typed_settings
 from megatron_ibpo.config.typed_values import alternatives, as_type, type_words
-from megatron_ibpo.config.unknown_settings import unknown_setting
 
 _TRAINING = "Train a policy by IBPO: Megatron-core trains, vLLM samples."
 
@@ -249,7 +247,7 @@ def _wrong_number(flag_name: str, entry: Entry | None, values: Sequence[str]) ->
             yield f"{flag_name} {values[-1]}: a switch, {switch}, which takes no value{elsewhere}"
     elif not values:
         # no value empties a recipe's list, but a run cannot do without prompts, and named values add up
-        if not _is_list(entry) or entry.has_sources or entry.has_names:
+        if not _is_list(entry) or SOURCES in entry.ranges or entry.has_names:
             yield f"{flag_name}: needs a value"
     elif values[1:] and not _is_list(entry):
         yield f"{flag_name}: takes one value, so {values[1]} is one too many"
@@ -272,7 +270,7 @@ _NEVER_DASHES = ("--config", *_DECIDE)
 
 def _check_words(argv: Sequence[str]) -> None:
     """Refuse words that the parsers would fail on or misread."""
-    paths = {flag(name) for name, entry in ENTRIES.items() if entry.is_path}
+    paths = {flag(name) for name, entry in ENTRIES.items() if Path in alternatives(entry.type)}
     previous = ""
     for word in argv:
         if not word.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in word):

@@ -14,11 +14,9 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ibpo.config.all_fields import ENTRIES, PARAMETERS, Entry, flag
-from megatron_ibpo.config.config import Config
-from megatron_ibpo.config.config_error import nearest
+from megatron_ibpo.config.config import ENTRIES, PARAMETERS, Config, Entry, flag
+from megatron_ibpo.config.config_error import nearest, peer_answer
 from megatron_ibpo.config.parameters import Registry
-from megatron_ibpo.config.peer_flags import peer_answer
 from megatron_ibpo.config.ranges import OF_ALL
 
 COMMON_FLAGS = (
@@ -79,12 +77,14 @@ def help_text(
     Args:
         words: [] shows the flags `common`, words show the flags that have all of them, None shows all flags.
     """
-    flags = {one.entry.name: one for one in _flags(config, registries)}
+    flags = {row.entry.name: row for row in _flags(config, registries)}
     if words:
         return _search([word.lower().strip("-").replace("_", "-") for word in words], flags)
     if words is None:
-        sections = groupby(flags.values(), lambda one: one.section)
-        return "\n\n".join(text for title, own in sections for text in (title, *(one.full() for one in own)))
+        sections = groupby(flags.values(), lambda row: row.section)
+        return "\n\n".join(
+            text for title, rows in sections for text in (title, *(row.full() for row in rows))
+        )
     rows = {flag(name): f"{_first_sentence(flags[name].text)} {flags[name].default}" for name in common}
     lines = [_filled(text, f"  {name:<31}", 33) for name, text in (rows | HELP_FLAGS).items()]
     lines.insert(len(rows), f"\nThese are {len(rows)} of {len(flags)} flags, with their [defaults]. More:")
@@ -94,12 +94,12 @@ def help_text(
 def _search(words: Sequence[str], flags: Mapping[str, _Flag]) -> str:
     """Return the flags that have all the words, after what the words mean in TRL and verl."""
     peers = [_filled(answer, "  ") for word in words if (answer := peer_answer(f"--{word}"))]
-    found = [one for one in flags.values() if all(map(one.has, words))]
-    found.sort(key=lambda one: not all(word in flag(one.entry.name) for word in words))
-    asked, parts = " ".join(words), {part: None for name in flags for part in name.split("_")}
-    close = nearest(asked, [*parts, *flags]).replace("_", "-")
-    nothing = f"No flag has {asked!r} in its name or text{close}"
-    return "\n\n".join([*peers, *(one.full() for one in found)]) or nothing
+    matches = [row for row in flags.values() if all(map(row.has, words))]
+    matches.sort(key=lambda row: not all(word in flag(row.entry.name) for word in words))
+    phrase, parts = " ".join(words), {part: None for name in flags for part in name.split("_")}
+    close = nearest(phrase, [*parts, *flags]).replace("_", "-")
+    nothing = f"No flag has {phrase!r} in its name or text{close}"
+    return "\n\n".join([*peers, *map(_Flag.full, matches)]) or nothing
 
 
 def _flags(config: Config, registries: Sequence[Registry]) -> Iterator[_Flag]:
@@ -107,26 +107,26 @@ def _flags(config: Config, registries: Sequence[Registry]) -> Iterator[_Flag]:
     owners: list[tuple[str, Any, Iterable[Entry]]] = []
     for name, kind in ((field.name, type(getattr(config, field.name))) for field in fields(config)):
         title = _filled(f"{name}: {_first_sentence(str(kind.__doc__))}")
-        owners.append((title, kind, [one for one in ENTRIES.values() if one.section == name]))
+        owners.append((title, kind, [entry for entry in ENTRIES.values() if entry.section == name]))
     for registry in registries:
         choice = registry.choice_in(config)
         title = f"{PARAMETERS} of {flag(registry.setting)} {choice}"
         owners.append((title, registry.find(choice), registry.entries(choice).values()))
     for title, owner, entries in owners:
         texts = _docstrings(owner) if entries else {}
-        yield from (_Flag(title, one, texts.get(one.name, ""), one.get(config)) for one in entries)
+        yield from (_Flag(title, entry, texts.get(entry.name, ""), entry.get(config)) for entry in entries)
 
 
 def _docstrings(kind: type) -> dict[str, str]:
     """Return the docstrings of a dataclass's fields, inherited ones included, where there is source."""
-    found = {}
+    texts = {}
     for base in reversed(kind.__mro__[:-1]):
         with suppress(OSError, TypeError):
             [parsed] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
             for field, text in pairwise(getattr(parsed, "body", ())):
                 if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    found[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
+                    texts[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(text.value)).split())
+    return texts
 
 
 def _values(kind: Any) -> str:

@@ -3,15 +3,14 @@
 import importlib
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from megatron_ibpo.basics.faults import user_files
-from megatron_ibpo.config.config_error import ConfigError, nearest
+from megatron_ibpo.basics.text import user_files
+from megatron_ibpo.config.config_error import ConfigError, nearest, nearest_value
 from megatron_ibpo.config.paths import path_in_recipe, searched, user_directory
-from megatron_ibpo.config.peer_flags import VALUES
 
 T = TypeVar("T")
 
@@ -57,13 +56,6 @@ def known_or_path(flag: str, name: str, known: Mapping[str, T], what: str) -> T 
     return known.get(name)
 
 
-def nearest_value(flag: str, name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown value, as `nearest`: what other trainers' users mean by it
-    comes first."""
-    meant = VALUES.get(flag, {}).get(name.lower())
-    return nearest(name, known) if meant is None else f"; did you mean {meant!r}?"
-
-
 def load_hook(flag: str, path: str, *, called_with: str | None = None) -> Any:
     """Return the object `name` from the module of an import path.
 
@@ -77,13 +69,13 @@ def load_hook(flag: str, path: str, *, called_with: str | None = None) -> Any:
     module = load_module(flag, path)
     name = path.partition(":")[2]
     if not hasattr(module, name):
-        where = getattr(module, "__file__", None) or module.__name__
-        raise ConfigError(f"{flag} {path}: {where} defines no {name!r}{nearest(name, vars(module))}")
-    found = getattr(module, name)
-    if called_with and not callable(found):
-        kind = type(found).__name__
+        place = getattr(module, "__file__", None) or module.__name__
+        raise ConfigError(f"{flag} {path}: {place} defines no {name!r}{nearest(name, vars(module))}")
+    hook = getattr(module, name)
+    if called_with and not callable(hook):
+        kind = type(hook).__name__
         raise ConfigError(f"{flag} {path}: is of type {kind}, but must be callable with {called_with}")
-    return found
+    return hook
 
 
 def load_module(flag: str, path: str) -> ModuleType:
@@ -109,14 +101,14 @@ def load_module(flag: str, path: str) -> ModuleType:
     file = path_in_recipe(module)
     if not file.is_file():
         raise ConfigError(f"{flag} {path}: no file {file}{searched(file)}")
-    found = _imported(flag, path, file.stem, file.parent)
-    other = getattr(found, "__file__", None)
-    if other is None or not file.samefile(other):
+    imported = _imported(flag, path, file.stem, file.parent)
+    origin = getattr(imported, "__file__", None)
+    if origin is None or not file.samefile(origin):
         raise ConfigError(
-            f"{flag} {path}: a module {file.stem!r} is imported already from {other or 'Python itself'}; "
+            f"{flag} {path}: a module {file.stem!r} is imported already from {origin or 'Python itself'}; "
             "rename the file"
         )
-    return _noted(found)
+    return _noted(imported)
 
 
 def _noted(module: ModuleType) -> ModuleType:
@@ -144,8 +136,8 @@ def _imported(flag: str, path: str, module: str, directory: Path) -> ModuleType:
 
 def _failed(flag: str, path: str, error: BaseException) -> ConfigError:
     text = str(error).strip().partition("\n")[0]
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return ConfigError(f"{flag} {path}: its module cannot be imported: {said}{_line_of_user(error)}")
+    message = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return ConfigError(f"{flag} {path}: its module cannot be imported: {message}{_line_of_user(error)}")
 
 
 def _line_of_user(error: BaseException) -> str:

@@ -62,31 +62,31 @@ def read_hub_id(text: str, *directories: Path) -> HubId | None:
     Args:
         directories: where relative paths are looked for.
     """
-    found = _ID.fullmatch(text)
-    if found is None or (not found["revision"] and text.endswith(_FILES) and not found["path"]):
+    match = _ID.fullmatch(text)
+    if match is None or (not match["revision"] and text.endswith(_FILES) and not match["path"]):
         return None
     if any(os.path.exists(directory / text) for directory in directories):
         return None
     first = text.partition("/")[0]
-    if not found["revision"] and any(os.path.isdir(directory / first) for directory in directories):
+    if not match["revision"] and any(os.path.isdir(directory / first) for directory in directories):
         return None
-    return HubId(found["repo"], found["revision"], found["path"].removeprefix("/"))
+    return HubId(match["repo"], match["revision"], match["path"].removeprefix("/"))
 
 
 def missing_snapshot(path: str) -> HubId | None:
     """Return the id and commit of a snapshot in the Hub's cache that is no longer there, as in the settings
     of a run from another machine; None for other paths."""
-    found = _SNAPSHOT.fullmatch(path)
-    if found is None or os.path.exists(path):
+    match = _SNAPSHOT.fullmatch(path)
+    if match is None or os.path.exists(path):
         return None
-    return HubId(f"{found['owner']}/{found['name']}", found["revision"], found["path"] or "")
+    return HubId(f"{match['owner']}/{match['name']}", match["revision"], match["path"] or "")
 
 
 def display_name(path: Path) -> str:
     """Return the name of a model or data set. For a snapshot in the Hub's cache it is the name of the
     repository, since the folder is named after a commit."""
-    found = _SNAPSHOT.fullmatch(str(path))
-    return found["name"] if found is not None else path.name
+    match = _SNAPSHOT.fullmatch(str(path))
+    return match["name"] if match is not None else path.name
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -116,7 +116,7 @@ def path_in_recipe(path: Path | str) -> Path:
     """Return the absolute path for a path in a recipe that should exist already."""
     candidates = [path_of_user(path), REPOSITORY / path]
     # os.path instead of pathlib: it accepts names that no file can have
-    return next((found for found in candidates if os.path.exists(found)), candidates[0])
+    return next((candidate for candidate in candidates if os.path.exists(candidate)), candidates[0])
 
 
 def recipe_file(text: Path | str, locate: Callable[[str], Path]) -> Path:
@@ -173,8 +173,7 @@ def missing_model(flag: str, path: Path | None) -> list[str]:
 
 
 def or_on_hub(path: Path) -> str:
-    """Return the end of a message that `path` is missing, if its folder exists and hides that it may be an
-    id."""
+    """Return the end of a message that `path` is missing, if its folder hides that it may be an id."""
     text = str(path.relative_to(user_directory())) if path.is_relative_to(user_directory()) else ""
     return "" if read_hub_id(text) is None else f"; {text}@main would name it on the Hugging Face Hub"
 
@@ -198,7 +197,8 @@ class EvalSpec:
 def as_specs(value: str | Sequence[str] | None) -> list[EvalSpec]:
     """Parse the value of --eval-prompt-data."""
     texts = [value] if isinstance(value, str) else value or ()
-    return [_spec(text) for text in texts]
+    matches = [(text, _NAMED.fullmatch(text)) for text in texts]
+    return [EvalSpec(None, text) if named is None else EvalSpec(*named.groups()) for text, named in matches]
 
 
 def relocated(value: str | tuple[str, ...], locate: Callable[[str], str]) -> str | tuple[str, ...]:
@@ -212,8 +212,3 @@ def are_distinct(specs: Sequence[EvalSpec]) -> bool:
     """Return whether every spec names a source and all names differ."""
     names = [spec.name for spec in specs if spec.name is not None]
     return all(spec.spec for spec in specs) and len(names) == len(set(names))
-
-
-def _spec(text: str) -> EvalSpec:
-    found = _NAMED.fullmatch(text)
-    return EvalSpec(None, text) if found is None else EvalSpec(found[1], found[2])

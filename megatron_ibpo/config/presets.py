@@ -6,13 +6,17 @@ from typing import Any
 
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config.algorithm import AlgorithmConfig
-from megatron_ibpo.config.all_fields import ENTRIES
-from megatron_ibpo.config.config import Config
-from megatron_ibpo.config.config_error import ConfigError
-from megatron_ibpo.config.hooks import MOVED_PARAMETERS, nearest_value
-from megatron_ibpo.config.parameters import Registry, chosen_entries, entries_of
+from megatron_ibpo.config.config import ENTRIES, Config
+from megatron_ibpo.config.config_error import ConfigError, nearest_value
+from megatron_ibpo.config.hooks import MOVED_PARAMETERS
+from megatron_ibpo.config.parameters import (
+    Registry,
+    chosen_entries,
+    entries_of,
+    nested_names,
+    unknown_setting,
+)
 from megatron_ibpo.config.recipes import NO_FILE, Source, typed_value
-from megatron_ibpo.config.unknown_settings import nested_names, unknown_setting
 
 # group-normalised terminal rewards only
 _PLAIN: dict[str, Any] = {
@@ -169,15 +173,11 @@ def algorithm_of(preset: str, registries: Sequence[Registry], **settings: Any) -
     return resolve([Layer(fields | {"advantage_estimator": preset}, parameters)], registries).algorithm
 
 
-def unknown_preset(name: str) -> str:
-    """Return the error message for a name that is not in `PRESETS`."""
-    flag, names = "--advantage-estimator", ", ".join(PRESETS)
-    return f"{flag}: no preset {shown(name)}; there are {names}{nearest_value(flag, name, PRESETS)}"
-
-
 def _preset(name: str) -> dict[str, Any]:
     if name not in PRESETS:
-        raise ConfigError(unknown_preset(name))
+        flag, names = "--advantage-estimator", ", ".join(PRESETS)
+        nearest = nearest_value(flag, name, PRESETS)
+        raise ConfigError(f"{flag}: no preset {shown(name)}; there are {names}{nearest}")
     return PRESETS[name]
 
 
@@ -207,8 +207,7 @@ def _forgotten(
 
 
 def _parameters(layer: Layer, in_force: Mapping[str, Any], registries: Sequence[Registry]) -> dict[str, Any]:
-    """Return the other keys of a layer as typed parameters, with "name=value" settings after those in
-    force."""
+    """Return the other keys of a layer as typed parameters; "name=value" settings join those in force."""
     if not layer.parameters:
         return {}
     entries = chosen_entries(in_force, registries)
@@ -236,8 +235,7 @@ def _without(settings: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any
 
 
 def _over(settings: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `layer` over `settings`. "name=value" settings are concatenated, since `named_values` lets the
-    later one win."""
+    """Return `layer` over `settings`. "name=value" settings are added: `named_values` lets the later win."""
     merged = {**settings, **layer}
     for name in layer:
         if ENTRIES[name].has_names:

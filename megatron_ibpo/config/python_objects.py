@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from megatron_ibpo.basics.faults import user_files
 from megatron_ibpo.basics.strict_json import json_value
+from megatron_ibpo.basics.text import user_files
 from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.paths import path_of_user
 
@@ -67,7 +67,10 @@ def stored_settings(settings: Mapping[str, Any], run_dir: Path) -> dict[str, Any
 
 def has_objects(settings: Mapping[str, Any]) -> bool:
     """Return whether `stored_settings` may have something to store."""
-    code = [item for name in CODE for item in _items(settings.get(name))]
+    values = map(settings.get, CODE)
+    code = [
+        item for value in values for item in (value if isinstance(value, list | tuple | dict) else [value])
+    ]
     return any(not isinstance(item, _PLAIN) for item in code) or any(
         not isinstance(settings.get(name), str | Path | None) for name in PROMPTS
     )
@@ -88,8 +91,9 @@ def import_path_of(setting: str, value: Any, folder: Path) -> str:
         content = cloudpickle.dumps(value)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
+        named = getattr(value, "__qualname__", None) or f"an object of type {type(value).__name__}"
         raise ConfigError(
-            f"{setting}: {_name_of(value)} cannot be copied to the run's processes ({reason}); make what "
+            f"{setting}: {named} cannot be copied to the run's processes ({reason}); make what "
             "cannot be copied inside the function, or put the function into a file and name it as "
             "path/to/file.py:name"
         ) from error
@@ -157,10 +161,6 @@ def _stored_code(name: str, value: Any, folder: Path) -> Any:
     return [path(item) for item in value] if isinstance(value, list | tuple) else path(value)
 
 
-def _items(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple | dict) else [value]
-
-
 def _stored_prompts(name: str, value: Any, folder: Path) -> Any:
     if isinstance(value, list | tuple) and not _are_rows(value):
         return [_stored_source(name, item, folder) for item in value]
@@ -178,8 +178,7 @@ def _stored_source(name: str, value: Any, folder: Path) -> Any:
 
 
 def _rows_of(table: Any) -> Iterator[Any]:
-    """Yield the rows of a `datasets.Dataset` as they are read from its files, whatever its format of torch or
-    NumPy is."""
+    """Yield the rows of a `datasets.Dataset` as its files have them, whatever its format."""
     for row in table.with_format(None):
         yield {name: json_value(value) for name, value in row.items()}
 
@@ -223,10 +222,6 @@ def _folders_of_user() -> list[str]:
     folders = map(os.path.abspath, sys.path)
     installed = (sys.prefix, sys.base_prefix)
     return [folder for folder in folders if os.path.isdir(folder) and not folder.startswith(installed)]
-
-
-def _name_of(value: Any) -> str:
-    return getattr(value, "__qualname__", None) or f"an object of type {type(value).__name__}"
 
 
 def _variable_of(value: Any) -> str:

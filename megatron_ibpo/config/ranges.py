@@ -35,9 +35,9 @@ def above(bound: float, why: str = "") -> Range:
     return Range(lambda value: value > bound, f"above {bound}" + (f" ({why})" if why else ""))
 
 
-def each(one: Range) -> Range:
+def each(rule: Range) -> Range:
     """Apply one rule to every item of a sequence."""
-    return Range(lambda values: all(map(one.holds, values)), f"all {one.rule}")
+    return Range(lambda values: all(map(rule.holds, values)), f"all {rule.rule}")
 
 
 def or_word(word: float | str, other: Range, meaning: str = "") -> Range:
@@ -61,8 +61,7 @@ MINUTES = Range(lambda value: 0 < value <= 30_000, "above 0 and at most 30000 (2
 RANKS = within(1, 10_000_000)
 """Numbers of processes or GPUs. The limit is beyond any cluster, and low enough to count them one by one."""
 COUNT = within(1, 10_000_000)
-"""Numbers of tokens, sequences or layers. The limit is beyond any run, and low enough to list them one by
-one."""
+"""Numbers of tokens, sequences or layers. The limit is beyond any run, and low enough to list them."""
 BYTES = within(1, 2**50)
 """Sizes of memory or files. A petabyte is more than any machine has."""
 SEED = Range(lambda value: 0 <= value < 2**62, "at least 0 and below 2^62")
@@ -91,11 +90,11 @@ JSON_OBJECT = Range(lambda text: _is_object(text), "a JSON object")
 """Range of fields with settings as JSON; a recipe may give them as a mapping."""
 
 FINITE = Range(
-    lambda value: all(math.isfinite(one) for one in _parts(value) if isinstance(one, float)),
+    lambda value: all(math.isfinite(part) for part in _parts(value) if isinstance(part, float)),
     "a finite number",
 )
 IN_64_BITS = Range(
-    lambda value: all(-(2**63) <= one < 2**63 for one in _parts(value) if isinstance(one, int)),
+    lambda value: all(-(2**63) <= part < 2**63 for part in _parts(value) if isinstance(part, int)),
     "a number of 64 bits",
 )
 OF_ALL = (FINITE, IN_64_BITS)

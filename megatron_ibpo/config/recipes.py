@@ -1,5 +1,4 @@
-"""Recipes: flat YAML files whose keys are the names of flags, read with keys and types checked, and
-written."""
+"""Recipes: flat YAML files whose keys are the names of flags, read and checked, and written."""
 
 import dataclasses
 import io
@@ -16,9 +15,9 @@ import yaml
 
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import RECIPE_BYTES, UserFileError, read_user_file
-from megatron_ibpo.config.all_fields import ENTRIES, PARAMETERS, Entry
-from megatron_ibpo.config.config import Config
+from megatron_ibpo.config.config import ENTRIES, PARAMETERS, Config, Entry
 from megatron_ibpo.config.config_error import ConfigError
+from megatron_ibpo.config.ranges import JSON_OBJECT, SOURCES
 from megatron_ibpo.config.typed_values import as_type, type_words
 
 BASE = "base"
@@ -201,10 +200,10 @@ def _value(value: Any, entry: Entry) -> Any:
             raise TypeError(type_words(entry.type))
         # JSON spells numbers and booleans as a flag does
         value = [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in value.items()]
-    if entry.has_sources:
+    if SOURCES in entry.ranges:
         sources = value if isinstance(value, list | tuple) else [] if value is None else [value]
         value = [_source_spec(source) for source in sources]
-    if entry.is_json and isinstance(value, dict):
+    if JSON_OBJECT in entry.ranges and isinstance(value, dict):
         value = json.dumps(value)
     return as_type(value, entry.type)
 

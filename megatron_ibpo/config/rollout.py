@@ -228,8 +228,9 @@ class EnvironmentConfig:
         """Return the settings that samples depend on, where they are not the defaults: records made before
         there were environments then still have equal settings."""
         without_effect = ("step_timeout", "episode_timeout", "environment_processes", "allowed_environments")
-        own = [one for one in fields(self) if one.name not in without_effect]
-        return {one.name: value for one in own if (value := getattr(self, one.name)) != one.default}
+        defaults = {field.name: field.default for field in fields(self) if field.name not in without_effect}
+        values = {name: getattr(self, name) for name in defaults}
+        return {name: value for name, value in values.items() if value != defaults[name]}
 
     def problems(self, rollout: RolloutConfig) -> list[str]:
         """Return the problems, one line each."""

@@ -24,8 +24,7 @@ from megatron_ibpo.config.ranges import (
 )
 
 _PROMPT_ROOM = 2048
-"""Tokens reserved for the prompt in the paper's context lengths; the paper does not give the prompt's
-share."""
+"""Tokens reserved for the prompt in the paper's context lengths; the paper does not give its share."""
 
 EVAL_PRESETS: dict[str, dict[str, Any]] = {
     # arXiv 2605.16302, section 5 and "Tasks and Datasets": MinP is 0, which is off, and every test set is

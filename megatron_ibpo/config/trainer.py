@@ -91,25 +91,19 @@ class ModelConfig:
 
     def problems(self, loss: LossConfig, algorithm: AlgorithmConfig) -> list[str]:
         """Return the problems, one line each."""
-        found = []
+        problems = []
         if self.hf_checkpoint is None:
-            found.append(NO_MODEL)
-        found += missing_model("--hf-checkpoint", self.hf_checkpoint)
-        found += missing_model("--ref-load", self.ref_load)
+            problems.append(NO_MODEL)
+        problems += missing_model("--hf-checkpoint", self.hf_checkpoint)
+        problems += missing_model("--ref-load", self.ref_load)
         if self.ref_load is not None and loss.kl_coef == 0:
-            found.append("--ref-load: --kl-coef 0 uses no reference policy; set one or drop the other")
-        return [
-            *found,
-            *(self._needs_lora() if self.lora_rank is None else self._adapter_problems(algorithm)),
+            problems.append("--ref-load: --kl-coef 0 uses no reference policy; set one or drop the other")
+        if self.lora_rank is not None:
+            return problems + self._adapter_problems(algorithm)
+        idle = {"--lora-alpha": self.lora_alpha is not None, "--lora-targets": self.lora_targets != ("all",)}
+        return problems + [
+            f"{flag}: has no effect without --lora-rank" for flag, given in idle.items() if given
         ]
-
-    def _needs_lora(self) -> list[str]:
-        return broken(
-            {
-                "--lora-alpha: has no effect without --lora-rank": self.lora_alpha is not None,
-                "--lora-targets: has no effect without --lora-rank": self.lora_targets != ("all",),
-            }
-        )
 
     def _adapter_problems(self, algorithm: AlgorithmConfig) -> list[str]:
         given = named_values(self.model_override)

@@ -3,13 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_ibpo.basics.records import Group
-from megatron_ibpo.credit.estimators import (
-    Advantage,
-    ComparedSamples,
-    Estimator,
-    advantages,
-    is_degenerate,
-)
+from megatron_ibpo.credit.estimators import Advantage, ComparedSamples, Estimator, advantages, is_degenerate
 from megatron_ibpo.credit.operator import CreditContext, Operator
 from megatron_ibpo.credit.shaping import with_overlong_penalty
 
@@ -43,8 +37,7 @@ def correction_advantages(
     ]
     batch = [
         ComparedSamples(
-            [rewards[number][i] for i in members],
-            [groups[number].corrections[i].response for i in members],
+            [rewards[number][i] for i in members], [groups[number].corrections[i].response for i in members]
         )
         for number, members in places
     ]

@@ -27,9 +27,8 @@ from megatron_ibpo.credit.estimators import (
 from megatron_ibpo.credit.importance import SpanMasking
 from megatron_ibpo.credit.operator import NoOperator, Operator
 from megatron_ibpo.credit.self_teacher import SelfTeacher
-from megatron_ibpo.credit.token_credit import TokenCredit, uniform
+from megatron_ibpo.credit.token_credit import TokenCredit, WrongWeight, WrongWeightByLength, uniform
 from megatron_ibpo.credit.value_credit import Critic
-from megatron_ibpo.credit.wrong_weight import WrongWeight, WrongWeightByLength
 
 OPERATORS: dict[str, type[Operator]] = {
     "compare-and-correct": CompareAndCorrect,

@@ -6,12 +6,7 @@ from dataclasses import dataclass
 from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.basics.text import counted, shown
 from megatron_ibpo.credit.correction_advantages import compared_corrections
-from megatron_ibpo.credit.estimators import (
-    ComparedSamples,
-    Estimator,
-    advantage_sum,
-    needs_critic,
-)
+from megatron_ibpo.credit.estimators import ComparedSamples, Estimator, advantage_sum, needs_critic
 from megatron_ibpo.credit.explanation import (
     MINUS,
     ComparedRewards,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_ibpo.basics.faults import fault_text
 from megatron_ibpo.basics.records import Floats, Group, Prompt, Sample, SampleRequest, token_ids
+from megatron_ibpo.basics.text import fault_text
 from megatron_ibpo.config import AlgorithmConfig, ConfigError
 from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.credit.assign import assign_credit

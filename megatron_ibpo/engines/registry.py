@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.config import Config, Registry, RolloutConfig, built, known_or_path, load_hook
-from megatron_ibpo.config.all_fields import flag
+from megatron_ibpo.config.config import flag
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings, Precision
 from megatron_ibpo.engines.vllm.needs import VllmParameters

@@ -9,8 +9,8 @@ from typing import Any
 
 from numpy import random as numpy_random  # loaded here, once; numpy itself would load it in each episode
 
-from megatron_ibpo.basics.faults import fault_text
 from megatron_ibpo.basics.reward_value import WRONG, ResponseError
+from megatron_ibpo.basics.text import fault_text
 from megatron_ibpo.environments.protocol import Environment, EpisodeFaultError
 from megatron_ibpo.environments.wire import line, opening_value, score_value, turn_value
 

@@ -1,22 +1,29 @@
 """Accuracy on held-out prompts: sampled (avg@k), greedy, majority vote, best-of-k, and after correction.
 
-Correction at test time is the paper's GSPO+Prompt: every sample is corrected alongside others.
+Each measure is first computed for every prompt; the mean over prompts is the measure. Intervals and
+comparisons resample prompts, since samples of one prompt are not independent. Correction at test time is the
+paper's GSPO+Prompt: every sample is corrected alongside others.
 """
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, TokenIds
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import EvalSampling
-from megatron_ibpo.evaluate.pass_at_k import Outcomes, best_of, interval, majority, mean_over_prompts, pass_at
 from megatron_ibpo.evaluate.stored_samples import EvalRequest, EvalSample, Key
 
+Outcomes = npt.NDArray[np.float64]
+"""1 for correct, 0 for wrong, NaN where the verifier failed: [P, S] for all samples, or [P] for a measure by
+prompt."""
+_RESAMPLES = 2000
 Ask = Callable[[Sequence[EvalRequest]], Sequence[EvalSample]]
 """Requests → scored samples, in order. Stored samples are reused without asking an engine again."""
 
@@ -50,15 +57,9 @@ def correction_requests(
             prompt, [sample.as_candidate(prompt) for sample in (target, *companions)]
         )
         if len(x_tilde) + sampling.max_tokens <= corrector.max_context:
-            request = SampleRequest(
-                x_tilde,
-                derive_seed("test-time correction", seed, prompt.index, number),
-                sampling.max_tokens,
-                sampling.temperature,
-                sampling.top_p,
-                sampling.top_k,
-            )
-            requests.append(EvalRequest(("correction", prompt.index, number), prompt, request))
+            own_seed = derive_seed("test-time correction", seed, prompt.index, number)
+            key: Key = ("correction", prompt.index, number)
+            requests.append(EvalRequest(key, prompt, _request(x_tilde, own_seed, sampling)))
     return requests
 
 
@@ -96,8 +97,7 @@ class Evaluation:
     corrected_accuracy: float | None = None
     """Share of correct corrections among those of all samples; None if compare-and-correct is off."""
     corrections_skipped: int = 0
-    """Number of samples whose correction prompt left no room for a correction; the sample itself is used
-    instead."""
+    """Number of samples whose correction prompt left no room for a correction; the sample itself counts."""
     by_prompt: dict[str, list[float | None]] = field(default_factory=dict, repr=False)
     """Measure (accuracy, greedy_accuracy, pass_at_K, …) → its value for every prompt, in order; None where
     the verifier failed."""
@@ -151,7 +151,11 @@ def evaluate(
     if not prompts:
         raise ValueError("evaluation needs at least one prompt")
     sampled_requests = [
-        EvalRequest(("sampled", prompt.index, number), prompt, _request(prompt, sampling, number, seed))
+        EvalRequest(
+            ("sampled", prompt.index, number),
+            prompt,
+            _request(prompt.token_ids, derive_seed("evaluate", seed, prompt.index, number), sampling),
+        )
         for prompt in prompts
         for number in range(sampling.samples)
     ]
@@ -207,15 +211,21 @@ def summarised(
         first = next((sample.error for sample in samples if sample.error), None)
         raise ValueError(f"evaluation: the verifier failed on every response; the first error: {first}")
     responses = [response for of_prompt in sampled for response in of_prompt]
+    lack_answers = [response.finish_reason == "stop" and not response.answer for response in responses]
     low, high = interval(correct_PS)
     measures = {"accuracy": _means(correct_PS), "greedy_accuracy": greedy_P}
     if number > 1:
         measures |= _of_several(correct_PS, sampled, has_answers)
     corrections_PS: Outcomes | None = None
     if corrects:
-        corrections_PS = _correctness([_corrected(of_prompt, samples_by_key) for of_prompt in sampled])
+        # a sample without a correction stands for itself
+        corrected = [
+            [samples_by_key.get(("correction", s.prompt_index, s.number), s) for s in of_prompt]
+            for of_prompt in sampled
+        ]
+        corrections_PS = _correctness(corrected)
         measures["corrected_accuracy"] = _means(corrections_PS)
-    means = {name: mean_over_prompts(values_P) for name, values_P in measures.items()}
+    means = {name: known_mean(values_P) for name, values_P in measures.items()}
     return Evaluation(
         num_prompts=len(order),
         samples_per_prompt=number,
@@ -227,9 +237,7 @@ def summarised(
         mean_length=float(np.mean([sample.num_tokens for sample in responses])),
         truncated_share=float(np.mean([sample.finish_reason == "length" for sample in responses])),
         reward_errors=sum(sample.reward is None for sample in samples),
-        no_answer_share=float(np.mean([_lacks_answer(sample) for sample in responses]))
-        if has_answers
-        else None,
+        no_answer_share=float(np.mean(lack_answers)) if has_answers else None,
         pass_at={
             int(name.removeprefix("pass_at_")): value
             for name, value in means.items()
@@ -237,21 +245,17 @@ def summarised(
         },
         majority_accuracy=means.get("majority_accuracy"),
         best_of_accuracy=means.get("best_of_accuracy"),
-        corrected_accuracy=None if corrections_PS is None else _known_mean(corrections_PS),
+        corrected_accuracy=None if corrections_PS is None else known_mean(corrections_PS),
         corrections_skipped=len(responses) - sum(s.kind == "correction" for s in samples) if corrects else 0,
-        by_prompt={name: _listed(values_P) for name, values_P in measures.items()},
+        by_prompt={
+            name: [None if math.isnan(value) else value for value in values_P.tolist()]
+            for name, values_P in measures.items()
+        },
     )
 
 
-def _request(prompt: Prompt, sampling: EvalSampling, number: int, seed: int) -> SampleRequest:
-    return SampleRequest(
-        prompt.token_ids,
-        derive_seed("evaluate", seed, prompt.index, number),
-        sampling.max_tokens,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-    )
+def _request(ids: TokenIds, seed: int, sampling: EvalSampling) -> SampleRequest:
+    return SampleRequest(ids, seed, sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k)
 
 
 def _of_several(
@@ -264,21 +268,13 @@ def _of_several(
     if has_answers:
         answers = [[sample.answer for sample in of_prompt] for of_prompt in sampled]
         measures["majority_accuracy"] = majority(correct_PS, answers)
-    likelihoods_PS = np.array([[_likelihood(sample) for sample in of_prompt] for of_prompt in sampled])
+    likelihoods_PS = np.array(
+        [
+            [-math.inf if s.mean_logprob is None else s.mean_logprob for s in of_prompt]
+            for of_prompt in sampled
+        ]
+    )
     return measures | {"best_of_accuracy": best_of(correct_PS, likelihoods_PS)}
-
-
-def _corrected(of_prompt: Sequence[EvalSample], samples_by_key: Mapping[Key, EvalSample]) -> list[EvalSample]:
-    """Return the correction of every sample, or the sample itself if it has none."""
-    return [samples_by_key.get(("correction", s.prompt_index, s.number), s) for s in of_prompt]
-
-
-def _likelihood(sample: EvalSample) -> float:
-    return -math.inf if sample.mean_logprob is None else sample.mean_logprob
-
-
-def _lacks_answer(sample: EvalSample) -> bool:
-    return sample.finish_reason == "stop" and not sample.answer
 
 
 def _correctness(rows: Sequence[Sequence[EvalSample]]) -> Outcomes:
@@ -294,14 +290,87 @@ def _means(outcomes_PS: Outcomes) -> Outcomes:
     return np.where(known_P > 0, np.nansum(outcomes_PS, axis=1) / np.maximum(known_P, 1), np.nan)
 
 
-def _known_mean(outcomes_PS: Outcomes) -> float | None:
-    return None if np.isnan(outcomes_PS).all() else float(np.nanmean(outcomes_PS))
-
-
-def _listed(values_P: Outcomes) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in values_P.tolist()]
-
-
 def unknown_as_nan(values: Sequence[float | None]) -> Outcomes:
     """Return values of `Evaluation.by_prompt` in the form that the estimators take."""
     return np.array([math.nan if value is None else value for value in values])
+
+
+def pass_at(correct_PS: Outcomes, k: int) -> Outcomes:
+    """Return the probability that at least one of k samples is correct. For each prompt it is the unbiased
+    estimate 1 - C(n-c, k) / C(n, k) from its n scored samples, c of them correct (arXiv 2107.03374, eq. 1).
+
+    NaN for prompts with fewer than k scored samples.
+    """
+    known_P = (~np.isnan(correct_PS)).sum(axis=1)
+    hits_P = np.nansum(correct_PS, axis=1)
+    chances = [
+        1 - math.comb(int(n - c), k) / math.comb(int(n), k) if n >= k else math.nan
+        for n, c in zip(known_P, hits_P, strict=True)
+    ]
+    return np.array(chances)
+
+
+def majority(correct_PS: Outcomes, answers: Sequence[Sequence[str | None]]) -> Outcomes:
+    """Return maj@n (arXiv 2203.11171): whether a prompt's most frequent answer is correct, or the mean over
+    equally frequent answers. None and "" count as no answer and have no vote; a prompt without any vote
+    counts as wrong."""
+    return np.array([_voted(*pair) for pair in zip(correct_PS, answers, strict=True)])
+
+
+def _voted(correct_S: Outcomes, answers: Sequence[str | None]) -> float:
+    outcomes: dict[str, list[float]] = defaultdict(list)
+    for outcome, answer in zip(correct_S, answers, strict=True):
+        if answer:
+            outcomes[answer].append(outcome)
+    largest = max(map(len, outcomes.values()), default=0)
+    winners = [np.array(votes) for votes in outcomes.values() if len(votes) == largest]
+    # an answer whose verifier failed every time does not count as right
+    scores = [float(np.nanmean(votes)) if not np.isnan(votes).all() else 0.0 for votes in winners]
+    return float(np.mean(scores)) if scores else 0.0
+
+
+def best_of(correct_PS: Outcomes, scores_PS: npt.NDArray[np.float64]) -> Outcomes:
+    """Return whether a prompt's sample with the highest score is correct; not if its verifier failed."""
+    best_P = scores_PS.argmax(axis=1)
+    return np.nan_to_num(np.take_along_axis(correct_PS, best_P[:, None], axis=1))[:, 0]
+
+
+def known_mean(values: Outcomes) -> float | None:
+    """Return the mean of the values that are known; None if none is."""
+    scored = values[~np.isnan(values)]
+    return float(scored.mean()) if scored.size else None
+
+
+def interval(correct_PS: Outcomes) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of all outcomes: Wilson's for one sample per prompt. For more,
+    prompts are resampled (percentile bootstrap), because samples of a prompt are not independent."""
+    if correct_PS.shape[1] == 1:
+        scored = correct_PS[~np.isnan(correct_PS)]
+        return wilson(float(scored.mean()), len(scored))
+    hits_P = np.nansum(correct_PS, axis=1)
+    known_P = (~np.isnan(correct_PS)).sum(axis=1)
+    draw = np.random.default_rng(0).integers(len(hits_P), size=(_RESAMPLES, len(hits_P)))
+    num_scored = known_P[draw].sum(axis=1)
+    means = hits_P[draw].sum(axis=1)[num_scored > 0] / num_scored[num_scored > 0]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def interval_over_prompts(values_P: Outcomes) -> tuple[float, float]:
+    """Return the 95 % interval of a measure's mean over prompts. If all values are 0 or 1, it is Wilson's, so
+    that a few prompts without a failure do not look certain. Otherwise prompts are resampled (percentile
+    bootstrap)."""
+    scored = values_P[~np.isnan(values_P)]
+    if np.isin(scored, (0.0, 1.0)).all():
+        return wilson(float(scored.mean()), len(scored))
+    draw = np.random.default_rng(0).integers(len(scored), size=(_RESAMPLES, len(scored)))
+    low, high = np.quantile(scored[draw].mean(axis=1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Return Wilson's score interval, 95 %, of a share of `count` independent trials."""
+    z2 = 1.959964**2
+    center = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = math.sqrt(z2 * (share * (1 - share) + z2 / (4 * count)) / count) / (1 + z2 / count)
+    return center - half, center + half

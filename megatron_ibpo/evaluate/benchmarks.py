@@ -38,8 +38,7 @@ class Benchmark:
     layout: str
     """The fields of a row, in words."""
     row: Callable[[Row], ParsedRow | None]
-    """Returns the question of a row; None if it is outside the benchmark. Raises ValueError for another
-    layout."""
+    """Returns the question of a row; None outside the benchmark. Raises ValueError for another layout."""
     rm_type: Literal["math", "code"]
     problems: int | None
     """Number of published problems; None if not known for sure."""
@@ -159,7 +158,8 @@ def _mbpp(row: Row) -> ParsedRow | None:
 
 def _livecodebench(row: Row) -> ParsedRow | None:
     question, problem = _text(row, "question_content"), _text(row, "question_id")
-    if not in_window(str(row.get("contest_date"))):  # a date in parquet, its text in JSON
+    day = date.fromisoformat(str(row.get("contest_date"))[:10])  # a date in parquet, its text in JSON
+    if not FIRST_DAY <= day <= LAST_DAY:
         return None
     label = code_label(row)
     if starter := row.get("starter_code"):
@@ -254,11 +254,6 @@ _MOST_BYTES = 2**28
 could expand to more."""
 
 
-def in_window(contest_date: str) -> bool:
-    """Return whether a problem is in the window. Raises ValueError unless the date is an ISO date."""
-    return FIRST_DAY <= date.fromisoformat(contest_date[:10]) <= LAST_DAY
-
-
 def code_label(row: dict[str, Any]) -> str:
     """Return the label for the verifier `code`: all tests of a row, public ones first.
 
@@ -278,8 +273,7 @@ def code_label(row: dict[str, Any]) -> str:
 
 
 def function_name(row: dict[str, Any]) -> str | None:
-    """Return the name of the method that the tests call; None for a program that reads stdin. Raises
-    ValueError."""
+    """Return the name of the method that the tests call; None if they use stdin. Raises ValueError."""
     try:
         metadata = read_json(row.get("metadata", ""))
         name = metadata.get("func_name")

@@ -2,7 +2,7 @@
 of an evaluation by set and by problem."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -29,10 +29,9 @@ from megatron_ibpo.data.layouts import fields_read
 from megatron_ibpo.data.prompts import in_environment
 from megatron_ibpo.data.row_prompts import prompts_of_rows
 from megatron_ibpo.engines.registry import sampling_precision
-from megatron_ibpo.evaluate.accuracy import Evaluation, unknown_as_nan
+from megatron_ibpo.evaluate.accuracy import Evaluation, interval_over_prompts, unknown_as_nan
 from megatron_ibpo.evaluate.benchmark_files import checksums
 from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
-from megatron_ibpo.evaluate.pass_at_k import interval_over_prompts
 from megatron_ibpo.evaluate.stored_samples import (
     FINISHED,
     UNFINISHED,
@@ -160,7 +159,8 @@ def _open(
     room = _room(max_context, sampling)
     if benchmark is not None:
         rows = BenchmarkRows(benchmark, scheme, location)
-        benchmark_prompts = _benchmark_prompts(rows, tokenizer, config.data, room)
+        plain = replace(config.data, input_key="prompt", label_key="label")  # the names that `rows` gives
+        benchmark_prompts = prompts_of_rows(rows, tokenizer, plain, spec="benchmark", max_prompt_len=room)
         source = in_environment(benchmark_prompts, config.environment.environment)
         notes = [*source.notes, *rows.notes(), *checksums(location)]
     else:
@@ -212,18 +212,10 @@ def _of_half(source: PromptSource, half: str, count: int, spec: EvalSpec) -> lis
 
 
 def half_of(text: str) -> str:
-    """Return "tuning" or "test" by a hash of a question's text, so that a question is in the same half in
-    every run."""
+    """Return "tuning" or "test" by a hash of a question's text, the same in every run."""
     return (
         "tuning" if hashlib.blake2b(text.encode(), key=b"half", digest_size=1).digest()[0] < 128 else "test"
     )
-
-
-def _benchmark_prompts(
-    rows: Iterable[tuple[str, dict[str, Any]]], tokenizer: Tokenizer, data: DataConfig, room: int
-) -> PromptSource:
-    plain = replace(data, input_key="prompt", label_key="label")  # the reader's names, not those of a file
-    return prompts_of_rows(rows, tokenizer, plain, spec="benchmark", max_prompt_len=room)
 
 
 def _check(spec: EvalSpec, prompts: list[Prompt], sampling: EvalSampling, k: int) -> None:

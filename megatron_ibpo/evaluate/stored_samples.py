@@ -20,6 +20,7 @@ import numpy as np
 from megatron_ibpo.basics.record_lines import append_record, open_records, record_lines
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.text import changed_settings
 from megatron_ibpo.basics.user_files import RECORD_BYTES, read_json_file
 from megatron_ibpo.rewards import Response
 
@@ -50,8 +51,7 @@ class EvalSample:
     text: str
     """The response."""
     answer: str | None
-    """Answer that the verifier's module extracts from the response. Without one, None, the sample has no
-    vote."""
+    """Answer that the verifier's module extracts from the response. None has no vote."""
     reward: float | None
     """None where the verifier failed."""
     correct: bool
@@ -70,14 +70,6 @@ class EvalSample:
     @property
     def key(self) -> Key:
         return self.kind, self.prompt_index, self.number
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> "EvalSample":
-        """Restore a sample from `as_json`. Raises TypeError or KeyError for other rows."""
-        return cls(**{name.name: row[name.name] for name in fields(cls)})
 
     def as_candidate(self, prompt: Prompt) -> Sample:
         """Return the sample as input for a correction prompt, without its score."""
@@ -211,7 +203,7 @@ class KeptSamples:
     def add(self, sample: EvalSample) -> None:
         """Store a sample. Raises the errors of `append_record`."""
         own_hash = settings_hash(self._settings[sample.set])
-        append_record(self._files[sample.set], {**sample.as_json(), "settings": own_hash})
+        append_record(self._files[sample.set], {**asdict(sample), "settings": own_hash})
         self.num_added += 1
 
     def close(self) -> None:
@@ -234,10 +226,10 @@ class KeptSamples:
                 )
             return
         if entry["settings"] != settings:
+            changed = "; ".join(changed_settings(entry["settings"], settings))
             raise KeptError(
-                f"{self.directory} holds an evaluation of {name} with other settings: "
-                f"{_difference(entry['settings'], settings)}. Choose another --run-dir, or give the same "
-                "settings to resume"
+                f"{self.directory} holds an evaluation of {name} with other settings: {changed}. Choose "
+                "another --run-dir, or give the same settings to resume"
             )
 
     def _open(self, name: str, own_hash: str) -> dict[Key, EvalSample]:
@@ -245,7 +237,7 @@ class KeptSamples:
         samples = _read(path, own_hash) if path.exists() else []
         scored = {sample.key: sample for sample in samples if sample.error is None}
         unfinished = path.with_suffix(".tmp")
-        lines = ({**sample.as_json(), "settings": own_hash} for sample in scored.values())
+        lines = ({**asdict(sample), "settings": own_hash} for sample in scored.values())
         unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         unfinished.replace(path)
         self._files[name] = self._stack.enter_context(open_records(path))
@@ -344,15 +336,10 @@ def _read(path: Path, own_hash: str | None) -> list[EvalSample]:
     for location, line in record_lines(path):
         try:
             row = read_json(line)
-            sample = EvalSample.from_json(row)
+            sample = EvalSample(**{item.name: row[item.name] for item in fields(EvalSample)})
         except (ValueError, TypeError, KeyError) as error:
             raise KeptError(f"{location}: no sample of an evaluation: {error!r:.200}") from error
         if own_hash is not None and row.get("settings") != own_hash:
             raise KeptError(f"{location}: made by other settings than results.json says; remove the file")
         samples.append(sample)
     return samples
-
-
-def _difference(old: Settings, new: Settings) -> str:
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return "; ".join(f"{name} was {old.get(name)!r}, is {new.get(name)!r}" for name in names)

@@ -15,8 +15,8 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.basics.mask_encoding import decoded_mask, encoded_mask
 from megatron_ibpo.basics.records import ExpertIds, Sample
+from megatron_ibpo.basics.sampling_mask import decoded_mask, encoded_mask
 from megatron_ibpo.basics.user_files import check_user_file
 
 FORMAT = 1

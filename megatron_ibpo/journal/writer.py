@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from megatron_ibpo.basics.disk import flush
+from megatron_ibpo.basics.record_lines import flush
 from megatron_ibpo.basics.records import Sample
 from megatron_ibpo.journal.entries import (
     ClosedBatch,

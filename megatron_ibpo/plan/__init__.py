@@ -1,2 +1,1 @@
-"""The needs and predicted time of a run on any cluster, without running it: the plan that `--dry-run`
-prints."""
+"""The needs and predicted time of a run on any cluster, without running it, as `--dry-run` prints."""

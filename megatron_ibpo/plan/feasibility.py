@@ -66,11 +66,7 @@ class Plan:
     placement: Placement
 
 
-def make_plan(
-    config: Config,
-    world_size: int,
-    shape: ModelShape | None = None,
-) -> Plan | Misfit:
+def make_plan(config: Config, world_size: int, shape: ModelShape | None = None) -> Plan | Misfit:
     """Return the plan of a run on `world_size` ranks.
 
     Args:

@@ -118,8 +118,7 @@ class EngineMemory:
     workspace: int
     """Activations of the longest step, logits, buffers of kernels."""
     loading: int
-    """Bytes for loading during a weight update: an engine collects a whole module before it loads its
-    shard."""
+    """Bytes for loading during a weight update: an engine collects a whole module to load its shard."""
     asleep: int
     """Bytes that sleep does not free: CUDA context, communicators and graphs."""
 
@@ -176,12 +175,7 @@ def rank_state(config: Config, overrides: Overrides, part: StagePart, census: Ce
 
 
 def rank_memory(
-    shape: ModelShape,
-    config: Config,
-    overrides: Overrides,
-    part: StagePart,
-    census: Census,
-    max_tokens: int,
+    shape: ModelShape, config: Config, overrides: Overrides, part: StagePart, census: Census, max_tokens: int
 ) -> RankMemory:
     """Return the memory of a trainer rank with micro-batches of up to `max_tokens` tokens."""
     element, stages = _trainer_element(config), config.parallel.pipeline_model_parallel_size
@@ -334,15 +328,14 @@ def _checkpoint_copies(config: Config, census: Census, places: Sequence[Place]) 
 
 def _shard(census: Census, part: StagePart) -> int:
     """Return the number of parameters whose optimizer state a rank has when data-parallel ranks share it."""
-    dense, experts = part.dense - part.frozen_dense, part.experts - part.frozen_experts
-    return -(-dense // census.data_parallel) + -(-experts // census.expert_data_parallel)
+    experts = -(-part.trained_experts // census.expert_data_parallel)
+    return -(-part.trained_dense // census.data_parallel) + experts
 
 
 def _gathers(census: Census, place: Place) -> int:
     """Return the number of parameters whose optimizer state is gathered on this rank."""
     part = census.stages[place.pipeline]
-    dense, experts = part.dense - part.frozen_dense, part.experts - part.frozen_experts
-    return dense * (place.data == 0) + experts * (place.expert_data == 0)
+    return part.trained_dense * (place.data == 0) + part.trained_experts * (place.expert_data == 0)
 
 
 def _engine_weights(shape: ModelShape, total: int, size: int, needs: EngineNeeds) -> int:
@@ -360,8 +353,7 @@ def kv_bytes(shape: ModelShape, needs: EngineNeeds, size: int, tokens: int) -> i
 
 
 def state_bytes_per_sequence(shape: ModelShape, needs: EngineNeeds, size: int) -> int:
-    """Return the bytes of recurrent and convolution state of one sequence on one of an engine's `size`
-    GPUs."""
+    """Return the bytes of recurrent and convolution state of one sequence on each of `size` GPUs."""
     mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
     recurrent = needs.state_bytes * sum(mixer.recurrent_state for mixer in mixers)
     convolution = needs.element_bytes * sum(mixer.convolution_state for mixer in mixers)
@@ -453,8 +445,7 @@ def _in_flight(overrides: Overrides, stages: int, stage: int) -> float:
 def _without_gradient(
     shape: ModelShape, config: Config, part: StagePart, widest: float, max_tokens: int
 ) -> int:
-    """Return the bytes of one layer's tensors, and on the last stage of logits with the memory of the
-    loss."""
+    """Return the bytes of one layer's tensors, and on the last stage of logits and loss."""
     tokens = max(max_tokens, config.model.tokens_without_gradient)
     element = _trainer_element(config)
     gathered = _gathered(shape, config.parallel, tokens)

@@ -6,21 +6,18 @@ while it is written, and the least that the programs take. Activations of traine
 object store come on top, so a run that passes may still lack memory.
 """
 
-import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from megatron_ibpo.basics.text import listed
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
-from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.config import Config
 from megatron_ibpo.engines.registry import engine_needs
 from megatron_ibpo.engines.settings import EngineNeeds
-from megatron_ibpo.models import ModelShape, pipeline_layers
+from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.lora import TrainedWeights
-from megatron_ibpo.models.weight_map import Entry
 from megatron_ibpo.plan.memory import GIB, engine_memory, node_memory, rank_state
-from megatron_ibpo.plan.parameter_count import Census, StagePart
+from megatron_ibpo.plan.parameter_count import Census, census_by_names
 from megatron_ibpo.policy.overrides import Overrides, read_overrides
 
 TRAINER_PROGRAM_BYTES = int(0.4 * GIB)
@@ -65,9 +62,11 @@ def check_main_memory(
         ValueError: for each node with too little memory: the needs, what it has, and what to change.
     """
     census = census_by_names(shape, config, overrides.chunks, weights, len(placement.trainers))
-    problems = _refusals(
-        _needed(config, shape, overrides, needs, census, placement), placement, memory, needs.kv_cache_flag
-    )
+    problems = [
+        _refusal(placement.nodes[node].address, memory[node], parts, needs.kv_cache_flag)
+        for node, parts in _needed(config, shape, overrides, needs, census, placement).items()
+        if sum(parts.values()) > memory[node]
+    ]
     if problems:
         raise ValueError(listed(problems, "\n", most=_MOST_NODES))
 
@@ -91,20 +90,6 @@ def memory_on_cpus(config: Config, shape: ModelShape, census: Census) -> dict[st
     return parts
 
 
-def _refusals(
-    parts_of: Mapping[int, Mapping[str, int]],
-    placement: Placement,
-    memory: Mapping[int, int],
-    kv_cache_flag: str,
-) -> list[str]:
-    """Return a line for each node whose parts take more main memory than it has."""
-    return [
-        _refusal(placement.nodes[node].address, memory[node], parts, kv_cache_flag)
-        for node, parts in parts_of.items()
-        if sum(parts.values()) > memory[node]
-    ]
-
-
 def _refusal(address: str, memory_bytes: int, parts: Mapping[str, int], kv_cache_flag: str) -> str:
     largest = max(parts, key=lambda name: parts[name])
     advice = _ADVICE[largest].format(kv_cache_flag=kv_cache_flag)
@@ -125,7 +110,9 @@ def _needed(
     placement: Placement,
 ) -> dict[int, dict[str, int]]:
     """Return, for each node with any of the run's processes, the bytes by purpose."""
-    ranks = _on_nodes([slot.node for slot in placement.trainers])
+    ranks: dict[int, list[int]] = {}
+    for rank, slot in enumerate(placement.trainers):
+        ranks.setdefault(slot.node, []).append(rank)
     engines = Counter(slot.node for slot in placement.engines)
     on_gpu = placement.on_gpu
     stages = [rank_state(config, overrides, part, census) for part in census.stages]
@@ -145,87 +132,3 @@ def _needed(
         programs += 0 if on_gpu else engines[node] * ENGINE_PROGRAM_BYTES
         needed[node] = parts | {_PROGRAMS: programs}
     return needed
-
-
-def _on_nodes(nodes: Sequence[int]) -> dict[int, list[int]]:
-    """Return the ranks on each node."""
-    ranks: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        ranks.setdefault(node, []).append(rank)
-    return ranks
-
-
-# ------------------------------------------------------------------------------------ counted by names
-
-
-def census_by_names(
-    shape: ModelShape, config: Config, chunks: int, weights: TrainedWeights, world_size: int
-) -> Census:
-    """Return `take_census` without Megatron, from a checkpoint's headers, for the driver, which builds no
-    model.
-
-    Args:
-        chunks: pieces of the model that each rank holds (`Overrides.chunks`).
-
-    Tensors that tensor-parallel ranks have copies of (norms, routers) count as if they were cut, an error of
-    some thousandths of a model. Tied embeddings count on both ends of a pipeline.
-    """
-    parallel = config.parallel
-    stage_of = {
-        layer: stage
-        for stage, pieces in enumerate(pipeline_layers(shape.num_layers, parallel, chunks))
-        for layers in pieces
-        for layer in layers
-    }
-    last = parallel.pipeline_model_parallel_size - 1
-    dense, experts = Counter[int](), Counter[int]()
-    adapted = bool(weights.adapters)
-    for name, count in weights.elements.items():
-        stage = _stage(name, stage_of, last)
-        (experts if ".experts." in name else dense)[stage] += count
-        if shape.tie_word_embeddings and last and "embed_tokens" in name:
-            dense[last] += count
-    layers_of = Counter(stage_of.values())
-    added = [(stage_of[_layer(entry)], entry) for entry in weights.adapters]
-    parts, largest = [], max(weights.elements.values())
-    for stage in range(last + 1):
-        own_dense = dense[stage] // parallel.tensor_model_parallel_size
-        own_experts = experts[stage] // (
-            parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
-        )
-        adapters = _adapters(parallel, [entry for place, entry in added if place == stage])
-        parts.append(
-            StagePart(
-                pipeline=stage,
-                dense=own_dense + adapters[False],
-                experts=own_experts + adapters[True],
-                frozen_dense=own_dense if adapted else 0,
-                frozen_experts=own_experts if adapted else 0,
-                layers=layers_of[stage],
-                largest=largest,
-            )
-        )
-    return Census(weights.parameters, weights.trained, largest, parts, parallel, world_size)
-
-
-def _adapters(parallel: ParallelConfig, entries: Iterable[Entry]) -> dict[bool, int]:
-    """Return the elements of adapters on each rank of a pipeline stage: beside dense matrices (False), beside
-    experts (True)."""
-    elements = {False: 0, True: 0}
-    for entry in entries:
-        is_expert = entry.expert is not None
-        ranks = parallel.expert_tensor_parallel_size if is_expert else parallel.tensor_model_parallel_size
-        elements[is_expert] += math.prod(entry.shape) // (1 if entry.cut is None else ranks)
-    elements[True] //= parallel.expert_model_parallel_size
-    return elements
-
-
-def _layer(entry: Entry) -> int:
-    assert entry.layer is not None  # adapters are in layers
-    return entry.layer
-
-
-def _stage(name: str, stage_of: Mapping[int, int], last: int) -> int:
-    if (layer := re.search(r"\blayers\.(\d+)\.", name)) is not None:
-        return stage_of[int(layer[1])]
-    return 0 if "embed_tokens" in name else last

@@ -1,6 +1,6 @@
 """Seconds of a trainer's pass, of sampling and of a weight update: one roofline of about ten coefficients.
 
-Work is divided by the share of a data sheet's rate that programs reach (`plan.coefficients`). A trainer's
+Work is divided by the share of a data sheet's rate that programs reach (`plan.workload`). A trainer's
 pass adds up products, attention, memory traffic, exchanges between ranks, the pipeline's bubble and the
 optimizer. An engine reads prompts and then takes decoding steps. Each step reads the weights or computes
 products, whichever takes longer, and reads caches.

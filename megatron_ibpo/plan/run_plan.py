@@ -1,7 +1,7 @@
 """The plan that `--dry-run` prints: the layout of a configuration on a cluster, and whether it can work."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -36,8 +36,7 @@ from megatron_ibpo.plan.memory import GIB, RankMemory, kv_bytes, state_bytes_per
 from megatron_ibpo.plan.node_memory import memory_on_cpus
 from megatron_ibpo.plan.parameter_count import Census
 from megatron_ibpo.plan.prediction import lines, setting_of
-from megatron_ibpo.report.display import open_console, sizes_table
-from megatron_ibpo.report.sizes import run_sizes
+from megatron_ibpo.report.display import open_console, run_sizes, sizes_table
 from megatron_ibpo.weights.formats.retention import checkpoint_bytes, kept_at_once, kept_bytes
 
 FITS, REFUSED = 0, 2
@@ -49,11 +48,7 @@ _MOST_NODES = 64
 
 
 def plan_run(config: Config, console: Console | None = None) -> int:
-    """Print the plan of a run.
-
-    Returns:
-        FITS (0), or REFUSED (2) after printing the reason.
-    """
+    """Print the plan of a run. Return FITS (0), or REFUSED (2) after printing the reason."""
     has_gpu = torch.cuda.device_count() > 0
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that the plan is the same on a machine with GPUs
     console = console or open_console()
@@ -66,7 +61,7 @@ def plan_run(config: Config, console: Console | None = None) -> int:
     except (ModelConfigError, ValueError) as error:
         console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return REFUSED
-    _print_plan(plan, console, "" if has_gpu else _on_this_machine(plan, config))
+    _print_plan(plan, console, "" if has_gpu or isinstance(plan, Misfit) else _on_this_machine(plan, config))
     return REFUSED if plan.problems else FITS
 
 
@@ -79,14 +74,14 @@ def _check_with_megatron(plan: Plan) -> None:
     check_model(plan.shape, plan.config)
 
 
-def _on_this_machine(plan: Plan | Misfit, config: Config) -> str:
+def _on_this_machine(plan: Plan, config: Config) -> str:
     """Return the main memory that the run would take here, on CPUs. Empty if this machine has fewer CPUs than
     the run has ranks, since such a plan is for another one.
 
     Args:
         config: configuration as the user gave it, without the plan's choices for GPUs.
     """
-    if isinstance(plan, Misfit) or plan.world_size > (os.cpu_count() or 1):
+    if plan.world_size > (os.cpu_count() or 1):
         return ""
     context = plan.config.rollout.rollout_max_context_len
     note = fallback_note(config.rollout, plan.shape, on_gpu=False)
@@ -136,8 +131,7 @@ def _print_plan(plan: Plan | Misfit, console: Console, on_this_machine: str) -> 
         say("Memory of one GPU, GiB")
         console.print(_memory_table(plan))
         say()
-        for line in _remarks(plan):
-            say(line)
+        say("\n".join(_remarks(plan)))
         if on_this_machine:
             say()
             say(on_this_machine)
@@ -166,8 +160,7 @@ def _say_time(plan: Plan, hardware: str, say: Callable[[str], None]) -> None:
         time_lines = lines(setting, config.run.num_rollout, config.run.gpu_hour_price)
     except ValueError as error:
         time_lines = [f"not predicted: {error}"]
-    for line in time_lines:
-        say(line)
+    say("\n".join(time_lines))
 
 
 def in_short(plan: Plan) -> str:
@@ -212,8 +205,7 @@ def _places_table(plan: Plan) -> Table:
 
 
 def _shown_ranks(census: Census, per_node: int) -> list[int]:
-    """Return all ranks, or if there are too many to read, those of the first node of each stage and of the
-    last node."""
+    """Return all ranks, or of many those of the first node of each stage and of the last node."""
     if census.world_size <= _MAX_RANKS_SHOWN:
         return list(range(census.world_size))
     starts = [census.ranks(stage).start for stage in range(len(census.stages))]
@@ -309,22 +301,26 @@ def _remarks(plan: Plan) -> list[str]:
     config, rollout, census = plan.config, plan.config.rollout, plan.census
     sent, engines = sync_bytes(census, config)[0], len(plan.placement.engines)
     context = config.parallel.context_parallel_size
+    ids, rows = plan.shape.vocab_size, padded_vocab_size(plan.shape, config.parallel)
+    is_whole = census.trained == census.total
+    adapters = "" if is_whole else f", frozen; {census.trained:,} of adapters are trained"
     shared = f" x CP {context}" if context > 1 else ""
     expert_dp = f", expert DP {census.expert_data_parallel}" if plan.shape.is_moe else ""
     sharding = "sharded over these" if config.parallel.use_distributed_optimizer else "not sharded"
+    host_parts = "; ".join(f"{name} {_gib(size)}" for name, size in plan.host.named().items() if size)
     engine_place = ", on the trainers' GPUs; asleep while those train" if rollout.colocate else ""
     if not rollout.colocate:
-        rows = [f"{node}: {engines}" for node, _, engines in plan.placement.rows() if engines != "–"]
-        engine_place = f", on GPUs of their own ({listed(rows, '; ', most=_MOST_NODES)})"
+        nodes = [f"{node}: {engines}" for node, _, engines in plan.placement.rows() if engines != "–"]
+        engine_place = f", on GPUs of their own ({listed(nodes, '; ', most=_MOST_NODES)})"
     lines = [
-        f"parameters: {census.total:,}{_trained(census)}; DP {census.data_parallel // context}{shared}"
+        f"parameters: {census.total:,}{adapters}; DP {census.data_parallel // context}{shared}"
         f"{expert_dp}; optimizer state {sharding}",
-        *_padding(plan),
+        *([f"vocabulary: {ids:,} ids, padded to {rows:,} rows for the trainers"] if rows > ids else []),
         f"engines: {engines} of {counted(rollout.rollout_num_gpus_per_engine, 'GPU')} each{engine_place}",
         _kv_cache(plan),
         f"weight update: {_gib(sent)} GiB to each engine, in buckets of "
         f"{rollout.update_weight_buffer_size / 1024**2:.0f} MiB",
-        _main_memory(plan),
+        f"main memory of a node: {_gib(plan.host.total)} GiB{f' ({host_parts})' if host_parts else ''}",
         _disk(config, census),
         "* estimated, for Transformer Engine, flash attention and flash-linear-attention; the rest is "
         "counted",
@@ -363,21 +359,6 @@ def _kv_cache(plan: Plan) -> str:
         f"tokens, or {responses:.0f} responses of {rollout.rollout_max_response_len:,}; it runs at most "
         f"{needs.most_running} sequences at once ({needs.most_running_flag})"
     )
-
-
-def _main_memory(plan: Plan) -> str:
-    named = "; ".join(f"{name} {_gib(size)}" for name, size in plan.host.named().items() if size)
-    return f"main memory of a node: {_gib(plan.host.total)} GiB{f' ({named})' if named else ''}"
-
-
-def _trained(census: Census) -> str:
-    return "" if census.trained == census.total else f", frozen; {census.trained:,} of adapters are trained"
-
-
-def _padding(plan: Plan) -> Iterator[str]:
-    ids, rows = plan.shape.vocab_size, padded_vocab_size(plan.shape, plan.config.parallel)
-    if rows > ids:
-        yield f"vocabulary: {ids:,} ids, padded to {rows:,} rows for the trainers"
 
 
 def _disk(config: Config, census: Census) -> str:

@@ -1,13 +1,17 @@
 """The output of a run: metrics, progress, curves, summary, recorded rollouts."""
 
 from megatron_ibpo.report.alarms import RewardErrorRateError, check_reward_errors, rounding_bound, step_alarms
-from megatron_ibpo.report.display import Size
-from megatron_ibpo.report.metrics_log import metrics_by_task, read_rows
-from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, save_outcomes
+from megatron_ibpo.report.display import Size, run_sizes
+from megatron_ibpo.report.metrics_log import (
+    load_outcomes,
+    metrics_by_task,
+    outcomes_path,
+    read_rows,
+    save_outcomes,
+)
 from megatron_ibpo.report.rollout_data import load_groups, rollout_path, save_groups
 from megatron_ibpo.report.run_dir import jsonable, prepare_run_dir
 from megatron_ibpo.report.run_report import Report
-from megatron_ibpo.report.sizes import run_sizes
 from megatron_ibpo.report.stages import Stages
 
 __all__ = [

@@ -17,16 +17,14 @@ REWARD_ERROR_SHARE = 0.05
 """Share of verifier failures from which an alarm is raised: an occasional time-out is normal, one in twenty
 is not."""
 TRUNCATED_SHARE = 0.9
-"""Share of responses cut off at the length limit from which an alarm is raised: hardly any can be correct
-then."""
+"""Share of responses cut off at the length limit from which an alarm is raised: hardly any can be correct."""
 WINDOW = 10
 """Steps over which the rules below average: one step alone says little of a trend."""
 ENTROPY_SHARE = 0.1
 """Entropy has collapsed below this share of its value in the first steps. Half or a third is normal in
 learning; at a tenth all responses of a group are nearly the same."""
 LENGTH_FACTOR = 2.0
-"""Factor by which responses have become longer, or shorter, than in the first steps when they have
-drifted."""
+"""Factor by which responses have become longer, or shorter, than in the first steps if they drift."""
 MISMATCH_BOUND = 0.01
 """Nats per token, k3 estimate, that trainer and engine may differ by. k3 is about half the square of the
 difference of log-probs, so a typical token's probability is off by 14 %. Sound kernels stay a hundred times
@@ -306,8 +304,7 @@ def _dead_groups(columns: Columns, groups_per_step: int) -> _Finding:
 
 
 def _recent(steps: Array, values: Array) -> tuple[Array, Array, float]:
-    """Return (steps from the WINDOW-th on, mean of the WINDOW values up to each, mean of the first
-    WINDOW)."""
+    """Return (steps from the WINDOW-th on, mean of the WINDOW values up to each, the first of these)."""
     if len(values) < WINDOW:
         return np.empty(0), np.empty(0), np.nan
     means = np.lib.stride_tricks.sliding_window_view(values, WINDOW).mean(axis=1)

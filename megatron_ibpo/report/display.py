@@ -1,4 +1,4 @@
-"""Display of a run on the terminal: the table of sizes, and the progress of the steps."""
+"""Display of a run on the terminal: its named sizes, each with its meaning, and the progress of the steps."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_ibpo.basics.text import counted
+from megatron_ibpo.config import Config, named_values
+from megatron_ibpo.engines.registry import samples_in_trainer, sampling_precision
 
 METRIC_LABELS = {
     "reward": "reward",
@@ -120,8 +122,7 @@ class ProgressDisplay:
 
 
 def _sampling(metrics: Mapping[str, float]) -> list[str]:
-    """Return the number of live engines and, if sampling runs ahead, the age of the batch and the work under
-    way."""
+    """Return the number of live engines and, if sampling runs ahead, the age of the batch and its work."""
     parts = []
     if "engines" in metrics:
         parts.append(f"engines {metrics['engines_alive']:.0f}/{metrics['engines']:.0f}")
@@ -141,3 +142,79 @@ def _clock(seconds: float) -> str:
     minutes, full_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{full_seconds:02d}" if hours else f"{minutes}:{full_seconds:02d}"
+
+
+def run_sizes(
+    config: Config,
+    world_size: int,
+    *,
+    corrections: int,
+    parameters: int | None = None,
+    engines: int | None = None,
+    loss_backend: str | None = None,
+    layers: Mapping[str, tuple[str, str]] | None = None,
+) -> list[Size]:
+    """Return the named sizes of a step, and those of model and engines if known.
+
+    corrections: most corrections per response.
+    loss_backend: back end that computes the loss and why, once known.
+    layers: part of a layer → (the library that computes it, how), for the known parts.
+    """
+    rollout, loss, parallel = config.rollout, config.loss, config.parallel
+    num_prompts, group_size = rollout.rollout_batch_size, rollout.n_samples_per_prompt
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp = parallel.context_parallel_size
+    computed_by = loss_backend or loss.loss_backend
+    head = ", LM head fused, --fuse-lm-head" if loss.fuse_lm_head else ""
+    shared, packed = (f" CP{cp}", f" x CP {cp}, packed") if cp > 1 else ("", ", packed")
+    sizes = [
+        Size("prompts per step (P)", num_prompts, "--rollout-batch-size"),
+        Size("responses per prompt (G)", group_size, "--n-samples-per-prompt"),
+        Size("responses per step", num_prompts * group_size, "P x G, each of weight 1/(P x G)"),
+        Size(
+            "corrections per step",
+            f"≤ {num_prompts * group_size * corrections:,}",
+            "--ibpo-corrections for each wrong response",
+        ),
+        Size(
+            "updates per step",
+            loss.updates_per_rollout,
+            f"optimizer steps, of {counted(num_prompts // loss.num_steps_per_rollout, 'prompt')} each",
+        ),
+        Size("epochs per step", loss.num_epochs_per_rollout, "passes over the responses of a step"),
+        Size("response tokens", f"≤ {rollout.rollout_max_response_len:,}", "--rollout-max-response-len"),
+        Size("context tokens", f"≤ {rollout.rollout_max_context_len or 0:,}", "prompt and response together"),
+        Size("tokens per micro-batch", cp * config.model.max_tokens_per_gpu, f"--max-tokens-per-gpu{packed}"),
+        Size(
+            "without a gradient",
+            cp * config.model.tokens_without_gradient,
+            f"--log-probs-max-tokens-per-gpu{packed}",
+        ),
+        Size("steps", config.run.num_rollout, "--num-rollout"),
+        Size("budget", f"{config.run.budget or 0:g}", f"{config.run.budget_unit}; the run stops when spent"),
+        Size(
+            "layout",
+            f"TP{tp} EP{parallel.expert_model_parallel_size} PP{pp}{shared} DP{world_size // (tp * pp * cp)}",
+            f"of {counted(world_size, 'rank')}",
+        ),
+        Size("precision", "bfloat16" if config.model.bf16 else "float32", "of the trainer, --bf16"),
+        *(Size(part, library, implementation) for part, (library, implementation) in (layers or {}).items()),
+        Size("loss", loss.loss_variant, f"computed by {computed_by}, --loss-backend{head}"),
+    ]
+    overrides = {"--model-override": config.model.model_override}
+    overrides["--optimizer-override"] = config.optimizer.optimizer_override
+    for flag, settings in overrides.items():
+        sizes += [Size(name, value, flag) for name, value in named_values(settings).items()]
+    if parameters is not None:
+        sizes.append(Size("parameters", parameters, "of the whole model"))
+    if engines is not None:
+        per_engine = rollout.rollout_num_gpus_per_engine
+        backend = rollout.rollout_backend
+        engine = f"{backend}, TP{per_engine}, {sampling_precision(rollout).dtype}"
+        in_trainer = f"--rollout-backend {backend}: the trainer's own process, float32"
+        sizes.append(Size("engines", engines, in_trainer if samples_in_trainer(backend) else engine))
+    unused = set() if corrections else {"corrections per step"}
+    unused |= {"epochs per step"} if loss.num_epochs_per_rollout == 1 else set()
+    unused |= {"budget"} if config.run.budget is None else set()
+    unused |= {"without a gradient"} if config.model.log_probs_max_tokens_per_gpu is None else set()
+    return [size for size in sizes if size.name not in unused]

@@ -1,5 +1,6 @@
 """The log of a run's metrics: metrics.jsonl, TensorBoard, Weights & Biases, trackio; the metrics of each
-source in a mixture; and the rows of a log as named columns, thinned so that they can be drawn."""
+source in a mixture; the rows of a log as named columns, thinned so that they can be drawn; and the held-out
+problems that a policy solved, kept for each evaluation, so that runs can be compared by problem."""
 
 import importlib
 import json
@@ -14,8 +15,8 @@ import numpy.typing as npt
 from megatron_ibpo.basics.record_lines import append_record, open_records, record_lines
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.report.disk import require_room
-from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, write_whole
+from megatron_ibpo.evaluate import EvalSample, SetEvaluation
+from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, require_room, write_whole
 
 Kind = Literal["step", "evaluation"]
 
@@ -61,8 +62,7 @@ class MetricsLog:
         self._tensorboard: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=completed_steps + 1)
 
     def append(self, kind: Kind, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
-        """Write a row to all logs. If OSError is raised, the row is in none of them and may be appended
-        again."""
+        """Write a row to all logs. If OSError is raised, no log has it, and it may be appended again."""
         rounded = {name: round(value, 4) for name, value in seconds.items()}
         row = {"kind": kind, "step": step, **jsonable(metrics), "seconds": rounded}
         require_room(self._dir, ROOM_BYTES)
@@ -233,8 +233,7 @@ def _short(values: Array) -> list[float | None]:
 
 
 def metrics_by_task(groups: Sequence[Group]) -> dict[str, float]:
-    """Return `prompts/TASK` and `accuracy/TASK` (share of scored responses that are correct) for every task
-    of a step."""
+    """Return `prompts/TASK` and `accuracy/TASK` (share of scored responses that are right) for every task."""
     by_task: dict[str, list[Group]] = {}
     for group in groups:
         by_task.setdefault(group.prompt.task, []).append(group)
@@ -250,3 +249,51 @@ def metrics_by_task(groups: Sequence[Group]) -> dict[str, float]:
         if scored:
             metrics[f"accuracy/{task}"] = sum(scored) / len(scored)
     return metrics
+
+
+def outcomes_path(run_dir: Path, step: int, name: str = "") -> Path:
+    """Return the path of the outcomes of the evaluation after `step` steps.
+
+    Args:
+        name: the set's name, if sets have names.
+    """
+    return run_dir / "evaluations" / name / f"step_{step:06d}.json"
+
+
+def save_outcomes(run_dir: Path, step: int, evaluated: Sequence[SetEvaluation]) -> None:
+    """Write the outcomes of every set."""
+    (run_dir / "evaluations").mkdir(exist_ok=True)
+    for set_evaluation in evaluated:
+        path = outcomes_path(run_dir, step, set_evaluation.set.name if set_evaluation.set.is_named else "")
+        write_whole(path, json.dumps({"step": step, "problems": _problems(set_evaluation.samples)}) + "\n")
+
+
+def _problems(samples: Sequence[EvalSample]) -> dict[str, dict[str, list[int | None]]]:
+    """Return 1 (correct), 0 (wrong) or null (the verifier failed) for each response, by problem; sampled and
+    greedy ones are separate."""
+    problems: dict[str, dict[str, list[int | None]]] = {}
+    for sample in samples:
+        outcomes = problems.setdefault(str(sample.prompt_index), {"sampled": [], "greedy": []})
+        if sample.kind != "correction":
+            outcomes[sample.kind].append(None if sample.reward is None else int(sample.correct))
+    return problems
+
+
+def load_outcomes(path: Path) -> dict[int, float]:
+    """Return problem → share of its sampled responses that were correct; NaN if the verifier failed on all.
+
+    Raises:
+        ValueError: the file is missing or is not what `save_outcomes` writes.
+    """
+    try:
+        problems = json.loads(path.read_text(encoding="utf-8"))["problems"]
+        return {int(index): _share(outcomes["sampled"]) for index, outcomes in problems.items()}
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: holds no outcomes of an evaluation: {error!r:.200}") from error
+
+
+def _share(outcomes: Sequence[int | None]) -> float:
+    scored: npt.NDArray[np.float64] = np.array([outcome for outcome in outcomes if outcome is not None])
+    return float(scored.mean()) if scored.size else float("nan")

@@ -11,15 +11,13 @@ import base64
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_ibpo.basics.mask_encoding import decoded_mask, encoded_mask
 from megatron_ibpo.basics.records import (
     Correction,
     ExpertIds,
@@ -33,6 +31,7 @@ from megatron_ibpo.basics.records import (
     token_ids,
 )
 from megatron_ibpo.basics.reward_value import LARGEST_REWARD
+from megatron_ibpo.basics.sampling_mask import decoded_mask, encoded_mask
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import RECORD_BYTES, read_user_file
 from megatron_ibpo.credit.explanation import GroupExplanation, Line, SampleExplanation
@@ -129,39 +128,36 @@ def load_step(path: Path) -> RecordedStep:
     Raises:
         ValueError: the file is missing or is not what `save_groups` writes.
     """
-    with _content(path) as content:
-        if content["format"] not in _READABLE_FORMATS:
-            raise ValueError(f"format {content['format']}, expected one of {_READABLE_FORMATS}")
-        groups = [_group_from_json(item) for item in content["groups"]]
-        trained = {
-            (item["group"], item["kind"], item["index"]): Trained(
-                item["advantage"],
-                item["weight"],
-                _array(item["token_weights"], np.float64),
-                _array(item.get("token_advantages"), np.float64),
-                _array(item["old_logprobs"], np.float32),
-                _array(item["new_logprobs"], np.float32),
-                _array(item.get("values"), np.float32),
-            )
-            for item in content.get("trained", [])
-        }
-        explanations = [_explanation_from_json(item) for item in content.get("explanations", [])]
-        return RecordedStep(content["step"], groups, trained, explanations)
-
-
-@contextmanager
-def _content(path: Path) -> Iterator[Any]:
-    """Yield the content of the file; errors name the file."""
     try:
         text = read_user_file(path, RECORD_BYTES)
     except OSError as error:
         raise ValueError(f"recorded rollouts {path}: {error.strerror}") from error
     try:
-        yield json.loads(text)  # including infinities, which a record may hold
+        return _step_from_json(json.loads(text))  # including infinities, which a record may hold
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"recorded rollouts {path}: not a file of --save-debug-rollout-data: {shown(error)}"
         ) from error
+
+
+def _step_from_json(content: dict[str, Any]) -> RecordedStep:
+    if content["format"] not in _READABLE_FORMATS:
+        raise ValueError(f"format {content['format']}, expected one of {_READABLE_FORMATS}")
+    groups = [_group_from_json(item) for item in content["groups"]]
+    trained = {
+        (item["group"], item["kind"], item["index"]): Trained(
+            item["advantage"],
+            item["weight"],
+            _array(item["token_weights"], np.float64),
+            _array(item.get("token_advantages"), np.float64),
+            _array(item["old_logprobs"], np.float32),
+            _array(item["new_logprobs"], np.float32),
+            _array(item.get("values"), np.float32),
+        )
+        for item in content.get("trained", [])
+    }
+    explanations = [_explanation_from_json(item) for item in content.get("explanations", [])]
+    return RecordedStep(content["step"], groups, trained, explanations)
 
 
 def _trained_to_json(
@@ -198,10 +194,7 @@ def _explanation_to_json(explanation: GroupExplanation) -> dict[str, Any]:
             for sample in samples
         ]
 
-    return {
-        "responses": lines(explanation.responses),
-        "corrections": lines(explanation.corrections),
-    }
+    return {"responses": lines(explanation.responses), "corrections": lines(explanation.corrections)}
 
 
 def _plain(value: Any) -> str | float | None:
@@ -259,25 +252,25 @@ def _group_from_json(item: dict[str, Any]) -> Group:
 def _sample_to_json(
     sample: Sample, decode: Callable[[TokenIds], str], usual_prompt: TokenIds
 ) -> dict[str, Any]:
-    """Return a sample as JSON, without defaults: the group's own prompt, a mask that hides nothing, no
-    details."""
+    """Return a sample as JSON, without defaults: the group's own prompt, a mask of nothing, no details."""
     content = {"decoded": decode(sample.token_ids)} | _fields(sample)
-    if sample.routed_experts is None:
-        content = _without(content, "routed_experts")
-    else:
+    if sample.routed_experts is not None:
         content["routed_experts"] = _packed(sample.routed_experts)
-    if sample.sampling_mask is None:
-        content = _without(content, "sampling_mask")
-    else:
+    if sample.sampling_mask is not None:
         packed = encoded_mask(sample.sampling_mask, sample.token_ids)
         content["sampling_mask"] = base64.b64encode(packed).decode("ascii")
     if not any(sample.drafts):
-        content = _without(content, "drafts")
+        content["drafts"] = None
     if np.array_equal(sample.prompt_token_ids, usual_prompt):
         content["prompt_token_ids"] = None
     if sample.loss_mask.all():
         content["loss_mask"] = None
-    return content if sample.reward_details else _without(content, "reward_details")
+    content["reward_details"] = sample.reward_details or None
+    return {name: value for name, value in content.items() if value is not None or name not in _LEFT_OUT}
+
+
+_LEFT_OUT = ("routed_experts", "sampling_mask", "drafts", "reward_details")
+"""Fields of a sample that are left out where they hold nothing."""
 
 
 def _sample_from_json(item: dict[str, Any], index: int, usual_prompt: TokenIds) -> Sample:
@@ -331,8 +324,8 @@ def _without(item: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _tagged(value: Any) -> Any:
-    """Return metadata in which values that JSON would change (tuples, dictionaries with other keys than text)
-    are tagged."""
+    """Return metadata in which values that JSON would change are tagged: tuples, dictionaries of other keys
+    than text."""
     if isinstance(value, tuple):
         return {"(tuple)": [_tagged(item) for item in value]}
     if isinstance(value, list):

@@ -32,11 +32,7 @@ STYLE: Any = {
 
 
 def plot_curves(rows: Sequence[dict[str, Any]], path: Path, *, title: str) -> bool:
-    """Plot the rows of a metrics log; panels without data are left out.
-
-    Returns:
-        True if there was anything to draw.
-    """
+    """Plot the rows of a metrics log, without panels that lack data; return whether any was drawn."""
     steps = [row for row in rows if row["kind"] == "step"]
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     panels: list[tuple[str, Callable[[Axes], None]]] = []

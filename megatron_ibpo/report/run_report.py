@@ -229,8 +229,7 @@ def _write_summary(summary: dict[str, Any], path: Path) -> bool:
 
 
 def _results_table(summary: dict[str, Any]) -> Table:
-    """Return a table with the start and end of each measure of the summary that was measured at either; "–"
-    for the other."""
+    """Return a table with the start and end of each measure of the summary that was measured at either."""
     table = plain_table(("",), ("start", "end"))
     for key in (key.removesuffix("_start") for key in summary if key.endswith("_start")):
         values = summary[f"{key}_start"], summary[f"{key}_end"]

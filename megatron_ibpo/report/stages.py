@@ -68,28 +68,19 @@ class Forecast:
     """The same as text for the user."""
 
 
-def measured_seconds(rows: Sequence[Row]) -> dict[str, float] | None:
-    """Return the seconds of a step and of its parts: medians over all steps of a metrics log but the first,
-    which warms up. None if there are no others."""
+def prediction_error(predicted: Mapping[str, float], rows: Sequence[Row]) -> dict[str, float] | None:
+    """Return predicted / measured - 1, for a step and for each of its parts that took time. Measured are
+    medians over all steps of a metrics log but the first, which warms up; None if there are no others."""
     steps = [row["seconds"] for row in rows if row["kind"] == "step" and row.get("seconds")][1:]
     if not steps:
         return None
-    medians = {
+    measured = {
         name: median(sum(seconds.get(stage, 0.0) for stage in stages) for seconds in steps)
         for name, stages in _STAGES.items()
     }
-    step_seconds = (
+    measured[STEP] = median(
         sum(value for stage, value in seconds.items() if stage not in FREE_STAGES) for seconds in steps
     )
-    return medians | {STEP: median(step_seconds)}
-
-
-def prediction_error(predicted: Mapping[str, float], rows: Sequence[Row]) -> dict[str, float] | None:
-    """Return predicted / measured - 1, for a step and for each of its parts that took time. None without a
-    second step."""
-    measured = measured_seconds(rows)
-    if measured is None:
-        return None
     return {name: predicted[name] / value - 1 for name, value in measured.items() if value > 0}
 
 

@@ -5,7 +5,7 @@ from math import fsum
 from typing import Any
 
 from megatron_ibpo.credit.break_even import ACCOMPANIED, ALONE, skill_needed
-from megatron_ibpo.evaluate.pass_at_k import wilson
+from megatron_ibpo.evaluate.accuracy import wilson
 from megatron_ibpo.report.stages import prediction_error
 
 COUNTS = (
@@ -226,8 +226,7 @@ def _share(successes: float, trials: float) -> dict[str, float]:
 
 
 def break_even_lines(comparison: dict[str, Any] | None) -> list[str]:
-    """Return the result of `break_even` in sentences for the user, with its source; empty if there is nothing
-    to say."""
+    """Return the result of `break_even` in sentences for the user, with its source; empty for nothing."""
     sentences = [
         _sentence(name, comparison[name]) for name in _COMPOSITIONS if comparison and name in comparison
     ]

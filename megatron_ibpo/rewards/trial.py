@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.basics.faults import REWARD_FAULTS, append_trace
 from megatron_ibpo.basics.records import Prompt
-from megatron_ibpo.basics.text import shown
+from megatron_ibpo.basics.text import REWARD_FAULTS, append_trace, shown
 from megatron_ibpo.config import ConfigError, DataConfig, load_module
 from megatron_ibpo.rewards.verifier import VERIFIERS, Pool, functions_of
 from megatron_ibpo.rewards.workers import Outcome

@@ -14,10 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_ibpo.basics.faults import REWARD_FAULTS, append_trace, fault_text
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.reward_value import LabelError
-from megatron_ibpo.basics.text import counted, shown
+from megatron_ibpo.basics.text import REWARD_FAULTS, append_trace, counted, fault_text, shown
 from megatron_ibpo.config import ConfigError, DataConfig, known_or_path, load_module, rm_type_in
 from megatron_ibpo.rewards.code import CHECK, CodeExecution
 from megatron_ibpo.rewards.composite import COMPOSITE, Part, check_parts, combined, parts_of

@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_ibpo.basics.faults import fault_text, trace_text
 from megatron_ibpo.basics.reward_value import WRONG, ResponseError, read_reward
 from megatron_ibpo.basics.supervised import die_with
-from megatron_ibpo.basics.text import error_text, printable
+from megatron_ibpo.basics.text import error_text, fault_text, printable, trace_text
 from megatron_ibpo.config import ConfigError, load_hook
 
 Answer = tuple[float | None, dict[str, float], str | None]

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.basics.policy_digest import policy_digest
+from megatron_ibpo.basics.user_files import policy_digest
 from megatron_ibpo.cluster.engine_processes import EngineProcesses
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.cluster.node_pools import Environments, Verifiers

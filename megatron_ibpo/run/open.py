@@ -13,7 +13,7 @@ from megatron_ibpo.models import forward_flops
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Report, Stages, run_sizes
-from megatron_ibpo.report.disk import DiskWait
+from megatron_ibpo.report.run_dir import DiskWait
 from megatron_ibpo.report.stages import Forecast, StartLines
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.checks import check_loss_of_run, doubtful_settings

@@ -18,7 +18,7 @@ from megatron_ibpo.journal import Journal
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.policy.group import Policy, RankCalls
 from megatron_ibpo.report import Report, Stages
-from megatron_ibpo.report.disk import DiskWait
+from megatron_ibpo.report.run_dir import DiskWait
 from megatron_ibpo.rewards import Pool
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.inputs import Inputs, Judges

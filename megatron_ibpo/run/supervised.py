@@ -22,7 +22,7 @@ from megatron_ibpo.config import (
     as_specs,
     check_config,
 )
-from megatron_ibpo.config.all_fields import flag
+from megatron_ibpo.config.config import flag
 from megatron_ibpo.data import DataError, PromptSource, Tokenizer, load_tokenizer, open_sources
 from megatron_ibpo.data.demonstrations import Demonstration, DemonstrationReader
 from megatron_ibpo.models import forward_flops
@@ -31,8 +31,7 @@ from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Report, Size, Stages, prepare_run_dir, run_sizes
-from megatron_ibpo.report.disk import DiskWait
-from megatron_ibpo.report.run_dir import locked
+from megatron_ibpo.report.run_dir import DiskWait, locked
 from megatron_ibpo.report.stages import StartLines
 from megatron_ibpo.run.inputs import read_resume_point
 from megatron_ibpo.run.open import choose_backend

@@ -20,13 +20,7 @@ from megatron_ibpo.credit.edits import find_edits, gradient_mask
 from megatron_ibpo.credit.pairing import is_wrong
 from megatron_ibpo.credit.shaping import counts
 from megatron_ibpo.credit.spans import split_spans
-from megatron_ibpo.data import (
-    CorrectionTemplate,
-    ResponseText,
-    Tokenizer,
-    TokenTexts,
-    load_tokenizer,
-)
+from megatron_ibpo.data import CorrectionTemplate, ResponseText, Tokenizer, TokenTexts, load_tokenizer
 from megatron_ibpo.engines import ThreadedEngine
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.rewards import Response, open_verifier
@@ -81,7 +75,10 @@ def audit_responses(
         chosen = sorted(random.Random(seed).sample(wrong, min(responses, len(wrong))), key=lambda x: x[1:])
         pieces = [(group.prompt, group.responses[index]) for group, _, index in chosen]
         texts = TokenTexts(tokenizer)
-        boundaries = [_boundaries(texts(response.content_ids)) for _, response in pieces]
+        # the number of tokens before each step, then the total
+        boundaries = [
+            [0, *(last for _, last in split_spans(texts(response.content_ids)))] for _, response in pieces
+        ]
         outcomes = asker.outcomes(pieces, boundaries, rollouts, seed)
     marks, insertions = asker.thinking, asker.operator.ibpo_mask_insertions
     edits = correction_edits(groups, marks, mark_insertions=insertions)
@@ -119,8 +116,7 @@ def audit_responses(
 def prefix_requests(
     prompt: Prompt, response: Sample, boundaries: Sequence[int], rollouts: int, config: Config, seed: int
 ) -> list[SampleRequest]:
-    """Return `rollouts` requests for continuations from each boundary but the last, sampled as in
-    training."""
+    """Return `rollouts` requests for continuations from each boundary but the last, as in training."""
     rollout = config.rollout
     return [
         SampleRequest(
@@ -171,8 +167,7 @@ def sibling_tokens(
 def correction_edits(
     groups: Sequence[Group], marks: ThinkingMarks | None, *, mark_insertions: bool
 ) -> list[list[Flags]]:
-    """Return, for each group, the tokens of its target that every correction changes, as training masks
-    them."""
+    """Return, for each group, the tokens of its target that each correction changes, as in training."""
     edits, _ = find_edits(compared_pairs(groups, marks), mark_insertions=mark_insertions)
     remaining_edits = iter(edits)
     return [list(islice(remaining_edits, len(group.corrections))) for group in groups]
@@ -257,11 +252,6 @@ class _Asker:
             stall_timeout=self.config.rollout.engine_stall_timeout,
             max_context=self.max_context,
         )
-
-
-def _boundaries(texts: Sequence[str]) -> list[int]:
-    """Return the number of tokens before each step, then the total."""
-    return [0, *(last for _, last in split_spans(texts))]
 
 
 def _settings(run_dir: Path, policy: Literal["start", "end"]) -> tuple[Config, Path]:

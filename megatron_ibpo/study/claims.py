@@ -1,15 +1,18 @@
-"""The claims that a study supports about its methods, and the objections to them."""
+"""The claims that a study supports about its methods, and the objections to them; and the accuracy of two
+methods after an equal amount of what they spend, in several currencies."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.study.equal_amounts import compare_at_equal_amounts
 from megatron_ibpo.study.findings import Findings
 from megatron_ibpo.study.plan import PublishedClaim, Study
 from megatron_ibpo.study.run_results import (
+    DECODING_PRICE,
     RunResult,
     compare,
     compare_at_equal_steps,
@@ -145,16 +148,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All tables that follow from a study's findings."""
+    """All tables that follow from a study's findings, with the lines of `compare`, `compare_overall`,
+    `compare_at_equal_steps` and `compare_at_equal_amounts`."""
 
     table: list[dict[str, Any]]
-    """Result of `compare`."""
     overall: list[dict[str, Any]]
-    """Result of `compare_overall`."""
     equal_steps: list[dict[str, Any]]
-    """Result of `compare_at_equal_steps`."""
     equal_amounts: list[dict[str, Any]]
-    """Result of `compare_at_equal_amounts`."""
     dose_response: list[dict[str, Any]]
     claims: list[Claim]
     """One claim for each method but the baseline, by the paired t test over seeds, with Holm's adjustment
@@ -170,17 +170,17 @@ def compare_all(findings: Findings) -> Comparison:
         ValueError: it has none, or runs of a task were tested on different problems.
     """
     study, runs = findings.study, findings.runs
-    lines, overall = compare(study, runs), compare_overall(study, runs)
-    confirmed = _confirmed(findings)
+    lines = compare(study, runs)
+    confirmed = _differences(study, findings.confirmation)
     return Comparison(
         table=lines,
-        overall=overall,
+        overall=compare_overall(study, runs),
         equal_steps=compare_at_equal_steps(study, runs),
         equal_amounts=compare_at_equal_amounts(study, runs),
         dose_response=dose_response(study, runs, lines),
         claims=[
             _claim(method, difference, findings, confirmed)
-            for method, difference in _differences(overall or lines).items()
+            for method, difference in _differences(study, runs).items()
         ],
         published=judge_claims(study, runs),
     )
@@ -188,12 +188,13 @@ def compare_all(findings: Findings) -> Comparison:
 
 def winners(findings: Findings) -> list[str]:
     """Return the methods that the study's own seeds show to be better than the baseline."""
-    lines = compare_overall(findings.study, findings.runs) or compare(findings.study, findings.runs)
-    return [method for method, difference in _differences(lines).items() if _verdict(difference) == "better"]
+    differences = _differences(findings.study, findings.runs)
+    return [method for method, difference in differences.items() if _verdict(difference) == "better"]
 
 
-def _differences(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _differences(study: Study, runs: Sequence[RunResult]) -> dict[str, dict[str, Any]]:
     """Return each method's mean difference over seeds and its tests: over all tasks, or for the only one."""
+    lines = (compare_overall(study, runs) or compare(study, runs)) if runs else []
     return {line["method"]: line["difference"] for line in lines if "difference" in line}
 
 
@@ -213,14 +214,6 @@ def _changes_sign(difference: dict[str, Any]) -> bool:
     return bool(by_task) and min(by_task) < 0 < max(by_task)
 
 
-def _confirmed(findings: Findings) -> dict[str, dict[str, Any]]:
-    """Return the difference of each method that was run again with fresh seeds."""
-    if not findings.confirmation:
-        return {}
-    runs = findings.confirmation
-    return _differences(compare_overall(findings.study, runs) or compare(findings.study, runs))
-
-
 def _claim(
     method: str, difference: dict[str, Any], findings: Findings, confirmed: dict[str, dict[str, Any]]
 ) -> Claim:
@@ -235,33 +228,91 @@ def _claim(
     seeds = len({run.seed for run in findings.runs if run.method == method})
     if seeds < FEWEST_SEEDS:
         blocks.append(f"{seeds} seeds, {FEWEST_SEEDS} are needed")
-    tune = findings.study.tune
-    untuned = (
-        []
-        if tune is None or not tune.methods
-        else [name for name in (method, findings.study.baseline) if name not in tune.methods]
-    )
+    tune, pair = findings.study.tune, (method, findings.study.baseline)
     if tune is None:
         blocks.append("nothing was tuned")
-    elif untuned:
+    elif untuned := [name for name in pair if tune.methods and name not in tune.methods]:
         blocks.append(f"not tuned: {', '.join(untuned)}")
     elif not findings.choices:
         blocks.append("what tuning tried was not kept")
     for choice in findings.choices:
-        if choice.method in (method, findings.study.baseline) and choice.at_edge:
+        if choice.method in pair and choice.at_edge:
             of_task = f" on {choice.task}" if choice.task else ""
             blocks.append(
                 f"the best {' and '.join(choice.at_edge)} of {choice.method}{of_task} is at the edge of "
                 "its grid"
             )
-    if verdict == "better":
-        blocks += _fresh(confirmed.get(method))
+    fresh = confirmed.get(method)
+    if verdict == "better" and fresh is None:
+        blocks.append("not run again with fresh seeds")
+    elif verdict == "better" and fresh is not None and _verdict(fresh) != "better":
+        blocks.append(f"fresh seeds do not show it: {fresh['mean']:+.3f}, p {fresh['holm_p']:.3f}")
     return Claim(method, verdict, tuple(blocks))
 
 
-def _fresh(confirmation: dict[str, Any] | None) -> list[str]:
-    if confirmation is None:
-        return ["not run again with fresh seeds"]
-    if _verdict(confirmation) == "better":
+Points = list[tuple[float, float]]
+
+_FEWEST_EVALUATIONS = 3
+
+
+def compare_at_equal_amounts(study: Study, results: Sequence[RunResult]) -> list[dict[str, Any]]:
+    """Return for each task, method and currency the accuracy on held-out problems of the method and of the
+    baseline after the same amount, with intervals over the seeds that both have.
+
+    The amount is the largest that every run of both has spent. Accuracy is interpolated between evaluations,
+    so there is no line where a run has fewer than three, or no record of the currency.
+    """
+    lines = []
+    for task in study.tasks:
+        runs = {(run.method, run.seed): run for run in results if run.task == task.name}
+        for method in study.methods:
+            seeds = sorted(seed for name, seed in runs if name == method and (study.baseline, seed) in runs)
+            if method == study.baseline or not seeds:
+                continue
+            pairs = [(runs[method, seed], runs[study.baseline, seed]) for seed in seeds]
+            for currency in _amounts(study, pairs[0][0]):
+                line = _line([[_curve(study, run, currency) for run in pair] for pair in pairs])
+                if line is not None:
+                    lines.append({"task": task.name, "method": method, "currency": currency} | line)
+    return lines
+
+
+def _line(curves_SM: Sequence[Sequence[Points]]) -> dict[str, Any] | None:
+    if any(len(curve) < _FEWEST_EVALUATIONS for pair in curves_SM for curve in pair):
+        return None
+    amount = min(curve[-1][0] for pair in curves_SM for curve in pair)
+    accuracy_SM = np.array([[_accuracy_at(curve, amount) for curve in pair] for pair in curves_SM])
+    return {
+        "amount": float(amount),
+        "seeds": len(curves_SM),
+        "accuracy": asdict(estimate(accuracy_SM[:, 0])),
+        "baseline_accuracy": asdict(estimate(accuracy_SM[:, 1])),
+        "difference": asdict(estimate(accuracy_SM[:, 0] - accuracy_SM[:, 1])),
+    }
+
+
+def _accuracy_at(curve: Points, amount: float) -> float:
+    amounts, accuracies = zip(*curve, strict=True)
+    return float(np.interp(amount, amounts, accuracies))
+
+
+def _curve(study: Study, run: RunResult, currency: str) -> Points:
+    """Return (amount, accuracy) of each evaluation; empty if the run has no record of the currency."""
+    amounts = _amounts(study, run)[currency]
+    if len(amounts) != len(run.reward):
         return []
-    return [f"fresh seeds do not show it: {confirmation['mean']:+.3f}, p {confirmation['holm_p']:.3f}"]
+    spent = [0.0, *(spent for spent, _ in run.reward)]
+    steps = np.searchsorted(spent, [at for at, _ in run.accuracy], side="right") - 1
+    return [
+        ([0.0, *amounts][step], accuracy) for step, (_, accuracy) in zip(steps, run.accuracy, strict=True)
+    ]
+
+
+def _amounts(study: Study, run: RunResult) -> dict[str, Sequence[float]]:
+    """Return the amounts spent up to each step of `run.reward`, by currency, the budget's first."""
+    return {
+        study.unit_in_words: [spent for spent, _ in run.reward],
+        f"operations, decoding x {DECODING_PRICE}": run.dear_decoding,
+        "steps": range(1, len(run.reward) + 1),
+        "accelerator seconds": run.accelerator_seconds,
+    }

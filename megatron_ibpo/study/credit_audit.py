@@ -80,8 +80,7 @@ def step_shares(weights: Sequence[float] | Array, boundaries: Sequence[int]) -> 
 
 
 def step_auc(scores: Array, step: int) -> float:
-    """Return the probability that `step` has a higher score than another step of the response; ties count
-    half."""
+    """Return the probability that `step` has a higher score than another step; ties count half."""
     return float((stats.rankdata(scores)[step] - 1) / (len(scores) - 1))
 
 
@@ -196,15 +195,19 @@ def _phi_rank(responses: Sequence[AuditedResponse]) -> float:
 
 def _phi_rank_within(responses: Sequence[AuditedResponse]) -> float:
     """Return the same after removing the mean of each prompt's responses, as group advantages do."""
-    by_prompt: dict[int, list[AuditedResponse]] = {}
-    for response in responses:
-        by_prompt.setdefault(response.prompt, []).append(response)
     phi, nearness = [], []
-    for group in by_prompt.values():
+    for group in _by_prompt(responses):
         if len(group) > 1:
             phi.append(_centred([r.phi for r in group]))
             nearness.append(_centred([r.nearness for r in group]))
     return _rank(np.concatenate(phi), np.concatenate(nearness)) if phi else 0.0
+
+
+def _by_prompt(responses: Sequence[AuditedResponse]) -> list[list[AuditedResponse]]:
+    prompts: dict[int, list[AuditedResponse]] = {}
+    for response in responses:
+        prompts.setdefault(response.prompt, []).append(response)
+    return list(prompts.values())
 
 
 def _centred(values: Sequence[float]) -> Array:
@@ -235,12 +238,8 @@ def _mean(
 def _of_prompts(
     responses: Sequence[AuditedResponse], statistic: Callable[[Sequence[AuditedResponse]], float]
 ) -> dict[str, float]:
-    """Return a statistic of the responses and its interval from resampling prompts, each with its
-    responses."""
-    prompts: dict[int, list[AuditedResponse]] = {}
-    for response in responses:
-        prompts.setdefault(response.prompt, []).append(response)
-    groups = list(prompts.values())
+    """Return a statistic of the responses and its interval from resampling whole prompts."""
+    groups = _by_prompt(responses)
     estimate = statistic(responses)
     if len(groups) < 2:
         return {"estimate": estimate, "low": float("nan"), "high": float("nan")}
@@ -365,11 +364,7 @@ def _draw_values(axes: Axes, responses: Sequence[AuditedResponse]) -> None:
 
 
 def _draw_drops(axes: Axes, responses: Sequence[AuditedResponse], min_drop: float) -> None:
-    ends = [
-        response.boundaries[int(response.drops.argmax()) + 1] / response.boundaries[-1]
-        for response in responses
-        if response.drops.max() >= min_drop
-    ]
+    ends = [_position(response) for response in responses if response.drops.max() >= min_drop]
     axes.hist(ends, bins=np.linspace(0, 1, 11).tolist())
     axes.set_title(f"Where the largest drop (≥ {min_drop:g}) ends")
     axes.set_xlabel("share of the response")

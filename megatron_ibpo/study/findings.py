@@ -53,7 +53,11 @@ def read_findings(path: Path) -> Findings:
         return Findings(
             study=_study(content["study"]),
             runs=[_run(run) for run in content["runs"]],
-            choices=[_choice(choice) for choice in content.get("choices", [])],
+            # with the edges of the grid as `choose` names them now, whatever the file says
+            choices=[
+                choose(choice["task"], choice["method"], [Tried(**run) for run in choice["tried"]])
+                for choice in content.get("choices", [])
+            ],
             power=_power(content.get("power")),
             confirmation=[_run(run) for run in content.get("confirmation", [])],
             runs_left=content.get("runs_left", 0),
@@ -112,12 +116,6 @@ def _run(raw: Mapping[str, Any]) -> RunResult:
     pairs = {key: [(float(cost), float(value)) for cost, value in raw[key]] for key in ("accuracy", "reward")}
     solved = {int(at): math.nan if share is None else float(share) for at, share in raw["solved"].items()}
     return RunResult(**{**raw, **pairs, "solved": solved})
-
-
-def _choice(raw: Mapping[str, Any]) -> Choice:
-    """Return the choice with the edges of its grid as `choose` names them now, whatever the file says."""
-    tried = [Tried(**run) for run in raw["tried"]]
-    return choose(raw["task"], raw["method"], tried)
 
 
 def _power(raw: Mapping[str, Any] | None) -> PowerAnalysis | None:

@@ -2,9 +2,9 @@
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,10 +49,7 @@ def write_page(
         figures[0][1].savefig(directory / "curves.png")
         drawn = [(title, _svg(figure)) for title, figure in figures]
     (directory / "curves.svg").write_bytes(drawn[0][1])
-    pictures = [
-        (title, "data:image/svg+xml;base64," + base64.b64encode(svg).decode()) for title, svg in drawn
-    ]
-    (directory / "page.html").write_text(_page(findings, all_tables, pictures), encoding="utf-8")
+    (directory / "page.html").write_text(_page(findings, all_tables, drawn), encoding="utf-8")
     if console is not None:
         console.print(written, highlight=False, markup=False, soft_wrap=True)
     names = ("results.json", "page.html", "table.md", "curves.png", "curves.svg")
@@ -65,7 +62,7 @@ def _svg(figure: Figure) -> bytes:
     return drawn.getvalue()
 
 
-def _page(findings: Findings, all_tables: Sequence[Table], pictures: Sequence[tuple[str, str]]) -> str:
+def _page(findings: Findings, all_tables: Sequence[Table], pictures: Sequence[tuple[str, bytes]]) -> str:
     """Return the page of runs with the study in place of runs."""
     study = findings.study
     size = (
@@ -76,16 +73,16 @@ def _page(findings: Findings, all_tables: Sequence[Table], pictures: Sequence[tu
     if findings.runs_left:
         size += f" {counted(findings.runs_left, 'run')} to go."
     power = in_words(findings.power) if findings.power is not None else "power: no pilot was run."
-    drawn = [{"title": title, "picture": picture} for title, picture in pictures]
-    first_tables, later_tables = (
-        [asdict(table) for table in all_tables[:2]],
-        [asdict(table) for table in all_tables[2:]],
-    )
+    drawn = [
+        {"title": title, "picture": f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"}
+        for title, svg in pictures
+    ]
+    sections = [asdict(table) for table in all_tables]
     overview = {
         "name": study.name,
         "lines": [size, power],
         "tasks": [f"{task.name}: {task.kind}" for task in study.tasks if task.name and task.kind],
-        "sections": [*first_tables, *drawn, *later_tables],
+        "sections": [*sections[:2], *drawn, *sections[2:]],
     }
     runs = {"version": "", "runs": [], "comparison": comparison([]), "study": overview}
     return page(study.name, f'{{"runs":{embedded(runs)}}}')
@@ -114,7 +111,7 @@ def figure_of_runs(study: Study, results: Sequence[RunResult]) -> Figure:
                 axes = figure.add_subplot(len(tasks), 2, 2 * row + column)
                 _draw(axes, study, of_task, points)
                 axes.set_title(f"{task}: {title}" if task else title)
-                axes.set_xlabel(f"{study.budget_unit.replace('-', ' ')}, evaluation not counted")
+                axes.set_xlabel(f"{study.unit_in_words}, evaluation not counted")
             axes.axhline(study.threshold, color="grey", linewidth=0.8, linestyle="--")
         lines, names = figure.axes[0].get_legend_handles_labels()
         figure.legend(lines, names, frameon=False, loc="outside right center")
@@ -123,8 +120,7 @@ def figure_of_runs(study: Study, results: Sequence[RunResult]) -> Figure:
 
 
 def dose_figure(study: Study, points: Sequence[dict[str, Any]]) -> Figure:
-    """Draw the difference from the baseline against the comparison skill of the warm start, one line per
-    method."""
+    """Draw the difference from the baseline against the comparison skill of the warm start, by method."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
         axes = figure.add_subplot()
@@ -192,44 +188,34 @@ class Point:
     """`ALONE` or `ACCOMPANIED`."""
     resample: float
     """p, success rate of a further response."""
-    skill: float
-    """q, success rate of a correction, with its 95 % interval."""
-    skill_low: float
-    skill_high: float
+    skill: Mapping[str, float]
+    """q, success rate of a correction: its estimate, with low and high of its 95 % interval."""
     price: float
     """κ, price of a correction in responses."""
 
     @property
     def margin(self) -> float:
         """Success rate of the corrections above what the law requires at their price."""
-        return self.skill - skill_needed(self.resample, self.price, first=self.composition == ALONE)
+        return self.skill["estimate"] - skill_needed(
+            self.resample, self.price, first=self.composition == ALONE
+        )
 
 
 def break_even_points(runs: Sequence[RunResult]) -> list[Point]:
     """Return the points of all runs that made corrections, up to two per run."""
-    return [
-        Point(
-            run.task,
-            run.method,
-            run.seed,
-            composition,
-            standing["resample"]["estimate"],
-            standing["skill"]["estimate"],
-            standing["skill"]["low"],
-            standing["skill"]["high"],
-            run.break_even["price"],
-        )
-        for run in runs
-        if run.break_even is not None
-        for composition in (ALONE, ACCOMPANIED)
-        if (standing := run.break_even.get(composition)) is not None
-    ]
+    points = []
+    for run, composition in product(runs, (ALONE, ACCOMPANIED)):
+        standing = run.break_even or {}
+        if rates := standing.get(composition):
+            resample, skill, price = rates["resample"]["estimate"], rates["skill"], standing["price"]
+            points.append(Point(run.task, run.method, run.seed, composition, resample, skill, price))
+    return points
 
 
 def break_even_figure(points: Sequence[Point]) -> Figure:
     """Draw the success of corrections over that of a further response, and the break-even curve at the median
     price of the points. Above the curve corrections pay, if the law's assumptions hold."""
-    with mpl.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
+    with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(11, 4.6), dpi=120, layout="constrained")
         for axes, composition in zip(figure.subplots(1, 2), _TITLES, strict=True):
             _draw_law(axes, [point for point in points if point.composition == composition], composition)
@@ -241,24 +227,18 @@ def _draw_law(axes: Axes, points: Sequence[Point], composition: str) -> None:
     names = dict.fromkeys((point.task, point.method) for point in points)
     for task, method in names:
         method_points = [point for point in points if (point.task, point.method) == (task, method)]
-        skill = np.array([point.skill for point in method_points])
-        wings = np.array(
-            [[p.skill - p.skill_low for p in method_points], [p.skill_high - p.skill for p in method_points]]
+        resample = [point.resample for point in method_points]
+        skill, low, high = (
+            np.array([point.skill[key] for point in method_points]) for key in ("estimate", "low", "high")
         )
+        wings = np.maximum([skill - low, high - skill], 0)
         label = f"{task}: {method}" if task else method
-        axes.errorbar(
-            [point.resample for point in method_points],
-            skill,
-            yerr=np.maximum(wings, 0),
-            fmt="o",
-            capsize=2,
-            label=label,
-        )
+        axes.errorbar(resample, skill, yerr=wings, fmt="o", capsize=2, label=label)
     if points:
         price = median(point.price for point in points)
-        resample = np.linspace(0, 1, 200)
-        needed = [skill_needed(p, price, first=composition == ALONE) for p in resample]
-        axes.plot(resample, needed, color="black", label=f"break-even at κ = {price:.1f}")
+        grid = np.linspace(0, 1, 200)
+        needed = [skill_needed(p, price, first=composition == ALONE) for p in grid]
+        axes.plot(grid, needed, color="black", label=f"break-even at κ = {price:.1f}")
         axes.legend(frameon=False, fontsize=7)
     axes.set_title(_TITLES[composition])
     axes.set_xlabel("success of a further response")

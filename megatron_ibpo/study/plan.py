@@ -115,6 +115,15 @@ class Study:
     """Fresh seeds for running the baseline again, with the methods that beat it."""
     published_claims: tuple[PublishedClaim, ...] = ()
 
+    @property
+    def unit(self) -> str:
+        """`budget_unit` as metrics spell it."""
+        return self.budget_unit.replace("-", "_")
+
+    @property
+    def unit_in_words(self) -> str:
+        return self.budget_unit.replace("-", " ")
+
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -205,19 +214,10 @@ def plan_runs(
     """
     tuned = chosen or {}
     folder = {"main": "runs"}.get(phase, phase)
-    by_method = [
-        _planned(
-            study,
-            phase,
-            task,
-            method,
-            seeds,
-            _of_task(directory / folder, task) / method,
-            tuned.get((task.name, method), {}),
-        )
-        for task in study.tasks
-        for method in methods
-    ]
+    by_method = []
+    for task, method in product(study.tasks, methods):
+        parent, setting = _of_task(directory / folder, task) / method, tuned.get((task.name, method), {})
+        by_method.append(_planned(study, phase, task, method, seeds, parent, setting))
     return [run for of_seed in zip(*by_method, strict=True) for run in of_seed]
 
 
@@ -238,7 +238,6 @@ def _planned(
     study: Study, phase: Phase, task: Task, method: str, seeds: Sequence[int], parent: Path, tuned: Settings
 ) -> list[PlannedRun]:
     """Return runs that differ only by their seed."""
-    assert study.tune is not None or phase != "tuning"
     budget = study.tune.budget if study.tune is not None and phase == "tuning" else study.budget
     settings: Settings = {} if phase == "tuning" else {"eval-other-temperatures": OTHER_TEMPERATURES}
     settings |= {**study.common, **task.settings, **study.methods[method], **tuned}

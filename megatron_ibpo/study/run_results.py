@@ -17,13 +17,7 @@ from megatron_ibpo.report import load_outcomes, outcomes_path, read_rows
 from megatron_ibpo.report.run_dir import SKILL_FILE
 from megatron_ibpo.report.summary import break_even
 from megatron_ibpo.study.plan import PlannedRun, Study
-from megatron_ibpo.study.statistics import (
-    WINDOW_RESPONSES,
-    cost_to_reach,
-    estimate,
-    holm,
-    interaction_p,
-)
+from megatron_ibpo.study.statistics import WINDOW_RESPONSES, cost_to_reach, estimate, holm, interaction_p
 
 _AT = re.compile(r"eval/[^/]+@([\d.]+)/accuracy")
 DECODING_PRICE = 10
@@ -100,6 +94,9 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) -> RunResult:
     """Read the results of a finished run.
 
+    Args:
+        unit: `Study.unit`.
+
     Raises:
         ValueError: its records are incomplete.
     """
@@ -110,12 +107,14 @@ def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) 
         raise ValueError(f"{run.directory}: the run has no steps, or no evaluation after the last of them")
     if "accuracy" not in evaluations[-1]:
         raise ValueError(f"{run.directory}: a study compares by one set of held-out prompts, without a name")
-    spent = f"spent_{unit.replace('-', '_')}"
+    spent = f"spent_{unit}"
     config = yaml.load(run.config, _Loader)
     prompts = config["rollout-batch-size"]
     of_step = prompts * config["n-samples-per-prompt"]
     rewarded = [row for row in steps if row.get("reward") is not None]
     sampled = [config["n-samples-per-prompt"] + row.get("corrections", 0.0) / prompts for row in steps]
+    path = run.directory / "versions.json"
+    versions = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     meter = {name: [row[name] for row in steps if row.get(name) is not None] for name in _METERED}
     return RunResult(
         method=run.method,
@@ -126,7 +125,8 @@ def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) 
         spent={name.removeprefix("spent_"): v for name, v in steps[-1].items() if name.startswith("spent_")},
         accuracy=[(row[spent], row["accuracy"]) for row in evaluations],
         greedy=evaluations[-1]["greedy_accuracy"],
-        reward=[(row[spent], _reward(row)) for row in rewarded],
+        # of the groups taken, in records from before that of all responses was written
+        reward=[(row[spent], row.get("reward_sampled", row["reward"])) for row in rewarded],
         sequences_per_prompt=fmean(sampled),
         solved=load_outcomes(outcomes_path(run.directory, steps[-1]["step"])),
         gradient={name: fmean(values) for name, values in meter.items() if values},
@@ -147,15 +147,8 @@ def read_run(run: PlannedRun, unit: str, setting: dict[str, Any] | None = None) 
         accelerator_seconds=[row["spent_accelerator_seconds"] for row in rewarded],
         responses=[row.get("responses_sampled", of_step) for row in rewarded],
         correction_success=_correction_success(steps),
-        code=_code(run.directory),
+        code=str(versions.get("commit", "")),
     )
-
-
-def _reward(row: Mapping[str, Any]) -> float:
-    """Return the mean reward of all responses sampled for a step; of the groups taken in records from before
-    that was written."""
-    reward: float = row.get("reward_sampled", row["reward"])
-    return reward
 
 
 def _correction_success(steps: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -166,11 +159,6 @@ def _correction_success(steps: Sequence[Mapping[str, Any]]) -> list[float]:
         float(np.average([r["correction_success"] for r in part], weights=[r["corrections"] for r in part]))
         for part in (corrected[:_STEPS], corrected[-_STEPS:])
     ]
-
-
-def _code(directory: Path) -> str:
-    path = directory / "versions.json"
-    return str(json.loads(path.read_text(encoding="utf-8")).get("commit", "")) if path.exists() else ""
 
 
 def comparison_skill(path: Path) -> float | None:
@@ -343,6 +331,7 @@ def _line(
     cost = median(costs)
     dear = [cost_to_threshold(run, threshold, run.dear_decoding) for run in results if run.dear_decoding]
     base_cost = median(cost_to_threshold(run, threshold) for run in baseline.values())
+    success = [run.correction_success for run in results if run.correction_success]
     line: dict[str, Any] = {
         "method": name,
         "seeds": len(results),
@@ -368,7 +357,7 @@ def _line(
             "of_baseline": cost / base_cost if math.isfinite(cost) and math.isfinite(base_cost) else None,
             "dear_decoding": median(dear) if dear else None,
         },
-        "correction_success": _mean_success(results),
+        "correction_success": [fmean(values) for values in zip(*success, strict=True)],
         "gradient": {
             key: fmean(run.gradient[key] for run in results)
             for key in results[0].gradient
@@ -400,9 +389,3 @@ def cost_to_threshold(run: RunResult, threshold: float, costs: Sequence[float] |
     """
     spent = [s for s, _ in run.reward] if costs is None else costs
     return cost_to_reach(threshold, spent, [r for _, r in run.reward], run.step_responses)
-
-
-def _mean_success(runs: Sequence[RunResult]) -> list[float]:
-    """Return the mean success of corrections in the first and in the last steps; empty without any."""
-    pairs = [run.correction_success for run in runs if run.correction_success]
-    return [fmean(values) for values in zip(*pairs, strict=True)]

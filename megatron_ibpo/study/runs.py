@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from megatron_ibpo.basics.supervised import end_group
-from megatron_ibpo.basics.text import listed
+from megatron_ibpo.basics.text import changed_settings, listed
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.report import read_rows
 from megatron_ibpo.study.plan import PlannedRun, Study
@@ -31,8 +31,7 @@ PRELOADED = [
     "megatron_ibpo.report.run_curves",
     "transformers.tokenization_utils_tokenizers",
 ]
-"""Modules imported once, in the process that all children are forked from; saves seven seconds at each run's
-start."""
+"""Modules imported once, in the process that all children are forked from; it saves each seven seconds."""
 LOOK_EVERY_S = 2.0
 GRACE_S = 30.0
 """Seconds for a child to finish its step after the first signal, and again to end after the second."""
@@ -57,18 +56,13 @@ def is_finished(run: PlannedRun) -> bool:
         return False
     old_config = _planned_path(run).read_text(encoding="utf-8")
     if old_config != run.config:
+        changed = changed_settings(yaml.safe_load(old_config), yaml.safe_load(run.config))
         raise ConfigError(
             f"{run.directory} holds a run with other settings than the study asks for now "
-            f"({_changed(old_config, run.config)}): choose another directory for the results, or "
+            f"({listed(changed, '; ', most=3)}): choose another directory for the results, or "
             "remove that run"
         )
     return True
-
-
-def _changed(old_yaml: str, new_yaml: str) -> str:
-    old, new = yaml.safe_load(old_yaml), yaml.safe_load(new_yaml)
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return listed([f"{name} was {old.get(name)!r}, is {new.get(name)!r}" for name in names], "; ", most=3)
 
 
 def execute(

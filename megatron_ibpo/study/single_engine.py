@@ -10,13 +10,7 @@ from typing import Any
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config, as_specs
 from megatron_ibpo.credit import Vocabulary
-from megatron_ibpo.data import (
-    CorrectionTemplate,
-    ResponseText,
-    Tokenizer,
-    load_tokenizer,
-    open_source,
-)
+from megatron_ibpo.data import CorrectionTemplate, ResponseText, Tokenizer, load_tokenizer, open_source
 from megatron_ibpo.engines import Engine, ThreadedEngine
 from megatron_ibpo.engines.registry import (
     check_model,

@@ -34,8 +34,7 @@ class Estimate:
 
 
 def estimate(values: Array | Sequence[float]) -> Estimate:
-    """Return the mean of values, one per seed or per problem. For paired differences its p is that of the
-    paired t test."""
+    """Return the mean of values, one per seed or problem. Of paired differences p is the paired t test's."""
     values = np.asarray(values, dtype=np.float64)
     mean = float(values.mean())
     if len(values) < 2:
@@ -213,16 +212,13 @@ def detectable(spread: float, seeds: int, level: float = LEVEL) -> float:
 
 
 def analyse(accuracies: Sequence[float], *, seeds: int, tests: int, source: str) -> PowerAnalysis | None:
-    """Return the analysis of a pilot's runs.
+    """Return the analysis of a pilot's runs; None for fewer than two.
 
     Args:
         accuracies: those of one method, one per seed. The difference of two methods is assumed to spread √2
             times as much, as if the seed affected both methods independently.
         seeds: number of seeds of the study.
         tests: number of methods that are compared with the baseline.
-
-    Returns:
-        None for fewer than two runs.
     """
     degrees = len(accuracies) - 1
     if degrees < 1:

@@ -24,16 +24,16 @@ def _are_seeds(value: Any) -> bool:
     return are_few and all(_is_integer(seed) and 0 <= seed < 2**62 for seed in value)
 
 
-def _are_methods(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(method, Mapping | str | None) for method in value.values()
-    )
-
-
 _TEXT = "text", lambda value: isinstance(value, str)
 _NUMBER = "a number", lambda value: (_is_integer(value) or isinstance(value, float)) and abs(value) < 1e300
 _MAPPING = "`key: value` lines", lambda value: isinstance(value, Mapping)
-_METHODS = "names, each with settings, a recipe or an import path", _are_methods
+_METHODS = (
+    "names, each with settings, a recipe or an import path",
+    lambda value: (
+        isinstance(value, Mapping)
+        and all(isinstance(method, Mapping | str | None) for method in value.values())
+    ),
+)
 _CLAIMS = (
     "a list of claims, each with `key: value` lines",
     lambda value: isinstance(value, list) and all(isinstance(claim, Mapping) for claim in value),

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,7 @@ from megatron_ibpo.study.statistics import PowerAnalysis, analyse, in_words
 from megatron_ibpo.weights.formats.weight_files import has_weights, without_weights
 
 OVERHEAD_S = 40.0
-"""Seconds that a run is assumed to take on top of its budget (start, evaluation) before any run was
-measured."""
+"""Seconds that a run is assumed to take on top of its budget (start, evaluation) before any was measured."""
 
 MOST_EXTENSIONS = 4
 """Most values by which a grid is extended, one after the other, while its best lies at an end."""
@@ -57,14 +56,12 @@ def conduct(
     runs_at_most: int | None = None,
 ) -> bool:
     """Run the unfinished runs, then write results.json, table.md, curves and page.html into `directory`.
+    Return whether every run of the study is finished.
 
     Args:
         program: entry point of a run: training.
         parallel: runs at a time.
         runs_at_most: stop after this many runs; a later call continues with the rest.
-
-    Returns:
-        True if every run of the study is finished.
 
     Raises:
         ConfigError: a method's settings cannot work, found before anything is run; another process works in
@@ -151,7 +148,7 @@ class _Conductor:
         return [self._choice(*which, runs) for which, runs in of_method.items()]
 
     def _choice(self, task: str, method: str, runs: Sequence[PlannedRun]) -> Choice:
-        results = [(run, read_run(run, self.study.budget_unit)) for run in runs if is_finished(run)]
+        results = [(run, read_run(run, self.study.unit)) for run in runs if is_finished(run)]
         if not results:
             raise ConfigError(f"every tuning run of {method} failed; see their logs")
         tried = [
@@ -161,17 +158,14 @@ class _Conductor:
         return choose(task, method, tried)
 
     def _beyond(self, choice: Choice) -> list[PlannedRun]:
-        """Return the runs that extend the grid where the best lies at its edge."""
-        return [run for point in beyond(choice).values() for run in self._possible(choice, point)]
-
-    def _possible(self, choice: Choice, point: Settings) -> list[PlannedRun]:
-        """Return the runs of a combination; none if its settings are refused."""
-        assert self.study.tune is not None
-        task = next(task for task in self.study.tasks if task.name == choice.task)
-        try:
-            return plan_point(self.study, self.directory, task, choice.method, point, self.study.tune.seeds)
-        except ConfigError:
-            return []
+        """Return the runs that extend the grid where the best lies at its edge, without refused settings."""
+        study, runs = self.study, list[PlannedRun]()
+        assert study.tune is not None
+        task = next(task for task in study.tasks if task.name == choice.task)
+        for point in beyond(choice).values():
+            with suppress(ConfigError):
+                runs += plan_point(study, self.directory, task, choice.method, point, study.tune.seeds)
+        return runs
 
     def _pilot(self, chosen: dict[tuple[str, str], Settings]) -> list[PlannedRun]:
         study = self.study
@@ -193,8 +187,7 @@ class _Conductor:
         )
 
     def _confirmation(self, findings: Findings, chosen: dict[tuple[str, str], Settings]) -> list[PlannedRun]:
-        """Return runs with fresh seeds of the baseline and the methods that beat it; none if no method
-        did."""
+        """Return runs with fresh seeds of the baseline and the methods that beat it, if any did."""
         better = winners(findings)
         if not better:
             return []
@@ -204,7 +197,7 @@ class _Conductor:
         return plan_runs(self.study, self.directory, "confirmation", seeds, methods, chosen)
 
     def _results(self, runs: Sequence[PlannedRun]) -> list[RunResult]:
-        return [read_run(run, self.study.budget_unit, run.setting) for run in runs if is_finished(run)]
+        return [read_run(run, self.study.unit, run.setting) for run in runs if is_finished(run)]
 
     def _run(self, runs: Sequence[PlannedRun]) -> bool:
         """Run them, and return whether later phases can build on them. A tuning run that failed for good, as
@@ -236,10 +229,7 @@ class _Conductor:
         for path in write_page(findings, tables, self.directory, self.console):
             self.console.print(str(path), highlight=False)
         for claim in tables.claims:
-            self._say(
-                f"{claim.method}: {claim.verdict}"
-                + "".join(f"; but {objection}" for objection in claim.blocks)
-            )
+            self._say("; but ".join([f"{claim.method}: {claim.verdict}", *claim.blocks]))
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -289,10 +279,9 @@ def _announcement(study: Study, runs: Sequence[PlannedRun]) -> str:
 
 def _remaining_cost(study: Study, runs: Sequence[PlannedRun]) -> str:
     # tuning must end before it is known whether a main run has the tuned settings
-    measured = [
-        (run, run_summary["seconds_total"]) for run in runs if (run_summary := summary(run)) is not None
-    ]
-    open_runs = [run for run in runs if summary(run) is None]
+    summaries = [(run, summary(run)) for run in runs]
+    measured = [(run, ending["seconds_total"]) for run, ending in summaries if ending is not None]
+    open_runs = [run for run, ending in summaries if ending is None]
     seconds = _predicted(study, measured, open_runs)
     budget = f"{sum(run.budget for run in open_runs):g} {study.budget_unit}"
     cost = f"{counted(len(open_runs), 'run')} to go, {budget}"
@@ -376,7 +365,7 @@ def _run(
     line, started = progress.add_task(run.label), time.monotonic()
 
     def show(row: dict[str, Any]) -> None:
-        spent = row[f"spent_{study.budget_unit.replace('-', '_')}"] / run.budget
+        spent = row[f"spent_{study.unit}"] / run.budget
         progress.update(line, description=f"{run.label}: step {row['step']}, {spent:.0%} of the budget")
 
     try:
@@ -390,6 +379,5 @@ def _accuracy(run: PlannedRun) -> str:
     if ending is None:
         return f"see {run.directory.with_suffix('.log')}"
     accuracy = ending["accuracy_end"]
-    return (
-        f"{counted(ending['steps'], 'step')}, accuracy {accuracy if accuracy is None else round(accuracy, 4)}"
-    )
+    rounded = None if accuracy is None else round(accuracy, 4)
+    return f"{counted(ending['steps'], 'step')}, accuracy {rounded}"

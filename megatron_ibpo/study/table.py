@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_ibpo.study.claims import SEEDS_TO_REPEAT, ClaimOutcome, Comparison
+from megatron_ibpo.study.claims import SEEDS_TO_REPEAT, Claim, ClaimOutcome, Comparison
 from megatron_ibpo.study.findings import Findings
 from megatron_ibpo.study.plan import Study
 from megatron_ibpo.study.statistics import WINDOW_RESPONSES, estimate, in_words, shown_p
@@ -88,8 +88,7 @@ def _origin(findings: Findings) -> list[str]:
 
 def _verdicts(study: Study, compared: Comparison) -> Table:
     rows = [
-        [claim.method, claim.verdict, _standing(claim.verdict, claim.blocks), "; ".join(claim.blocks)]
-        for claim in compared.claims
+        [claim.method, claim.verdict, _standing(claim), "; ".join(claim.blocks)] for claim in compared.claims
     ]
     legend = (
         f"Against {study.baseline}, by the paired t test over seeds (level .05) with Holm's adjustment over "
@@ -127,23 +126,17 @@ def _published(outcomes: Sequence[ClaimOutcome]) -> Table:
     return Table("Published claims", header, rows, legend)
 
 
-def _standing(verdict: str, blocks: Sequence[str]) -> str:
-    if verdict not in ("better", "worse"):
+def _standing(claim: Claim) -> str:
+    if claim.verdict not in ("better", "worse"):
         return "–"
-    return "no" if blocks else "yes"
+    return "no" if claim.blocks else "yes"
 
 
 def _overall(lines: Sequence[dict[str, Any]]) -> Table:
     header = [
-        "method",
-        "seeds",
-        "accuracy [95 %]",
-        "against baseline [95 %]",
-        "p t test",
-        "p Holm",
-        "by task",
+        "method", "seeds", "accuracy [95 %]", "against baseline [95 %]", "p t test", "p Holm", "by task",
         "p interaction",
-    ]
+    ]  # fmt: skip
     rows = [
         [
             line["method"],
@@ -190,7 +183,6 @@ def _methods(study: Study, task: str, lines: Sequence[dict[str, Any]]) -> Table:
 
 
 def _cells(study: Study, line: dict[str, Any], temperatures: Sequence[str]) -> list[str]:
-    unit = study.budget_unit.replace("-", "_")
     cost = line["cost_to_threshold"]
     ratio = cost["of_baseline"]
     reached = f"{cost['reached']}/{line['seeds']} reached"
@@ -203,7 +195,7 @@ def _cells(study: Study, line: dict[str, Any], temperatures: Sequence[str]) -> l
         ", ".join(f"{key} {_display(value)}" for key, value in line["setting"].items()) or "–",
         str(line["seeds"]),
         f"{line['steps']:.0f}",
-        f"{line['spent'][unit]:.4g}",
+        f"{line['spent'][study.unit]:.4g}",
         f"{line['spent']['flops']:.2e}",
         interval(line["accuracy"]),
         *(interval(line["other_accuracies"].get(at)) for at in temperatures),
@@ -236,10 +228,9 @@ def interval(estimate: dict[str, float] | None, sign: str = "") -> str:
 
 
 def _legend(study: Study, lines: Sequence[dict[str, Any]]) -> str:
-    unit = study.budget_unit.replace("-", "_")
-    overshoot = max((line["spent"][unit] / study.budget - 1 for line in lines), default=math.nan)
+    overshoot = max((line["spent"][study.unit] / study.budget - 1 for line in lines), default=math.nan)
     return (
-        f"Budget {study.budget:g} {study.budget_unit.replace('-', ' ')} per run; sampling, corrections, "
+        f"Budget {study.budget:g} {study.unit_in_words} per run; sampling, corrections, "
         "scoring, updates and weight transfer are paid, evaluation is not. A run stops after the step that "
         f"spends the budget: at most {max(0.0, overshoot):.1%} over, on average over a method's seeds. "
         f"Baseline: {study.baseline}. P prompts per step, G responses to each. Intervals: Student's t over "

@@ -8,7 +8,8 @@ import torch
 
 from megatron_ibpo.models.lora import TrainedWeights, adapter_entries
 from megatron_ibpo.plan.memory import GIB
-from megatron_ibpo.plan.node_memory import census_by_names, memory_on_cpus
+from megatron_ibpo.plan.node_memory import memory_on_cpus
+from megatron_ibpo.plan.parameter_count import census_by_names
 from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.rows import NotCheckedError, Row, measured

@@ -11,8 +11,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_ibpo.basics.environment_variables import variables_set
 from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.basics.rendezvous import variables_set
 from megatron_ibpo.config import Config
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.data.files import chosen_files, each_row

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from megatron_ibpo.basics.faults import fault_text
 from megatron_ibpo.basics.redaction import without_keys
+from megatron_ibpo.basics.text import fault_text
 from megatron_ibpo.report import jsonable
 
 CHECKS = ("split", "reference", "engine", "arrival", "tokens", "rewards", "data", "resume", "memory")

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from ray._private import services
 
-from megatron_ibpo.basics.environment_variables import variables_set
+from megatron_ibpo.basics.rendezvous import variables_set
 from megatron_ibpo.cluster import nodes as cluster_nodes
 from megatron_ibpo.cluster.actor import listening_on
 from megatron_ibpo.cluster.nodes import numeric_address

@@ -20,7 +20,7 @@ from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import EngineError
 from megatron_ibpo.report import Stages
-from megatron_ibpo.report.disk import DiskWait
+from megatron_ibpo.report.run_dir import DiskWait
 from megatron_ibpo.run import saving
 from megatron_ibpo.run import steps as loop
 from megatron_ibpo.run.cost import Spent

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import COMMON_FLAGS, NOT_NEGATIVE, Config, ConfigError, LossConfig, ParallelConfig
-from megatron_ibpo.config.all_fields import ENTRIES
+from megatron_ibpo.config.config import ENTRIES
+from megatron_ibpo.config.config_error import FLAGS, KEYS, SYNONYMS, VALUES
 from megatron_ibpo.config.hooks import load_hook
-from megatron_ibpo.config.peer_flags import FLAGS, KEYS, SYNONYMS, VALUES
 from megatron_ibpo.config.presets import PRESETS
 from megatron_ibpo.config.ranges import named_values
 from megatron_ibpo.config.recipes import config_yaml

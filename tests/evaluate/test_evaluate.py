@@ -12,7 +12,7 @@ import pytest
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import EvalSampling
 from megatron_ibpo.evaluate import Corrector, KeptError, KeptSamples, complete_samples, eval_sample, evaluate
-from megatron_ibpo.evaluate import pass_at_k as measures
+from megatron_ibpo.evaluate import accuracy as measures
 from megatron_ibpo.evaluate.stored_samples import read_results, read_samples, samples_path
 from support.credit_cases import plain
 from support.samples import sample_of
@@ -103,8 +103,8 @@ def test_pass_at_k_is_the_chance_of_any_success():
         assert measures.pass_at(np.array([outcomes]), k).tolist() == pytest.approx([np.mean(drawn)])
     by_prompt = measures.pass_at(np.array([[1, 0, nan, nan], [0, 0, 0, 0], [1, nan, nan, nan]]), 2)
     assert by_prompt.tolist() == pytest.approx([1, 0, nan], nan_ok=True)
-    assert measures.mean_over_prompts(by_prompt) == pytest.approx(0.5)
-    assert measures.mean_over_prompts(measures.pass_at(np.array([[1, nan]]), 2)) is None
+    assert measures.known_mean(by_prompt) == pytest.approx(0.5)
+    assert measures.known_mean(measures.pass_at(np.array([[1, nan]]), 2)) is None
 
 
 def test_majority_takes_the_most_frequent_answer_and_best_the_likeliest():

@@ -25,12 +25,12 @@ import yaml
 
 from megatron_ibpo.basics.entry_point import BAD_INPUT, DONE, guarded
 from megatron_ibpo.config import Config, DataConfig, ParallelConfig, config_yaml, named_values
-from megatron_ibpo.config.all_fields import ENTRIES, flag
+from megatron_ibpo.config.config import ENTRIES, flag
 from megatron_ibpo.config.recipes import read_recipe
 from megatron_ibpo.data import load_tokenizer, open_source
 from megatron_ibpo.evaluate.stored_samples import read_results
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.report.page.static import build_page
+from megatron_ibpo.report.page.html import build_page
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.run.settings import parse_config

@@ -21,9 +21,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from megatron_ibpo.basics.mask_encoding import decoded_mask, encoded_mask
 from megatron_ibpo.basics.records import Sample, token_ids
-from megatron_ibpo.basics.sampling_mask import SamplingMask, sampling_mask
+from megatron_ibpo.basics.sampling_mask import SamplingMask, decoded_mask, encoded_mask, sampling_mask
 from megatron_ibpo.journal import DroppedGroup, Journal, JournalError, Recovered, read_journal, writer
 from megatron_ibpo.journal.entries import (
     ClosedBatch,

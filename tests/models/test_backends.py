@@ -17,7 +17,7 @@ from megatron_ibpo.evaluate import EvalSet, set_settings
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import FAST, LOCAL, BackendError, Backends, find_backends, served_by
 from megatron_ibpo.models.fusion import ATTENTION, FUSIONS
-from megatron_ibpo.report.sizes import run_sizes
+from megatron_ibpo.report.display import run_sizes
 from megatron_ibpo.run.settings import parse_config
 
 TE, FLA = "Transformer Engine", "flash-linear-attention"

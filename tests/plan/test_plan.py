@@ -20,7 +20,7 @@ from megatron_ibpo.models.lora import TrainedWeights
 from megatron_ibpo.plan import memory
 from megatron_ibpo.plan.feasibility import make_plan, not_counted, peaks, sequences, tightest
 from megatron_ibpo.plan.memory import communicators, kv_bytes, rank_memory, state_bytes_per_sequence
-from megatron_ibpo.plan.node_memory import census_by_names
+from megatron_ibpo.plan.parameter_count import census_by_names
 from megatron_ibpo.plan.run_plan import FITS, REFUSED, in_short, plan_run
 from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.weights.layout.export import metadata_of

@@ -6,11 +6,21 @@ import pytest
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.cost import forward_flops, weight_count
 from megatron_ibpo.plan import roofline
-from megatron_ibpo.plan.coefficients import Coefficients, fitted
 from megatron_ibpo.plan.hardware import hardware_names, read_hardware
+from megatron_ibpo.plan.prediction import step_times
 from megatron_ibpo.plan.roofline import GIB, cache_bytes, decode_seconds, pass_time, prompt_seconds, sample
-from megatron_ibpo.plan.step_time import step_times
-from megatron_ibpo.plan.workload import Basis, Batch, Engine, Layout, Task, log_normal, recorded, stand_ins
+from megatron_ibpo.plan.workload import (
+    Basis,
+    Batch,
+    Coefficients,
+    Engine,
+    Layout,
+    Task,
+    fitted,
+    log_normal,
+    recorded,
+    stand_ins,
+)
 from support.paths import ROOT
 
 MODELS = ROOT / "examples/models"

@@ -9,13 +9,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_ibpo.config import Config, ConfigError, ModelConfig, OptimizerConfig
-from megatron_ibpo.config.all_fields import ENTRIES, flag
+from megatron_ibpo.config.config import ENTRIES, flag
 from megatron_ibpo.plan.feasibility import UNCOUNTED
 from megatron_ibpo.policy import overrides
 from megatron_ibpo.policy.forward_backward import _optimizer_config
 from megatron_ibpo.policy.model import _own_fields, transformer_config
 from megatron_ibpo.policy.overrides import check_overrides, model_overrides, optimizer_overrides
-from megatron_ibpo.report.sizes import run_sizes
+from megatron_ibpo.report.display import run_sizes
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.settings import parse_config
 

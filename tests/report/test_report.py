@@ -38,10 +38,23 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.report import Report, Size, Stages, load_groups, prepare_run_dir, rollout_path, save_groups
 from megatron_ibpo.report import rollout_data as recordings
 from megatron_ibpo.report.alarms import check_reward_errors, rounding_bound, run_alarms, step_alarms
-from megatron_ibpo.report.disk import DiskFullError, DiskWait
-from megatron_ibpo.report.metrics_log import Columns, MetricsLog, read_rows
-from megatron_ibpo.report.problem_outcomes import load_outcomes, outcomes_path, save_outcomes
-from megatron_ibpo.report.run_dir import check_disk, locked, run_settings, run_tokenizer, write_whole
+from megatron_ibpo.report.metrics_log import (
+    Columns,
+    MetricsLog,
+    load_outcomes,
+    outcomes_path,
+    read_rows,
+    save_outcomes,
+)
+from megatron_ibpo.report.run_dir import (
+    DiskFullError,
+    DiskWait,
+    check_disk,
+    locked,
+    run_settings,
+    run_tokenizer,
+    write_whole,
+)
 from megatron_ibpo.report.run_report import count_lines
 from megatron_ibpo.report.stages import StartLines
 from megatron_ibpo.report.summary import COUNTS

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,9 @@ from megatron_ibpo.commands.page import main
 from megatron_ibpo.report import rollout_path, save_groups
 from megatron_ibpo.report.metrics_log import Columns
 from megatron_ibpo.report.page.directories import open_source
-from megatron_ibpo.report.page.html import page_script
-from megatron_ibpo.report.page.recorded_step import group_of_step
+from megatron_ibpo.report.page.groups import group_of_step
+from megatron_ibpo.report.page.html import build_page, page_script
 from megatron_ibpo.report.page.server import application
-from megatron_ibpo.report.page.static import build_page
 from megatron_ibpo.report.rollout_data import RecordedStep, load_step
 from support.browser import needs_browser, open_page
 from support.eval_samples import judged
@@ -410,7 +410,7 @@ def evaluation(tmp_path):
     (directory / "results.json").write_text(json.dumps(results))
     answers = (1, 0, "so it is 7", 1), (0, 0, HOSTILE, 0), (1, 1, "so it is 8", 0), (0, 1, "é 7", None)
     half = {"set": "aime25", "details": {"tests_passed": 0.5}}
-    lines = "".join(json.dumps(judged(*answer, **half).as_json()) + "\n" for answer in answers)
+    lines = "".join(json.dumps(asdict(judged(*answer, **half))) + "\n" for answer in answers)
     (directory / "aime25.samples.jsonl").write_text(lines + '{"being": "writ')
     return directory
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ibpo.cluster.placement import Engines, Node, plan_placement
 from megatron_ibpo.config import ConfigError
-from megatron_ibpo.config.all_fields import ENTRIES
+from megatron_ibpo.config.config import ENTRIES
 from megatron_ibpo.engines.registry import sampling_precision
 from megatron_ibpo.models.lora import TrainedWeights
 from megatron_ibpo.run.on_cluster import OnCluster

@@ -28,8 +28,7 @@ from megatron_ibpo.basics.user_files import JSON_BYTES
 from megatron_ibpo.config import ConfigError, config_yaml
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study import plan, run_results, runs, statistics
-from megatron_ibpo.study.claims import Claim, compare_all, judge_claims
-from megatron_ibpo.study.equal_amounts import compare_at_equal_amounts
+from megatron_ibpo.study.claims import Claim, compare_all, compare_at_equal_amounts, judge_claims
 from megatron_ibpo.study.findings import Findings, read_findings, write_findings
 from megatron_ibpo.study.page import write_page
 from megatron_ibpo.study.plan import (

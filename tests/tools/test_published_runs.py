@@ -6,9 +6,9 @@ from fit_planner import PAGE, RESULTS, tables
 from judge_memory import config_of, counted_bytes
 from published_runs import Row, halves, read_evidence, shape_of
 
-from megatron_ibpo.plan.coefficients import NAMES, fitted
 from megatron_ibpo.plan.hardware import hardware_names
 from megatron_ibpo.plan.parameter_count import take_census
+from megatron_ibpo.plan.workload import COEFFICIENT_NAMES, fitted
 
 ROWS = read_evidence()
 SHAPE = shape_of("qwen3_4b")
@@ -61,7 +61,9 @@ def test_the_page_and_the_coefficients_are_those_of_the_results():
     results, page = json.loads(RESULTS.read_text()), PAGE.read_text()
     for name, table in tables(results).items():
         assert f"<!-- {name} -->\n{table}\n<!-- end of {name} -->" in page
-    used = {name: results["coefficients"][name]["used"] for name in NAMES}
-    assert {name: getattr(fitted().coefficients, name) for name in NAMES} == pytest.approx(used, rel=1e-3)
+    used = {name: results["coefficients"][name]["used"] for name in COEFFICIENT_NAMES}
+    assert {name: getattr(fitted().coefficients, name) for name in COEFFICIENT_NAMES} == pytest.approx(
+        used, rel=1e-3
+    )
     for kind, factor in fitted().error.items():
         assert factor == results["halves"][f"held out, {kind}"]["factor"]

@@ -17,7 +17,7 @@ These are the figures by which NCCL chooses how to send (its src/graph/tuning.cc
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A GPU type and its links. The shares of its rates that programs reach are in `plan.coefficients`."""
+    """A GPU type and its links. The shares of its rates that programs reach are in `plan.workload`."""
 
     name: str
     about: str
@@ -38,7 +38,7 @@ class Hardware:
     host_link: float
     """Bytes per second that it sends to main memory."""
     generation: str = ""
-    """Generation of the design; `plan.coefficients` has a factor for some."""
+    """Generation of the design; `plan.workload` has a factor for some."""
 
     def peak(self, precision: str) -> float:
         """Return the operations per second of products in `bf16`, or in any kind of fp8."""

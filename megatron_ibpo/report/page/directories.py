@@ -2,11 +2,11 @@
 Nothing outside the directory is read."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron_ibpo.basics.record_lines import finished_lines
 from megatron_ibpo.basics.text import shown
@@ -16,16 +16,18 @@ from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE
 from megatron_ibpo.report.alarms import run_alarms
 from megatron_ibpo.report.metrics_log import Columns, is_number, read_row
-from megatron_ibpo.report.page.evaluation_samples import (
+from megatron_ibpo.report.page.groups import (
     Problem,
     group_of_set,
+    group_of_step,
     index_of_set,
+    index_of_step,
+    matches,
     matching_samples,
     read_problems,
     results_of,
     sample_files,
 )
-from megatron_ibpo.report.page.recorded_step import group_of_step, index_of_step, matches
 from megatron_ibpo.report.rollout_data import SAMPLES, RecordedStep, load_step, rollout_path
 from megatron_ibpo.report.run_dir import (
     CONFIG_FILE,
@@ -59,27 +61,21 @@ class Source(Protocol):
 
     def version(self) -> str:
         """Return a text that changes whenever any other answer has changed."""
-        ...
 
     def overview(self) -> dict[str, Any]:
         """Return everything but curves and samples."""
-        ...
 
     def series(self, first: int | None, last: int | None) -> dict[str, Any]:
         """Return kind of row → thinned columns of the steps from `first` to `last`."""
-        ...
 
     def section(self, key: int) -> list[dict[str, Any]]:
         """Return the groups of a section without their tokens. Raises NotThere."""
-        ...
 
     def group(self, key: int, number: int) -> dict[str, Any]:
         """Return all data of a group. Raises NotThere."""
-        ...
 
     def search(self, key: int, text: str) -> list[tuple[int, int]]:
         """Return (group, response) of each response that contains the text. Raises NotThere."""
-        ...
 
 
 def open_source(directory: Path, *, tokenizer: Tokenizer | None = None) -> Source:
@@ -116,7 +112,7 @@ class RunSource:
             if not isinstance(value := self._settings.get(name), str):
                 raise ValueError(f"{CONFIG_FILE} of the run: {name} must be text, is {shown(value)}")
         self._log = _Log(directory / METRICS_FILE, directory)
-        self._steps: _FileCache[RecordedStep] = _FileCache()
+        self._step_of: Callable[[Path, int], RecordedStep] = _cached(load_step)
         # separate, so that curves go on while a large step is read
         self._log_lock, self._steps_lock = threading.Lock(), threading.Lock()
 
@@ -131,19 +127,25 @@ class RunSource:
         with self._log_lock:
             self._log.read_on()
             steps = self._log.columns["step"]
-            alarms = run_alarms(steps, groups_per_step=self._groups_per_step())
+            size = self._settings.get("rollout-batch-size")
+            groups_per_step = size if type(size) is int and size > 0 else None
+            alarms = run_alarms(steps, groups_per_step=groups_per_step)
             last = self._last_numbers()
         model = display_name(Path(self._settings["hf-checkpoint"]))
+        facts, skill = self._end(), self._object(SKILL_FILE, "premise", "it")
         return {
             "name": self.name,
             "kind": "run",
             "title": f"{self._settings['advantage-estimator']}, {model}",
-            "facts": self._end() + self._premise(),
+            "facts": facts if skill is None else [*facts, skill["premise"]],
             "steps": max(steps.steps, default=0),
             "planned": self._settings.get("num-rollout"),
             "alarms": [asdict(alarm) for alarm in alarms],
             "sections": [{"key": step, "label": f"step {step}"} for step in self.recorded()],
-            "settings": {key: _plain(value) for key, value in self._settings.items()},
+            "settings": {
+                key: value if isinstance(value, str | int | float | bool | None) else str(value)
+                for key, value in self._settings.items()
+            },
             "last": last,
             "sets": {},
         }
@@ -183,7 +185,7 @@ class RunSource:
         """Return the content of a recorded step; errors in its records name their file."""
         path = self._path(key)
         with self._steps_lock:
-            step = self._steps.get(path, lambda: load_step(path))
+            step = self._step_of(path, path.stat().st_mtime_ns)
             try:
                 return content(step)
             except (ValueError, TypeError, AttributeError, OverflowError, LookupError) as error:
@@ -198,10 +200,6 @@ class RunSource:
             self._tokenizer = run_tokenizer(self._directory)
         return self._tokenizer
 
-    def _groups_per_step(self) -> int | None:
-        size = self._settings.get("rollout-batch-size")
-        return size if type(size) is int and size > 0 else None
-
     def _last_numbers(self) -> dict[str, float]:
         """Return means over the last steps, and the last evaluation's measures."""
         numbers: dict[str, float] = {}
@@ -211,11 +209,6 @@ class RunSource:
                 if (value := columns.last(name, count)) is not None:
                     numbers[prefix + name] = float(f"{value:.5g}")
         return numbers
-
-    def _premise(self) -> list[str]:
-        """Return the success of the policy's corrections before the first step, if it was measured."""
-        skill = self._object(SKILL_FILE, "premise", "it")
-        return [] if skill is None else [skill["premise"]]
 
     def _object(self, name: str, key: str, description: str) -> dict[str, Any] | None:
         """Return the JSON object in a file, which has a text as `key`; None without the file."""
@@ -250,7 +243,7 @@ class EvaluationSource:
     def __init__(self, directory: Path):
         self.name = directory.resolve().name
         self._directory = directory
-        self._problems: _FileCache[list[Problem]] = _FileCache()
+        self._problems_of: Callable[[Path, int], list[Problem]] = _cached(read_problems)
         self._lock = threading.Lock()
 
     def version(self) -> str:
@@ -297,7 +290,7 @@ class EvaluationSource:
             raise NotThere(f"the evaluation has {len(files)} sets with samples")
         path = _inside(self._directory, files[key])
         with self._lock:
-            return path, self._problems.get(path, lambda: read_problems(path))
+            return path, self._problems_of(path, path.stat().st_mtime_ns)
 
 
 class _Log:
@@ -338,20 +331,9 @@ class _Log:
                 self._lines += 1
 
 
-class _FileCache(Generic[T]):
-    """A cache of the last few files that were read, in the state in which they were read."""
-
-    def __init__(self) -> None:
-        self._contents: OrderedDict[tuple[Path, int], T] = OrderedDict()
-
-    def get(self, path: Path, read: Callable[[], T]) -> T:
-        key = (path, path.stat().st_mtime_ns)
-        if key not in self._contents:
-            self._contents[key] = read()
-            if len(self._contents) > _CACHE_SIZE:
-                self._contents.popitem(last=False)
-        self._contents.move_to_end(key)
-        return self._contents[key]
+def _cached(read: Callable[[Path], T]) -> Callable[[Path, int], T]:
+    """Return a reader of files that caches the last few, each by its path and the time of its last change."""
+    return lru_cache(_CACHE_SIZE)(lambda path, changed: read(path))
 
 
 def _inside(directory: Path, path: Path) -> Path:
@@ -361,8 +343,3 @@ def _inside(directory: Path, path: Path) -> Path:
     if not path.resolve().is_relative_to(directory.resolve()):
         raise NotThere(f"{path} leads out of {directory}, and nothing outside is shown")
     return path
-
-
-def _plain(value: Any) -> str | float | bool | None:
-    """Return a setting in the form that the table shows."""
-    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from megatron_ibpo.basics.rendezvous import listen
 from megatron_ibpo.report.page.directories import NotThere, Source
 from megatron_ibpo.report.page.html import comparison, embedded, page, policy
 
@@ -46,7 +47,10 @@ def serve(sources: Sequence[Source], port: int, say: Callable[[str], None] = pri
         port: port on 127.0.0.1; a free one if it is taken.
         say: called with the address, and with how to reach it from another machine.
     """
-    listening = _listen(port)
+    try:
+        listening = listen(ADDRESS, port)
+    except OSError:
+        listening = listen(ADDRESS)
     got = listening.getsockname()[1]
     if port not in (0, got):
         say(f"port {port} is taken")
@@ -132,19 +136,3 @@ def _step(request: Request, name: str) -> int | None:
     if not (text.isascii() and text.isdigit() and int(text) < _LONGEST_STEP):
         raise NotThere(f"{name} must be a step")
     return int(text)
-
-
-def _listen(port: int) -> socket.socket:
-    """Return a socket on the port, or on a free one."""
-    for tried in (port, 0):
-        listening = socket.socket()
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind((ADDRESS, tried))
-            listening.listen()
-            return listening
-        except OSError:
-            listening.close()
-            if tried == 0:
-                raise
-    raise AssertionError

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_ibpo.basics.disk import flush
 from megatron_ibpo.basics.distributed import World
+from megatron_ibpo.basics.record_lines import flush
 from megatron_ibpo.weights.formats.integrity import ALGORITHM, write_integrity
 
 T = TypeVar("T")

@@ -1,18 +1,28 @@
-"""A recorded step as the page shows it: a table of its groups, and each group with all its tokens.
+"""Samples as the page shows them, in groups: those of a recorded step with all their tokens, and those of an
+evaluation's set, whose problems are its groups.
 
-Numbers per token are rounded; tokens are numbers in a vocabulary that goes with the group.
+Numbers per token are rounded; tokens are numbers in a vocabulary that goes with the group. The samples of an
+evaluation are read by their place in the file, so that a set of any size takes only its table's memory.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_ibpo.basics.record_lines import finished_lines
 from megatron_ibpo.basics.records import Correction, Group, Sample, TokenIds
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.text import shown
+from megatron_ibpo.basics.user_files import check_user_file
 from megatron_ibpo.credit.explanation import SampleExplanation
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.edit_distance import opcodes
+from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE, read_results, samples_path
+from megatron_ibpo.report.metrics_log import is_number
 from megatron_ibpo.report.rollout_data import RecordedStep, Trained
 
 _OF_CORRECTION = ("target", "references", "distance", "reference_distance", "rewritten", "unmodified_share")
@@ -75,8 +85,7 @@ def group_of_step(number: int, step: RecordedStep, tokenizer: Tokenizer) -> dict
 
 
 def _lines(step: RecordedStep, number: int, kind: str, index: int) -> list[list[Any]]:
-    """Return the lines that explain a sample's advantage, as [name, value, sum, note]; none if they were not
-    recorded."""
+    """Return the lines that explain a sample's advantage, [name, value, sum, note]; none without a record."""
     if number >= len(step.explanations):
         return []
     samples: list[SampleExplanation] = getattr(step.explanations[number], kind)
@@ -180,8 +189,7 @@ class _Vocabulary:
         return self._tokenizer.decode(ids)
 
     def numbers(self, ids: TokenIds) -> list[int]:
-        """Return the number of each token's text. If several tokens form one character, it is at the first of
-        them."""
+        """Return the number of each token's text. A character of several tokens is at the first."""
         tokens = ids.tolist()
         texts = [self._text_alone(token) for token in tokens]
         for start in range(len(texts)):
@@ -224,3 +232,171 @@ class _Vocabulary:
             self._numbers[key] = len(self.texts)
             self.texts.append(key)
         return self._numbers[key]
+
+
+_SAMPLES = samples_path(Path(), "").name
+
+
+@dataclass
+class Problem:
+    """All samples of one prompt."""
+
+    prompt: str
+    """End of the prompt."""
+    label: str
+    identity: str
+    places: list[int] = field(default_factory=list)
+    """Offset in the file at which the line of each sample begins."""
+    outcomes: list[dict[str, Any]] = field(default_factory=list)
+
+
+def sample_files(directory: Path) -> dict[str, Path]:
+    """Return set → file of its samples."""
+    return {path.name.removesuffix(_SAMPLES): path for path in sorted(directory.glob("*" + _SAMPLES))}
+
+
+def read_problems(path: Path) -> list[Problem]:
+    """Return the problems of a set, in order; an unfinished last line is left out.
+
+    Raises:
+        ValueError: a line is not a sample; the text names it.
+    """
+    problems: dict[int, Problem] = {}
+    check_user_file(path)
+    with path.open("rb") as file:
+        place = 0
+        for number, line in enumerate(finished_lines(file, path), start=1):
+            sample = _sample(line, f"{path}, line {number}")
+            problem = problems.setdefault(
+                sample["prompt_index"],
+                Problem(sample["prompt"][-_PROMPT_END:], str(sample["label"]), str(sample.get("id", ""))),
+            )
+            problem.places.append(place)
+            problem.outcomes.append(_stored_outcome(sample))
+            place += len(line)
+    return [problems[index] for index in sorted(problems)]
+
+
+def index_of_set(problems: list[Problem]) -> list[dict[str, Any]]:
+    """Return the data for the table of problems and the filters."""
+    return [
+        {
+            "prompt": problem.prompt,
+            "label": problem.label,
+            "skipped_pairs": 0,
+            "responses": problem.outcomes,
+            "corrections": [],
+        }
+        for problem in problems
+    ]
+
+
+def group_of_set(path: Path, problem: Problem) -> dict[str, Any]:
+    """Return a problem with the text of every sample.
+
+    Raises:
+        ValueError: the file has changed and a line is no longer a sample.
+    """
+    samples = list(_samples_of(path, problem))
+    prompt = samples[0]["prompt"]
+    return {
+        "prompt": [["prompt", prompt]],
+        "question": prompt,
+        "label": problem.label,
+        "task": problem.identity,
+        "responses": [
+            _stored_outcome(sample)
+            | {"text": sample["text"], "error": sample.get("error"), "answer": sample.get("answer")}
+            | {"details": _numbers(sample.get("details"))}
+            for sample in samples
+        ],
+        "corrections": [],
+        "vocabulary": [],
+    }
+
+
+def matching_samples(path: Path, problems: list[Problem], text: str) -> list[tuple[int, int]]:
+    """Return (problem, sample) of each sample that contains the text, ignoring case, or whose prompt does."""
+    folded_text = text.casefold()
+    return [
+        (number, index)
+        for number, problem in enumerate(problems)
+        for index, sample in enumerate(_samples_of(path, problem))
+        if folded_text in sample["text"].casefold() or folded_text in sample["prompt"].casefold()
+    ]
+
+
+def _samples_of(path: Path, problem: Problem) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        for place in problem.places:
+            file.seek(place)
+            yield _sample(file.readline(), f"{path}, byte {place}")
+
+
+@dataclass(frozen=True)
+class Results:
+    """The content of results.json."""
+
+    status: str
+    policy: str
+    sets: dict[str, dict[str, Any]]
+    """Set → "measures" (name → number), "intervals" (name → [low, high]), "notes" (texts)."""
+
+
+def results_of(directory: Path) -> Results:
+    """Return the results of an evaluation; an unfinished set's are empty.
+
+    Raises:
+        ValueError: its file does not hold results.
+    """
+    content = read_results(directory)
+    try:
+        sets = {str(name): _set(entry) for name, entry in content.get("sets", {}).items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{directory / RESULTS_FILE}: not the results of an evaluation: {error!r:.200}"
+        ) from error
+    return Results(str(content.get("status", "")), str(content.get("policy", "")), sets)
+
+
+def _set(entry: dict[str, Any]) -> dict[str, Any]:
+    intervals = {name: [low, high] for name, (low, high) in entry.get("intervals", {}).items()}
+    if not all(is_number(bound) for bounds in intervals.values() for bound in bounds if bound is not None):
+        raise ValueError("intervals must be numbers")
+    return {
+        "measures": _numbers(entry.get("measures")),
+        "intervals": intervals,
+        "notes": [str(note) for note in entry.get("notes", [])],
+    }
+
+
+def _sample(line: bytes, location: str) -> dict[str, Any]:
+    try:
+        sample = read_json(line)
+    except ValueError as error:
+        raise ValueError(f"{location}: not JSON: {error}") from error
+    if (
+        not isinstance(sample, dict)
+        or type(sample.get("prompt_index")) is not int
+        or not all(isinstance(sample.get(name), str) for name in ("prompt", "text"))
+        or not (sample.get("reward") is None or is_number(sample["reward"]))
+        or "label" not in sample
+    ):
+        raise ValueError(f"{location}: not a sample of an evaluation: {shown(sample)}")
+    return sample
+
+
+def _stored_outcome(sample: dict[str, Any]) -> dict[str, Any]:
+    length = sample.get("num_tokens")
+    return {
+        "reward": sample.get("reward"),
+        "correct": bool(sample.get("correct")),
+        "error": sample.get("error") is not None,
+        "truncated": sample.get("finish_reason") == "length",
+        "length": length if is_number(length) else None,
+        "name": f"{sample.get('kind', 'sampled')} {sample.get('number', '')}".strip(),
+    }
+
+
+def _numbers(details: Any) -> dict[str, float]:
+    return {str(k): v for k, v in details.items() if is_number(v)} if isinstance(details, dict) else {}
