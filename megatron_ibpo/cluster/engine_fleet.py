@@ -12,7 +12,7 @@ from megatron_ibpo.cluster.deaths import ProcessDiedError
 from megatron_ibpo.cluster.engine_handles import SLACK_S, Member, RemoteLink
 from megatron_ibpo.cluster.engine_processes import LOOK_EVERY_S, EngineProcesses, Reasons
 from megatron_ibpo.engines import EngineError
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from megatron_ibpo.weights.transfer.link import UpdateOrder
 
 log = logging.getLogger(__name__)
 

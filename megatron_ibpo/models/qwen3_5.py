@@ -18,11 +18,13 @@ from megatron_ibpo.models.delta_net.shape import (
     DeltaNetShape,
     delta_net_fields,
     in_projection,
+    layer_spec,
+    megatron_fields,
     mixed_entries,
     mixer_cost,
     mtp_entries,
+    mtp_layer_spec,
 )
-from megatron_ibpo.models.delta_net.spec import layer_spec, megatron_fields, mtp_layer_spec
 from megatron_ibpo.models.shape import Fields, expert_fields
 from megatron_ibpo.models.weight_map import ROWS, Cut, Entry, Piece, concatenate
 

@@ -173,6 +173,11 @@ def dense_mlp(backend: Backend, *, bias: bool = False) -> MLPAndNorm:
     return partial(MLP.as_mlp_submodule, submodules=submodules), IdentityOp
 
 
+def mlp(shape: ModelShape, backend: Backend) -> MLPAndNorm:
+    """Return experts, or a dense MLP in a model without."""
+    return moe(shape, backend) if shape.is_moe else dense_mlp(backend)
+
+
 def moe(shape: ModelShape, backend: Backend, router: Callable[..., Any] | None = None) -> MLPAndNorm:
     """Return the spec of a mixture of experts, whose router and experts share one normed input.
 

@@ -38,7 +38,7 @@ from megatron_ibpo.plan.parameter_count import Census
 from megatron_ibpo.plan.prediction import lines, setting_of
 from megatron_ibpo.report.display import open_console, sizes_table
 from megatron_ibpo.report.sizes import run_sizes
-from megatron_ibpo.weights.formats.retention import checkpoint_bytes, kept_at_once, kept_bytes
+from megatron_ibpo.weights.formats.run_state import checkpoint_bytes, kept_at_once, kept_bytes
 
 FITS, REFUSED = 0, 2
 

@@ -21,8 +21,8 @@ from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gathering import gathered_by_kind
 from megatron_ibpo.policy.mtp import Mtp
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.weights.formats.integrity import check_integrity
-from megatron_ibpo.weights.formats.load import check_finite
+from megatron_ibpo.weights.formats.checkpoint_files import check_integrity
+from megatron_ibpo.weights.formats.hf_models import check_finite
 from megatron_ibpo.weights.formats.peft import check_same_adapters
 from megatron_ibpo.weights.formats.run_state import read_layout
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint, read_metadata

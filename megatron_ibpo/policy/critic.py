@@ -15,11 +15,12 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.policy.forward_backward import (
     Observed,
     accumulate_gradients,
+    gradient_norm,
     infer,
     is_reporting_rank,
     make_trainable,
+    take_step,
 )
-from megatron_ibpo.policy.gradient_norm import gradient_norm, take_step
 from megatron_ibpo.policy.packing import PackedBatch, packed
 from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate

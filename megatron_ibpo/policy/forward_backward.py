@@ -1,11 +1,18 @@
-"""Packed micro-batches through a Megatron model, and its optimizer: the code that policy and critic share."""
+"""Packed micro-batches through a Megatron model, and its optimizer: the code that policy and critic share.
 
+Megatron-core computes the gradient's norm again in its step, and without Transformer Engine or Apex the host
+waits for the GPU once for each parameter. Here it is computed once, and the host waits once.
+"""
+
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from math import sqrt
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -218,18 +225,13 @@ def _lay_out_all(packs: Sequence[PackedArrays], device: torch.device, model: Any
     Args:
         model: the model's TransformerConfig.
     """
-    multiple, context = parallel_state.get_tensor_model_parallel_world_size(), _context()
+    multiple, context = parallel_state.get_tensor_model_parallel_world_size(), SINGLE_RANK
+    if (ranks := parallel_state.get_context_parallel_world_size()) > 1:
+        rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
+        context = Context(rank, ranks, group)
     if model.fp8 or model.fp4:
         multiple *= QUANTIZED_ROWS
     return [lay_out(arrays, multiple=multiple, device=device, context=context) for arrays in packs]
-
-
-def _context() -> Context:
-    size = parallel_state.get_context_parallel_world_size()
-    if size == 1:
-        return SINGLE_RANK
-    rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
-    return Context(rank, size, group)
 
 
 def _run(
@@ -367,3 +369,48 @@ def _scheduler(
         wd_incr_steps=total_updates,
         wd_incr_style="constant",
     )
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: Any) -> float:
+    """Return the norm of the gradient buffers, with each parameter of the whole model counted once.
+    Collective.
+
+    Megatron decides which of a rank's gradients count, and over which ranks their squares are summed. In
+    float32 on a CPU the result is Megatron's, bit for bit.
+
+    Args:
+        optimizer: Megatron's ChainedOptimizer.
+    """
+    optimizer.prepare_grads()
+    by_group: dict[Any, list[Tensor]] = defaultdict(list)
+    for part in optimizer.chained_optimizers:
+        by_group[part.get_grad_stats_parallel_group()] += part.get_grads_for_grad_norm()
+    squares = [_sum_of_squares(gradients, group) for group, gradients in by_group.items()]
+    norms = [square**0.5 for square in torch.cat(squares).tolist()]
+    return norms[0] if len(norms) == 1 else sqrt(sum(norm**2 for norm in norms))  # rounded as in Megatron
+
+
+def take_step(optimizer: Any, norm: float) -> None:
+    """Clip the gradients by their norm and step. Collective.
+
+    Args:
+        optimizer: Megatron's ChainedOptimizer.
+        norm: result of `gradient_norm`, with the same gradients.
+    """
+    optimizer.get_grad_norm = lambda: norm  # in place of the method that computes it once more
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.get_grad_norm
+
+
+def _sum_of_squares(gradients: list[Tensor], group: Any) -> Tensor:
+    """Return [1] float32 on the device, the sum over all ranks of the group. No host waits for it."""
+    if gradients:
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        square = torch.linalg.vector_norm(torch.stack(norms)).reshape(1) ** 2
+    else:
+        square = torch.zeros(1, device=torch.cuda.current_device())
+    dist.all_reduce(square, group=group)
+    return square

@@ -1,10 +1,10 @@
-"""All trainer ranks as one policy, on the driver's side: no torch, no model.
+"""All trainer ranks as one policy, on the driver's side, and the ranks' reports to it: no torch, no model.
 
 The caller determines how a call reaches the ranks (`RankCalls`).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from megatron_ibpo.policy.planning import (
     plan_value_update,
     update_metrics,
 )
-from megatron_ibpo.weights.formats.retention import Keep
+from megatron_ibpo.weights.formats.run_state import Keep
 
 
 class RankCalls(Protocol):
@@ -158,3 +158,33 @@ def data_parallel_rank(rank: int, parallel: ParallelConfig, world_size: int) -> 
     ranks first and pipeline stages last."""
     inner = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     return rank // inner % (world_size // inner // parallel.pipeline_model_parallel_size)
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Facts that the driver cannot know before the model is built."""
+
+    parameters: int
+    """Number of parameters of the whole model."""
+    loss_backend: str
+    """Back end that computes the loss, and why."""
+    layers: dict[str, tuple[str, str]]
+    """Part of a layer → (the library that computes it, how)."""
+    device: str
+    """Device that computes: the GPU's own name, or "CPU"."""
+    notes: tuple[str, ...]
+    """Lines for the user about the environment and the loaded checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    """The outcome of one pass over the weights, as this rank saw it."""
+
+    failures: dict[int, str]
+    """Index of an engine → why it no longer takes part in the update."""
+    num_bytes: int
+    """Bytes that this rank sent to engines."""
+    needed_bytes: int
+    """Bytes that the shards of all engines' workers take."""
+    waits: tuple[int, float]
+    """Number and seconds of waits between buckets, as in `weights.transfer.link.Sent`."""

@@ -43,8 +43,14 @@ from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.backends import Backends
 from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.spec import Backend, make_backend
-from megatron_ibpo.policy.forward_backward import Loss, Observed, make_trainable, packed_sequences
-from megatron_ibpo.policy.gradient_norm import gradient_norm, take_step
+from megatron_ibpo.policy.forward_backward import (
+    Loss,
+    Observed,
+    gradient_norm,
+    make_trainable,
+    packed_sequences,
+    take_step,
+)
 from megatron_ibpo.policy.model import (
     current_device,
     device_config,
@@ -102,7 +108,7 @@ def build_mtp(
 ) -> MtpModel:
     """Build this rank's part of the layer that --mtp-num-layers asks for, in the dtype of the policy.
 
-    Weights are not initialised: `weights.formats.load.load_mtp` fills them. The layer has no loss that
+    Weights are not initialised: `weights.formats.hf_models.load_mtp` fills them. The layer has no loss that
     balances its experts, since it only has to predict what the policy samples. Its activations are never
     recomputed as a whole, not even under --recompute-granularity full: it is one layer.
     """

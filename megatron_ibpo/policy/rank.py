@@ -22,21 +22,18 @@ from megatron_ibpo.policy.adapters import merged_values, offered_adapters, shift
 from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo
+from megatron_ibpo.policy.group import About, SendReport
 from megatron_ibpo.policy.model import build_model, build_value_model
 from megatron_ibpo.policy.mtp import build_mtp
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
-from megatron_ibpo.policy.reference import load_reference
-from megatron_ibpo.policy.reports import About, SendReport
-from megatron_ibpo.policy.residence import OnDevice, Residence
+from megatron_ibpo.policy.residence import OnDevice, Residence, load_reference
 from megatron_ibpo.policy.saving import SaveOrder, Saver
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.weights.formats.load import load_hf, load_mtp
-from megatron_ibpo.weights.formats.retention import Keep
-from megatron_ibpo.weights.formats.save import save_hf
+from megatron_ibpo.weights.formats.hf_models import load_hf, load_mtp, save_hf
+from megatron_ibpo.weights.formats.run_state import Keep
 from megatron_ibpo.weights.layout.export import HFExport
-from megatron_ibpo.weights.transfer.link import EngineLink
+from megatron_ibpo.weights.transfer.link import EngineLink, UpdateOrder
 from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 
 class TrainerRank:

@@ -31,18 +31,20 @@ from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.policy.checkpoint import CRITIC, saved_state
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
+from megatron_ibpo.weights.formats.checkpoint_files import write_integrity
 from megatron_ibpo.weights.formats.directories import disk_error, publish
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
-from megatron_ibpo.weights.formats.integrity import write_integrity
 from megatron_ibpo.weights.formats.peft import DIRECTORY, Adapters, describe_adapters, save_peft
-from megatron_ibpo.weights.formats.retention import (
+from megatron_ibpo.weights.formats.run_state import (
+    HF_FILES,
+    LAYOUT,
+    RUN_STATE,
     Keep,
     partial_of,
     remove_leftovers,
     remove_superseded,
     step_name,
 )
-from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 SMALL_FILES_BYTES = 4 * 1024**2

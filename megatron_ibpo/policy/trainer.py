@@ -30,11 +30,12 @@ from megatron_ibpo.policy.forward_backward import (
     Loss,
     Observed,
     accumulate_gradients,
+    gradient_norm,
     infer,
     is_reporting_rank,
     make_trainable,
+    take_step,
 )
-from megatron_ibpo.policy.gradient_norm import gradient_norm, take_step
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics
 from megatron_ibpo.policy.loss_objective import aggregation, backend_in_use, check_loss, run_objective
 from megatron_ibpo.policy.model import head_weight, own_vocabulary, whole_hidden_states
@@ -48,7 +49,7 @@ from megatron_ibpo.policy.packing import (
 )
 from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import Cut, MicroBatch, MiniBatch, RankForward, RankUpdate
-from megatron_ibpo.policy.reference import Reference
+from megatron_ibpo.policy.residence import Reference
 from megatron_ibpo.policy.routing_replay import CHANGED, CHOICES, LIVE, RoutingReplay
 from megatron_ibpo.policy.sampling_masks import check_ids
 

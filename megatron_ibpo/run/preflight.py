@@ -23,8 +23,8 @@ from megatron_ibpo.run.processes import Backend
 from megatron_ibpo.run.resolve import ResolvedConfig
 from megatron_ibpo.run.run_data import scored_by_verifiers
 from megatron_ibpo.run.user_code import check_user_code, try_user_code
-from megatron_ibpo.weights.formats.retention import kept_bytes
-from megatron_ibpo.weights.formats.weight_files import has_weights
+from megatron_ibpo.weights.formats.checkpoint_files import has_weights
+from megatron_ibpo.weights.formats.run_state import kept_bytes
 
 
 def check_model(config: Config, shape: ModelShape, backend: Backend) -> None:
@@ -98,7 +98,7 @@ def check_present_files(hf_dir: Path) -> None:
     Raises:
         ValueError: as at the start of a run.
     """
-    from megatron_ibpo.weights.formats.expected_entries import check_checkpoint  # imports torch
+    from megatron_ibpo.weights.formats.hugging_face import check_checkpoint  # imports torch
 
     shape = read_hf_config(hf_dir)
     if has_weights(hf_dir):
@@ -132,7 +132,7 @@ def check_hardware(config: Config, shape: ModelShape) -> None:
 
 
 def _check_weights(inputs: Inputs) -> None:
-    from megatron_ibpo.weights.formats.expected_entries import check_checkpoint  # imports torch
+    from megatron_ibpo.weights.formats.hugging_face import check_checkpoint  # imports torch
 
     check_checkpoint(inputs.foundation.hf_dir, inputs.foundation.shape)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_ibpo.report.disk import is_full
 from megatron_ibpo.run.recovery import sleep_engines, surviving
 from megatron_ibpo.run.state import Run
-from megatron_ibpo.weights.formats.retention import Keep
+from megatron_ibpo.weights.formats.run_state import Keep
 
 
 def save_if_due(run: Run) -> None:

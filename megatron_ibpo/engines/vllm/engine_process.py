@@ -39,7 +39,7 @@ from megatron_ibpo.engines.vllm.messages import (
 )
 from megatron_ibpo.engines.vllm.model_runner import check_runner, uses_second_runner
 from megatron_ibpo.engines.vllm.slim_imports import slim_imports
-from megatron_ibpo.weights.transfer.update_order import TransportName
+from megatron_ibpo.weights.transfer.link import TransportName
 
 HOLD_STEPS = 16
 """Steps of a busy engine between messages with finished samples. Each message costs several processes a

@@ -16,7 +16,7 @@ from megatron_ibpo.engines.vllm.model_runner import VARIABLE, uses_second_runner
 from megatron_ibpo.engines.vllm.needs import kv_cache_bytes
 from megatron_ibpo.engines.vllm.parameters import vllm_parameters
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.weights.transfer.update_order import TransportName
+from megatron_ibpo.weights.transfer.link import TransportName
 
 START_S = 600.0
 """Seconds that an engine may take to start, in addition to reading its weights."""

@@ -31,14 +31,20 @@ from megatron_ibpo.models import (
     read_hf_config,
 )
 from megatron_ibpo.models.weight_map import Entry, is_carried
-from megatron_ibpo.weights.formats.directories import write_directory
-from megatron_ibpo.weights.formats.expected_entries import model_entries
-from megatron_ibpo.weights.formats.file_jobs import Item, Job, Result, WorkingMemory, run_jobs
+from megatron_ibpo.weights.formats.directories import (
+    Item,
+    Job,
+    Result,
+    WorkingMemory,
+    run_jobs,
+    write_directory,
+)
 from megatron_ibpo.weights.formats.hugging_face import (
     Checkpoint,
     SafetensorsFile,
     copy_all_but_weights,
     file_names,
+    model_entries,
     write_index,
 )
 from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE, load_run_state, read_layout

@@ -1,4 +1,5 @@
-"""Checkpoints in Hugging Face format on disk: tensors are read in parts, files written tensor by tensor."""
+"""Checkpoints in Hugging Face format on disk: tensors are read in parts, compared with those that a model
+must have, and files are written tensor by tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,14 +23,16 @@ from megatron_ibpo.models.weight_map import (
     HEAD,
     Entry,
     Piece,
+    carried_entry,
     embedding_piece,
     is_carried,
     is_ignored,
+    mtp_layers,
+    weight_map,
 )
+from megatron_ibpo.weights.formats.checkpoint_files import INDEX, MANIFEST, SINGLE, find_weights
 from megatron_ibpo.weights.formats.directories import HashedFile
-from megatron_ibpo.weights.formats.integrity import MANIFEST
 from megatron_ibpo.weights.formats.mapped_tensors import BLOCKS, SCALES, OpenFiles, PackedSlice
-from megatron_ibpo.weights.formats.weight_files import INDEX, SINGLE, find_weights
 from megatron_ibpo.weights.layout.regions import TensorMeta
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
@@ -364,3 +367,45 @@ def copy_all_but_weights(origin: Path, target: Path, dtype: torch.dtype) -> None
         named.pop("quantization_config", None)
         named["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+class Tensors(Protocol):
+    """A checkpoint of either format."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of its tensors."""
+
+    def shape_of(self, name: str) -> tuple[int, ...]: ...
+
+
+def model_entries(shape: ModelShape, tensors: Tensors, vocab_rows: int | None = None) -> list[Entry]:
+    """Return the entries that a checkpoint with these tensors must hold, every HF tensor once.
+
+    Args:
+        vocab_rows: as in `weight_map`.
+
+    Raises:
+        CheckpointError: it has more multi-token prediction layers than can be converted.
+    """
+    layers = mtp_layers(tensors) if shape.mtp_in_checkpoints else 0
+    if layers > 1:
+        raise CheckpointError(
+            f"mtp.layers.1 to mtp.layers.{layers - 1}: only one multi-token prediction layer can be "
+            "converted, since Hugging Face checkpoints have one mtp.fc for all of them"
+        )
+    entries = weight_map(shape, layers, vocab_rows)
+    if shape.tie_word_embeddings:
+        del entries["output_layer.weight"]
+    carried = sorted(name for name in tensors if name.startswith(shape.carried))
+    return [*entries.values(), *(carried_entry(name, tensors.shape_of(name)) for name in carried)]
+
+
+def check_checkpoint(hf_dir: Path, shape: ModelShape) -> None:
+    """Compare the tensors of a checkpoint with the model of its config.json, before allocating memory for
+    them.
+
+    Raises:
+        CheckpointError: see `Checkpoint.check`.
+    """
+    checkpoint = Checkpoint(hf_dir)
+    checkpoint.check(shape, model_entries(shape, checkpoint))

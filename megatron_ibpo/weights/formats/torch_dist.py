@@ -28,10 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file, read_json_file
 from megatron_ibpo.models.weight_map import Block, Entry
-from megatron_ibpo.weights.formats.byte_entries import check_byte_entries
+from megatron_ibpo.weights.formats.checkpoint_files import is_inside
 from megatron_ibpo.weights.formats.directories import HashedFile, disk_error
-from megatron_ibpo.weights.formats.integrity import is_inside
-from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
+from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles, check_byte_entries
 from megatron_ibpo.weights.formats.run_state import CONFIG, METADATA
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 

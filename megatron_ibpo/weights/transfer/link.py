@@ -1,8 +1,9 @@
-"""Calls of a weight update to the engines that a rank owns: call all, then wait for all."""
+"""Orders for a weight update, which the driver gives, and its calls to the engines that a rank owns: call
+all, then wait for all. Needs no torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 Failures = dict[int, Exception]
 """Index of an engine → why it no longer takes part in the update."""
@@ -107,3 +108,21 @@ def ask(
 def without(links: Mapping[int, EngineLink], failures: Failures) -> dict[int, EngineLink]:
     """Return the engines that have not failed."""
     return {engine: link for engine, link in links.items() if engine not in failures}
+
+
+TransportName = Literal["gloo", "ipc", "nccl"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOrder:
+    """An order to update the engines: which version, and how."""
+
+    version: int
+    """Version of the policy whose weights are sent."""
+    sleeping: bool
+    """True if the engines sleep. They wake in the order that needs the least memory: weights, update, KV
+    cache."""
+    check: bool
+    """True to compare checksums of everything as sent and as received."""
+    timeout: float
+    """Seconds that each step may take."""

@@ -7,8 +7,7 @@ from typing import Protocol
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.weights.layout.regions import WeightSource
-from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, without
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, UpdateOrder, ask, without
 from megatron_ibpo.weights.transfer.wire import compare_checksums
 from megatron_ibpo.weights.weight_errors import WeightPlanError, listed
 
