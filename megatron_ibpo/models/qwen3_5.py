@@ -8,7 +8,8 @@ is stored in four tensors. Checkpoints wrap the text model in one that also sees
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_ibpo.basics.text import shown
@@ -31,15 +32,7 @@ from megatron_ibpo.models.weight_map import ROWS, Cut, Entry, Piece, concatenate
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "layer_entries",
-    "layer_spec",
-    "megatron_fields",
-    "mixer_cost",
-    "mtp_entries",
-    "mtp_layer_spec",
-    "read",
-]
+__all__ = ["layer_spec", "megatron_fields", "mixer_cost", "mtp_entries", "mtp_layer_spec"]
 
 TEXT = "_text"
 """Suffix of `model_type` for a text model that is not wrapped."""
@@ -79,13 +72,12 @@ def _text_model(fields: Fields, family: str) -> DeltaNetShape:
     fields.refuse("output_gate_type", "swish", "silu")  # of the delta net
     is_moe = family.removesuffix(TEXT).endswith("_moe")
     fields = fields.or_default(MOE if is_moe else DENSE)
-    mlp = _experts(fields) if is_moe else {"ffn_hidden_size": fields.count("intermediate_size")}
+    if is_moe:
+        shared = fields.count("shared_expert_intermediate_size")
+        mlp = {**expert_fields(fields), "shared_expert_hidden_size": shared}
+    else:
+        mlp = {"ffn_hidden_size": fields.count("intermediate_size")}
     return DeltaNetShape(**delta_net_fields(fields), **mlp)
-
-
-def _experts(fields: Fields) -> dict[str, Any]:
-    shared = fields.count("shared_expert_intermediate_size")
-    return {**expert_fields(fields), "shared_expert_hidden_size": shared}
 
 
 def _tied(fields: Fields, inner: dict[str, Any]) -> bool:
@@ -107,28 +99,22 @@ def layer_entries(shape: DeltaNetShape, layer: int) -> list[Entry]:
 
 def _in_proj(shape: DeltaNetShape) -> Entry:
     hidden, keys, values, heads = shape.hidden_size, shape.gdn_keys, shape.gdn_values, shape.gdn_value_heads
-    qkv = 2 * keys + values
+    rows = 2 * keys + values, values, heads, heads
     return in_projection(
         shape,
         (
-            Piece("linear_attn.in_proj_qkv.weight", (qkv, hidden), Cut(0, (keys, keys, values))),
+            Piece("linear_attn.in_proj_qkv.weight", (rows[0], hidden), Cut(0, (keys, keys, values))),
             Piece("linear_attn.in_proj_z.weight", (values, hidden), ROWS),
             Piece("linear_attn.in_proj_b.weight", (heads, hidden), ROWS),
             Piece("linear_attn.in_proj_a.weight", (heads, hidden), ROWS),
         ),
         concatenate,
-        _ConcatenatedProjections((qkv, values, heads, heads)).part,
+        partial(_split, rows),
     )
 
 
-@dataclass(frozen=True)
-class _ConcatenatedProjections:
-    """A join of HF's [q | k | v], [z], [b] and [a], each for all heads, into Megatron's tensor of the same
-    rows."""
-
-    rows: tuple[int, ...]
-    """Rows of the HF tensors."""
-
-    def part(self, shard: Tensor) -> list[Tensor]:
-        ranks = sum(self.rows) // len(shard)
-        return list(shard.split([rows // ranks for rows in self.rows]))
+def _split(rows: tuple[int, ...], shard: Tensor) -> list[Tensor]:
+    """Return a rank's parts of HF's [q | k | v], [z], [b] and [a], each for all heads and of so many `rows`,
+    from its shard of Megatron's tensor of the same rows."""
+    ranks = sum(rows) // len(shard)
+    return list(shard.split([n // ranks for n in rows]))

@@ -28,15 +28,7 @@ from megatron_ibpo.models.weight_map import ROWS, Entry, Piece, concatenate
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "layer_entries",
-    "layer_spec",
-    "megatron_fields",
-    "mixer_cost",
-    "mtp_entries",
-    "mtp_layer_spec",
-    "read",
-]
+__all__ = ["layer_spec", "megatron_fields", "mixer_cost", "mtp_entries", "mtp_layer_spec"]
 
 
 DEFAULTS = {

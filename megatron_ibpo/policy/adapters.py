@@ -49,7 +49,7 @@ from megatron_ibpo.models.lora import (
 from megatron_ibpo.models.weight_map import Entry, global_name, weight_map
 from megatron_ibpo.weights.formats.peft import Adapters
 from megatron_ibpo.weights.layout.export import HFExport
-from megatron_ibpo.weights.layout.holdings import Holding, layers_of, my_holding, vocab_rows_of
+from megatron_ibpo.weights.layout.holdings import Holding, my_holding
 
 
 def add_adapters(chunks: Sequence[Any], shape: ModelShape, lora: Lora, seed: int) -> None:
@@ -61,7 +61,7 @@ def add_adapters(chunks: Sequence[Any], shape: ModelShape, lora: Lora, seed: int
     Args:
         chunks: parts of a model on this rank, not wrapped yet.
     """
-    holding = my_holding(shape, layers_of(chunks), vocab_rows_of(chunks))
+    holding = my_holding(shape, chunks)
     by_module: dict[str, list[Entry]] = {}
     for entry in weight_map(shape).values():
         if holding.holds(entry) and pairs(entry, lora):

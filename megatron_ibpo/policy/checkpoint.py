@@ -26,6 +26,7 @@ from megatron_ibpo.weights.formats.hf_models import check_finite
 from megatron_ibpo.weights.formats.peft import check_same_adapters
 from megatron_ibpo.weights.formats.run_state import read_layout
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint, read_metadata
+from megatron_ibpo.weights.layout.holdings import unwrapped
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
 CRITIC = "critic"
@@ -195,7 +196,7 @@ def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path, prefix
             elif isinstance(value, torch.Tensor):
                 check_finite(value, checkpoint, name)
         # not strict: Transformer Engine's modules miss extra state that `_models` does not ask for
-        model = _unwrapped(chunk)
+        model = unwrapped(chunk)
         incompatible = model.load_state_dict(chunk_state, strict=False)
         frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
         if frozen:  # a checkpoint of adapters alone
@@ -258,32 +259,23 @@ def _metadata() -> dict[str, Any]:
 def _models(
     chunks: Sequence[Any], *, is_loading: bool, scales: Container[str] = frozenset()
 ) -> dict[str, Any]:
-    """Return the state that Megatron names for each chunk.
+    """Return the state that Megatron names for each chunk: only its adapters if it has some, otherwise its
+    weights.
 
     Args:
         scales: keys of the extra state to load.
     """
-    models = {f"model{index}": _model(_unwrapped(chunk)) for index, chunk in enumerate(chunks)}
-    if not is_loading:
-        return models
-    return {
-        name: {
-            key: value
-            for key, value in model.items()
-            if not _is_extra_state(key) or value.unique_key in scales
-        }
-        for name, model in models.items()
-    }
-
-
-def _model(chunk: Any) -> dict[str, Any]:
-    """Return the state of one chunk: only its adapters if it has some, otherwise its weights."""
-    return sharded_adapters(chunk) or chunk.sharded_state_dict(metadata=_metadata())
-
-
-def _unwrapped(chunk: Any) -> Any:
-    """Return the chunk without its DDP wrapper, if it has one."""
-    return getattr(chunk, "module", chunk)
+    models = {}
+    for index, model in enumerate(map(unwrapped, chunks)):
+        state = sharded_adapters(model) or model.sharded_state_dict(metadata=_metadata())
+        if is_loading:
+            state = {
+                key: value
+                for key, value in state.items()
+                if not _is_extra_state(key) or value.unique_key in scales
+            }
+        models[f"model{index}"] = state
+    return models
 
 
 def _progress(trained: Trained, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
@@ -302,7 +294,8 @@ def _without_classes(state: Any) -> Any:
 
 def _optimizers(trained: Trained) -> Sequence[Any]:
     """Return Megatron's optimizers, of dense and of expert parameters."""
-    return getattr(trained.optimizer, "chained_optimizers", [trained.optimizer])
+    optimizers: Sequence[Any] = trained.optimizer.chained_optimizers
+    return optimizers
 
 
 @contextmanager

@@ -71,7 +71,9 @@ class Critic:
     def values(self, share: RankForward) -> list[tuple[int, Floats]]:
         """Return the critic's values before each response token: (index in the planned list, values) of each
         sequence of this rank; empty on ranks that do not report. Collective."""
-        values = infer(self.chunks, packed(share), _values_output, self.world.device)
+        values = infer(
+            self.chunks, packed(share), lambda _, values_1N1: values_1N1[0, :, 0], self.world.device
+        )
         return values if is_reporting_rank() else []
 
     def update(self, share: RankUpdate) -> dict[str, float]:
@@ -112,10 +114,6 @@ class Critic:
             "critic_grad_norm": norm,
             "critic_updates_skipped": float(not finite),
         }
-
-
-def _values_output(_: PackedBatch, values_1N1: Tensor) -> Tensor:
-    return values_1N1[0, :, 0]
 
 
 def _loss_output(

@@ -6,7 +6,7 @@ first data-parallel rank needs 24 bytes per parameter and 12 per parameter of it
 comes after the other: 16, and 4 for the shard.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -79,20 +79,15 @@ def _gathered_state(
     for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
         size, end = bucket.numel_unpadded, start + bucket.numel_unpadded
         shard = scratch.shard(bucket.grad_data.numel() // group.size())
-        _fill(shard, optimizer, bucket_ranges["param_map"], kind)
+        for parameter, places in bucket_ranges["param_map"].items():
+            place = places["gbuf_local"]
+            state = optimizer._get_main_param_and_optimizer_states(parameter)[kind]
+            shard[place.start : place.end].copy_(state.detach())
         arrived = scratch.brought_together(shard)
         if gathered is not None and arrived is not None:
             gathered[start:end].copy_(arrived[:size])
         start = end
     return gathered
-
-
-def _fill(shard: Tensor, optimizer: Any, places: Mapping[Any, Any], kind: str) -> None:
-    """Fill in this rank's part of a bucket."""
-    for parameter, ranges in places.items():
-        place = ranges["gbuf_local"]
-        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-        shard[place.start : place.end].copy_(tensors[kind].detach())
 
 
 def _on_host(size: int) -> Tensor:

@@ -96,22 +96,18 @@ def measure_gradient(
     total = [torch.zeros_like(buffer) for buffer in trainer.gradient_buffers()]
     for prompts, live in blocks:
         sizes.append(prompts)
-        squares.append(_add_gradient(trainer, live, objective, total) if live else 0.0)
+        if not live:
+            squares.append(0.0)
+            continue
+        trainer.accumulate_gradients(live, objective)
+        for buffer, summed in zip(trainer.gradient_buffers(), total, strict=True):
+            summed += buffer
+        squares.append(trainer.gradient_norm() ** 2)
     if not sizes:
         return None
     for buffer, summed in zip(trainer.gradient_buffers(), total, strict=True):
         buffer.copy_(summed)
     return estimate_noise(sizes, squares, trainer.gradient_norm() ** 2)
-
-
-def _add_gradient(
-    trainer: Trainer, live: Sequence[PackedArrays], objective: Objective, total: Iterable[torch.Tensor]
-) -> float:
-    """Add the gradient of `live` to `total`; returns its squared norm."""
-    trainer.accumulate_gradients(live, objective)
-    for buffer, summed in zip(trainer.gradient_buffers(), total, strict=True):
-        summed += buffer
-    return trainer.gradient_norm() ** 2
 
 
 def estimate_noise(sizes: Sequence[int], squares: Sequence[float], total_square: float) -> GradientNoise:

@@ -88,19 +88,8 @@ OPTIMIZER_OURS = {
 what to do instead."""
 
 
-@dataclass(frozen=True)
-class _DType:
-    name: str
-    """Name in torch."""
-    num_bytes: int
-
-
-_FP32, _BF16, _FP16, _FP8 = (
-    _DType("float32", 4),
-    _DType("bfloat16", 2),
-    _DType("float16", 2),
-    _DType("uint8", 1),
-)
+_FP32, _BF16, _FP16, _FP8 = ("float32", 4), ("bfloat16", 2), ("float16", 2), ("uint8", 1)
+"""(name in torch, bytes)"""
 _DTYPES = {
     "fp32": _FP32, "float32": _FP32, "bf16": _BF16, "bfloat16": _BF16, "fp16": _FP16, "float16": _FP16,
     "fp8": _FP8, "uint8": _FP8,
@@ -149,7 +138,7 @@ def as_megatron(overrides: Mapping[str, Any], config_class: type) -> dict[str, A
     for name, value in overrides.items():
         kinds = (hints[name], *get_args(hints[name]))
         if torch.dtype in kinds and value is not None:
-            values[name] = getattr(torch, _DTYPES[value].name)
+            values[name] = getattr(torch, _DTYPES[value][0])
         elif AttnBackend in kinds:
             if value not in AttnBackend.__members__:
                 raise ValueError(f"{MODEL} {name}={value}: there are {', '.join(AttnBackend.__members__)}")
@@ -218,8 +207,21 @@ def read_overrides(config: Config) -> Overrides:
     )
 
 
-def _check_pipeline(config: Config) -> None:
+def _check_model(config: Config) -> None:
     overrides, stages = model_overrides(config), config.parallel.pipeline_model_parallel_size
+    _check_pipeline(overrides, stages)
+    if not config.replays_routing:
+        return
+    for name in ("moe_router_fusion", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
+        if overrides.get(name) not in (None, False, "none"):
+            raise ValueError(
+                f"{MODEL} {name}={overrides[name]}: its kernel or graph chooses experts itself, but "
+                "--use-rollout-routing-replay and --use-routing-replay prescribe them; drop one of the "
+                "two"
+            )
+
+
+def _check_pipeline(overrides: Mapping[str, Any], stages: int) -> None:
     chunks, group = overrides.get(CHUNKS), overrides.get(GROUP)
     if chunks is None:
         return
@@ -237,24 +239,6 @@ def _check_pipeline(config: Config) -> None:
         raise ValueError(
             f"{MODEL} overlap_p2p_comm=false: two interleaved stages would mix up what they send each other"
         )
-
-
-def _check_replay(config: Config) -> None:
-    if not config.replays_routing:
-        return
-    overrides = model_overrides(config)
-    for name in ("moe_router_fusion", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
-        if overrides.get(name) not in (None, False, "none"):
-            raise ValueError(
-                f"{MODEL} {name}={overrides[name]}: its kernel or graph chooses experts itself, but "
-                "--use-rollout-routing-replay and --use-routing-replay prescribe them; drop one of the "
-                "two"
-            )
-
-
-def _check_model(config: Config) -> None:
-    _check_pipeline(config)
-    _check_replay(config)
 
 
 def check_overrides(config: Config) -> None:
@@ -317,7 +301,7 @@ def _optimizer_bytes(config: Config) -> OptimizerBytes:
     precise = not chosen.use_precision_aware_optimizer
 
     def size(name: str) -> int:
-        return 4 if precise else _DTYPES[overrides.get(name, "fp32")].num_bytes
+        return 4 if precise else _DTYPES[overrides.get(name, "fp32")][1]
 
     master = size("main_params_dtype") if config.model.bf16 else 0
     state = master + size("exp_avg_dtype") + size("exp_avg_sq_dtype")

@@ -143,21 +143,16 @@ class Residence:
             yield from chunk.parameters()
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors on the device: an optimizer may keep some in host memory at all times."""
+        device = self._world.device.type
         for optimizer in self._optimizers():
             for inner in [optimizer, *getattr(optimizer, "sub_optimizers", [])]:
-                yield from self._device_tensors(_tensors_of(inner))
+                yield from (tensor for tensor in _tensors_of(inner) if tensor.device.type == device)
 
     def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """Yield torch's optimizers, inside Megatron's; a rank has none for kinds of parameters that it does
-        not hold."""
+        """Yield torch's optimizers, inside Megatron's."""
         for trained in self._trained:
-            for part in getattr(trained.optimizer, "chained_optimizers", [trained.optimizer]):
-                if part.optimizer is not None:
-                    yield part.optimizer
-
-    def _device_tensors(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield the tensors on the device: an optimizer may keep some in host memory at all times."""
-        return (tensor for tensor in tensors if tensor.device.type == self._world.device.type)
+            yield from (part.optimizer for part in trained.optimizer.chained_optimizers)
 
 
 class _HostCopy:

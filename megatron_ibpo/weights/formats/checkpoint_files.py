@@ -32,17 +32,13 @@ def write_integrity(directory: Path, known_digests: Mapping[str, str] | None = N
     Args:
         known_digests: digests already computed, by file name; these files are not read.
     """
-    known_digests = known_digests or {}
+    digests = dict(known_digests or {})
     names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
     names = sorted(name for name in names if name != MANIFEST)
-    unknown = [name for name in names if name not in known_digests]
-    computed = dict(
-        zip(unknown, _in_threads(lambda name: file_digest(directory / name), unknown), strict=True)
-    )
-    manifest = {
-        "algorithm": ALGORITHM,
-        "files": {name: computed.get(name) or known_digests[name] for name in names},
-    }
+    unknown = [name for name in names if name not in digests]
+    computed = _in_threads(lambda name: file_digest(directory / name), unknown)
+    digests |= dict(zip(unknown, computed, strict=True))
+    manifest = {"algorithm": ALGORITHM, "files": {name: digests[name] for name in names}}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
 
 

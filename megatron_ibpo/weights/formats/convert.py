@@ -144,7 +144,9 @@ def megatron_to_hf(
     stored = StoredCheckpoint(stored_dir)
     entries = model_entries(shape, stored)
     stored.check(entries)
-    carried, source = _carried(origin, shape, entries, converted=_is_conversion(stored_dir))
+    # `hf_to_megatron` leaves nothing out
+    converted = (stored_dir / RUN_STATE).is_file() and load_run_state(stored_dir)["step"] == 0
+    carried, source = _carried(origin, shape, entries, converted=converted)
     from_origin = {entry.name for entry in carried}
     if carried:
         names = listed(sorted(piece.name for entry in carried for piece in entry.pieces))
@@ -272,11 +274,6 @@ def _stored_dtypes(checkpoint: Checkpoint, entries: list[Entry]) -> dict[str, to
                 )
         dtypes[entry.name] = by_key[key][0]
     return dtypes
-
-
-def _is_conversion(stored_dir: Path) -> bool:
-    """Return whether `hf_to_megatron` wrote the checkpoint and left nothing out."""
-    return (stored_dir / RUN_STATE).is_file() and load_run_state(stored_dir)["step"] == 0
 
 
 def _carried(

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_ibpo.basics.disk import flush
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.weights.formats.checkpoint_files import ALGORITHM, write_integrity
+from megatron_ibpo.weights.formats.run_state import partial_of
 
 T = TypeVar("T")
 
@@ -147,7 +148,7 @@ def write_directory(
         DiskSpaceError: before anything is written, or when the disk fills up on the way.
         whatever `write` or `finish` raise: nothing is kept then.
     """
-    partial = target.with_name(f".{target.name}.partial")
+    partial = partial_of(target)
 
     def prepare() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -247,7 +248,7 @@ class WorkingMemory:
                 self._free.clear()
                 if not self._used or self._used + num_bytes <= MEMORY:
                     self._used += num_bytes
-                    return _fresh(num_bytes)
+                    return huge_pages(num_bytes)
                 self._changed.wait()
             raise Stopped
 
@@ -262,10 +263,10 @@ class WorkingMemory:
             self._changed.notify_all()
 
 
-def _fresh(num_bytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+def huge_pages(num_bytes: int) -> mmap.mmap:
+    """Return fresh memory in huge pages."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 

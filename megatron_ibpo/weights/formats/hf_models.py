@@ -2,7 +2,7 @@
 rank reads only what it holds."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.models import ModelShape, read_hf_config
-from megatron_ibpo.models.weight_map import Entry, Piece, mtp_layers, weight_map
+from megatron_ibpo.models.weight_map import Entry, mtp_layers, weight_map
 from megatron_ibpo.weights.formats.directories import write_directory
 from megatron_ibpo.weights.formats.hugging_face import (
     Checkpoint,
@@ -25,10 +25,8 @@ from megatron_ibpo.weights.formats.peft import DIRECTORY, Adapters, save_peft
 from megatron_ibpo.weights.layout.export import HFExport
 from megatron_ibpo.weights.layout.holdings import (
     Holding,
-    layers_of,
     my_holding,
     named_globally,
-    vocab_rows_of,
     weights_by_global_name,
 )
 from megatron_ibpo.weights.layout.regions import TensorMeta, plan_buckets
@@ -51,7 +49,7 @@ def load_hf(chunks: list[Any], shape: ModelShape, hf_dir: Path, *, head: bool = 
     """
     checkpoint = Checkpoint(hf_dir)
     checkpoint.refuse_packed()
-    holding = my_holding(shape, layers_of(chunks), vocab_rows_of(chunks))
+    holding = my_holding(shape, chunks)
     entries = weight_map(shape, vocab_rows=holding.vocab_rows)
     if ignored := checkpoint.check(shape, entries.values()):
         logger.warning("%s: not part of the policy: %s", hf_dir, listed(ignored))
@@ -77,7 +75,7 @@ def load_mtp(model: Any, policy: list[Any], shape: ModelShape, hf_dir: Path) -> 
             f"{hf_dir} holds {layers} multi-token prediction layers (mtp.layers.*), but --mtp-num-layers "
             "1 trains exactly one; leave the flag out, or take a checkpoint with one"
         )
-    holding = my_holding(shape, layers_of(policy), vocab_rows_of(policy))
+    holding = my_holding(shape, policy)
     entries = weight_map(shape, 1, holding.vocab_rows)
     checkpoint.check(shape, entries.values())
     _fill(named_globally(model, 0, holding), entries, checkpoint, holding)
@@ -162,17 +160,13 @@ def save_hf(
     needed = sum(meta.num_bytes for meta in metadata)
 
     def write(directory: Path) -> dict[str, str]:
-        digests = _write(chain(export, _read(origin, carried)), files, directory, world)
+        untrained = ((piece.name, origin.read(piece)) for piece in carried)
+        digests = _write(chain(export, untrained), files, directory, world)
         if adapters is not None:
             save_peft(adapters, directory / DIRECTORY)
         return digests
 
     write_directory(out_dir, world, needed, write, finish)
-
-
-def _read(origin: Checkpoint, carried: list[Piece]) -> Iterator[tuple[str, Tensor]]:
-    for piece in carried:
-        yield piece.name, origin.read(piece)
 
 
 def _write(

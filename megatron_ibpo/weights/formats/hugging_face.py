@@ -206,10 +206,6 @@ class Checkpoint:
                 f"weights must be one of {', '.join(DTYPES)}"
             )
 
-    def elements(self) -> dict[str, int]:
-        """Return the number of elements of each tensor, by name; reads only headers."""
-        return {name: math.prod(self.shape_of(name)) for name in self.file_of}
-
     def shape_of(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
@@ -234,18 +230,17 @@ class Checkpoint:
         name, tensor = self._reader_of(piece)
         fused = piece.fused if name != piece.name else None
         dim = piece.cut.dim if piece.cut else 0
-        cuts = [self._cut(tensor, piece, fused, dim, *span) for span in ranges or [(0, 0)]]
+        cuts = []
+        for start, length in ranges or [(0, 0)]:
+            index = [slice(0, size) for size in piece.shape]
+            index[dim] = slice(start, start + length)
+            if fused:
+                index[0] = slice(fused.first_row + index[0].start, fused.first_row + index[0].stop)
+                cuts.append(tensor[(slice(fused.expert, fused.expert + 1), *index)][0])
+            else:
+                cuts.append(tensor[tuple(index)])
         self._files.count(sum(cut.nbytes for cut in cuts))
         return torch.cat(cuts, dim=dim) if len(cuts) > 1 else cuts[0]
-
-    @staticmethod
-    def _cut(tensor: Any, piece: Piece, fused: Any, dim: int, start: int, length: int) -> Tensor:
-        index = [slice(0, size) for size in piece.shape]
-        index[dim] = slice(start, start + length)
-        if fused:
-            index[0] = slice(fused.first_row + index[0].start, fused.first_row + index[0].stop)
-            return tensor[(slice(fused.expert, fused.expert + 1), *index)][0]
-        return tensor[tuple(index)]
 
 
 def trained_elements(hf_dir: Path, shape: ModelShape) -> dict[str, int]:
@@ -257,8 +252,7 @@ def trained_elements(hf_dir: Path, shape: ModelShape) -> dict[str, int]:
     """
     checkpoint = Checkpoint(hf_dir)
     checkpoint.refuse_packed()
-    elements = checkpoint.elements()
-    return {name: count for name, count in elements.items() if not is_ignored(shape, name)}
+    return {name: math.prod(checkpoint.shape_of(name)) for name in checkpoint if not is_ignored(shape, name)}
 
 
 class _PickledFile:

@@ -170,7 +170,11 @@ def superseded(steps: Iterable[int], last: int, keep: Keep) -> list[int]:
 
 def remove_superseded(directory: Path, last: int, keep: Keep) -> None:
     """Remove superseded checkpoints from `directory`. None is ever partly there under its name."""
-    directories = {int(path.name.removeprefix(PREFIX)): path for path in _checkpoints(directory)}
+    directories = {
+        int(number): path
+        for path in directory.glob(f"{PREFIX}*")
+        if path.is_dir() and (number := path.name.removeprefix(PREFIX)).isdigit()
+    }
     for step in superseded(directories, last, keep):
         renamed = directories[step].with_name(f".{directories[step].name}.removed")
         directories[step].rename(renamed)
@@ -182,11 +186,6 @@ def remove_leftovers(directory: Path) -> None:
     for ending in ("partial", "removed"):
         for path in directory.glob(f".{PREFIX}*.{ending}"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _checkpoints(directory: Path) -> list[Path]:
-    paths = directory.glob(f"{PREFIX}*")
-    return [path for path in paths if path.is_dir() and path.name.removeprefix(PREFIX).isdigit()]
 
 
 def checkpoint_bytes(num_parameters: int, *, bf16: bool) -> int:

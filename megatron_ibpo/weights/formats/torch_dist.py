@@ -32,6 +32,7 @@ from megatron_ibpo.weights.formats.checkpoint_files import is_inside
 from megatron_ibpo.weights.formats.directories import HashedFile, disk_error
 from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles, check_byte_entries
 from megatron_ibpo.weights.formats.run_state import CONFIG, METADATA
+from megatron_ibpo.weights.layout.regions import Box, cut, intersect
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
 COMMON = "common_state/shard_0_1"
@@ -185,14 +186,14 @@ class StoredCheckpoint:
         dtype."""
         missing, known_keys = [], set()
         for entry in entries:
-            blocks = [self._find(block) for block in entry.blocks()]
-            missing += [block.key for block, at in zip(entry.blocks(), blocks, strict=True) if at is None]
             dtypes = set()
-            for block in blocks:
-                if block is not None:
-                    known_keys.add(block.key)
-                    self._check_tensor(block)
-                    dtypes.add(self.tensors[block.key].properties.dtype)
+            for block in entry.blocks():
+                if (stored := self._find(block)) is None:
+                    missing.append(block.key)
+                    continue
+                known_keys.add(stored.key)
+                self._check_tensor(stored)
+                dtypes.add(self.tensors[stored.key].properties.dtype)
             if len(dtypes) > 1:
                 raise CheckpointError(
                     f"{self.directory}: the parts of {entry.name} have different types: {dtypes}"
@@ -296,15 +297,14 @@ class StoredCheckpoint:
 
     def _read_block(self, block: Block, out: Tensor) -> None:
         stored = self._stored_block(block)
-        target = out.view(stored.sizes)
-        covered = 0
+        target, box, covered = out.view(stored.sizes), _box_of(stored), 0
         exact = self._exact(stored)
         for chunk in self._chunks[stored.key].values() if exact is None else [exact]:
-            overlap = _overlap(stored, chunk)
-            if overlap is not None:
-                ours, theirs = overlap
-                target[ours].copy_(self._load(stored.key, chunk)[theirs])
-                covered += target[ours].numel()
+            chunk_box = _box_of(chunk)
+            if (overlap := intersect(box, chunk_box)) is not None:
+                part = cut(target, box, overlap)
+                part.copy_(cut(self._load(stored.key, chunk), chunk_box, overlap))
+                covered += part.numel()
         if covered != target.numel():
             raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {stored.key}")
 
@@ -339,18 +339,8 @@ def _own_dims(block: Block) -> tuple[int, ...]:
     return block.sizes[1:] if ".experts.experts." in block.key else block.sizes
 
 
-def _overlap(block: Block, chunk: ChunkStorageMetadata) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the overlap of both, as indices into the block and into the chunk."""
-    ours, theirs = [], []
-    for start, size, chunk_start, length in zip(
-        block.offsets, block.sizes, chunk.offsets, chunk.sizes, strict=True
-    ):
-        first, last = max(start, chunk_start), min(start + size, chunk_start + length)
-        if first >= last:
-            return None
-        ours.append(slice(first - start, last - start))
-        theirs.append(slice(first - chunk_start, last - chunk_start))
-    return tuple(ours), tuple(theirs)
+def _box_of(piece: Block | ChunkStorageMetadata) -> Box:
+    return tuple((first, first + size) for first, size in zip(piece.offsets, piece.sizes, strict=True))
 
 
 # ----------------------------------------------------------------------------------------------- writing

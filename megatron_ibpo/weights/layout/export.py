@@ -20,12 +20,9 @@ from torch import Tensor
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.weight_map import Entry, Piece, weight_map
 from megatron_ibpo.weights.layout.holdings import (
-    Holding,
-    layers_of,
     my_holding,
     named_globally,
     shard_holders,
-    vocab_rows_of,
     weights_by_global_name,
 )
 from megatron_ibpo.weights.layout.regions import (
@@ -108,7 +105,7 @@ class HFExport:
             bucket_bytes: bytes of tensors that rank 0 gathers at once when it iterates; at least one tensor.
                 Two such buckets exist: one in use, and the next one on its way.
         """
-        holding = my_holding(shape, layers_of(chunks), vocab_rows_of(chunks))
+        holding = my_holding(shape, chunks)
         self._rank = dist.get_rank()
         self._weights = dict(weights_by_global_name(chunks, holding))
         if mtp is not None:
@@ -121,7 +118,8 @@ class HFExport:
         dist.all_gather_object(holdings, holding)
         layers = int(mtp is not None)
         offered = _entries(shape, layers, holding.vocab_rows) if entries is None else entries
-        self._tasks = _plan(offered, holdings)
+        placed = zip(offered, shard_holders(offered, holdings), strict=True)
+        self._tasks = [_Task(*task) for task in placed]
         self._metadata = _metadata(offered, self.dtype)
         self._regions = _regions(self._tasks)
         self._gather = Gather(self, to=0, bucket_bytes=bucket_bytes, device=self.device)
@@ -200,10 +198,6 @@ def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
         return {boxes[0]: part[None]}
     sizes = [box[dim][1] - box[dim][0] for box in boxes]
     return dict(zip(boxes, part.split(sizes, dim), strict=True))
-
-
-def _plan(entries: Sequence[Entry], holdings: list[Holding]) -> list[_Task]:
-    return [_Task(*task) for task in zip(entries, shard_holders(entries, holdings), strict=True)]
 
 
 def _entries(shape: ModelShape, mtp_layers: int, vocab_rows: int | None = None) -> list[Entry]:

@@ -194,7 +194,7 @@ def pack(message: Message, local: Mapping[int, LocalBoxes], room: Tensor | None 
 
 def local_parts(message: Message, local: Mapping[int, LocalBoxes]) -> list[Tensor]:
     """Return the message's parts as this rank holds them, in the source's dtype."""
-    return [_cut(local[part.number][part.region], part.region, part.box) for part in message.parts]
+    return [cut(local[part.number][part.region], part.region, part.box) for part in message.parts]
 
 
 def receive_buffer(message: Message, device: torch.device | str) -> Tensor:
@@ -246,7 +246,7 @@ def assemble(
     if blank and need.dtype.is_floating_point:
         tensor.fill_(math.nan)
     for box, part in parts:
-        _cut(tensor, full_box(shape), box).copy_(part)
+        cut(tensor, full_box(shape), box).copy_(part)
     return tensor
 
 
@@ -254,7 +254,7 @@ def _shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def _cut(tensor: Tensor, region: Box, box: Box) -> Tensor:
+def cut(tensor: Tensor, region: Box, box: Box) -> Tensor:
     """Return the part `box` of a tensor that covers `region`."""
     inside = (slice(s - h, e - h) for (s, e), (h, _) in zip(box, region, strict=True))
     return tensor[tuple(inside)]

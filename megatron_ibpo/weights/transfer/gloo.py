@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ibpo.basics.distributed import World, open_store, own_address
+from megatron_ibpo.weights.formats.directories import huge_pages
 from megatron_ibpo.weights.layout.regions import (
     Message,
     Need,
@@ -73,15 +74,9 @@ class Memory:
         if not fitting:
             # free blocks that do not fit make room
             self._blocks = [block for block in self._blocks if not any(block is unused for unused in free)]
-            fitting = [_huge_pages(size)]
+            fitting = [huge_pages(size)]
             self._blocks += fitting
         return torch.frombuffer(fitting[0], dtype=torch.uint8, count=num_bytes)
-
-
-def _huge_pages(num_bytes: int) -> mmap.mmap:
-    block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    block.madvise(mmap.MADV_HUGEPAGE)
-    return block
 
 
 @dataclass(frozen=True)
@@ -138,7 +133,7 @@ class GlooTransport:
         """Send one pass over `source` to `engines`; the source must be as it was at `connect`."""
         failures = start(links, "update_weights", lambda _: ({},))
         groups = {engine: group for engine, group in self._groups.items() if engine in engines}
-        outbox = _Outbox(groups, self._first_worker, self._timeout)
+        outbox = _Outbox(groups, len(self._ranks), self._timeout)
         memory = Memory(self._bucket_bytes // BLOCKS_IN_A_BUCKET)
         local = source.local()
         sums: dict[str, int] = {}
@@ -162,10 +157,6 @@ class GlooTransport:
         """Trainer ranks that send; their places in the groups are those in this list."""
         return sorted({rank for senders in self._senders for rank, _ in senders})
 
-    @property
-    def _first_worker(self) -> int:
-        return len(self._ranks)
-
     def _ask_needs(self, links: Mapping[int, EngineLink]) -> Failures:
         """Have the engines rehearse an update, and tell all ranks their needs."""
         failures: Failures = {}
@@ -181,7 +172,8 @@ class GlooTransport:
         missing = {engine for part in self._world.all_gather(list(absent)) for engine in part}
         present = [engine for engine in engines if engine not in missing]
         host = self._world.on_rank_0(own_address)
-        stores = {engine: _listen(host) for engine in present} if self._world.is_rank_0 else {}
+        listening = present if self._world.is_rank_0 else []
+        stores = {engine: open_store(host, 0, MEET_TIMEOUT) for engine in listening}
         ports = self._world.on_rank_0(lambda: {engine: store.port for engine, store in stores.items()})
         ranks = self._ranks
         size = len(ranks) + self._workers
@@ -348,10 +340,6 @@ class GlooReceiver:
             flat = memory.take(message.num_bytes)
             posted[sender] = (flat, self._group.recv([flat], sender, place))
         return posted
-
-
-def _listen(host: str) -> Any:
-    return open_store(host, 0, MEET_TIMEOUT)
 
 
 def _find(host: str, port: int) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Protocol
 
 from megatron_ibpo.basics.distributed import World
@@ -41,10 +41,7 @@ def open_transport(
         bucket_bytes: the update uses at most twice this much memory beside the model.
         timeout: seconds that a step of an update may take.
     """
-    module, _, kind = path.partition(":")
-    transport: Transport = getattr(import_module(module), kind)(
-        world, workers_per_engine, bucket_bytes, timeout
-    )
+    transport: Transport = resolve_name(path)(world, workers_per_engine, bucket_bytes, timeout)
     return transport
 
 
@@ -79,7 +76,8 @@ def update_engines(
     must_repeat = True
     while must_repeat:
         ask(links, failures, order.timeout, "start_weight_update", order.check)
-        present = _agreed(world, engines, failures)
+        failed = {engine for part in world.all_gather(list(failures)) for engine in part}
+        present = [engine for engine in engines if engine not in failed]
         sent = transport.send(source, without(links, failures), present, check=order.check)
         failures = sent.failures | failures  # the earlier failure is the cause
         must_repeat = sent.must_repeat
@@ -95,12 +93,6 @@ def update_engines(
         for workers in receipts.values():
             compare_checksums(sums, workers)
     return replace(sent, failures=failures)
-
-
-def _agreed(world: World, engines: Sequence[int], failures: Failures) -> list[int]:
-    """Return those of `engines` that failed on no rank."""
-    failed = {engine for part in world.all_gather(list(failures)) for engine in part}
-    return [engine for engine in engines if engine not in failed]
 
 
 def _refuse_incomplete(world: World, missing: Mapping[int, Sequence[Sequence[str]]]) -> None:
