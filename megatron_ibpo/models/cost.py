@@ -4,6 +4,7 @@ Estimates from the shape. The family defines the cost of a layer's mixer (attent
 its place); everything around it is common.
 """
 
+from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -77,10 +78,9 @@ def kv_elements(shape: ModelShape, layer: int, ranks: int = 1) -> int:
 @lru_cache(maxsize=64)
 def kv_elements_by_window(shape: ModelShape, ranks: int = 1) -> Mapping[int | None, int]:
     """Return window → elements that a token leaves on a rank in all layers with that window."""
-    elements: dict[int | None, int] = {}
+    elements: Counter[int | None] = Counter()
     for layer in range(shape.num_layers):
-        window = shape.window(layer)
-        elements[window] = elements.get(window, 0) + kv_elements(shape, layer, ranks)
+        elements[shape.window(layer)] += kv_elements(shape, layer, ranks)
     return elements
 
 
@@ -225,7 +225,7 @@ def mixer_flops(shape: ModelShape) -> tuple[int, Mapping[int | None, int]]:
     """Return (operations of all mixers per token besides products with weights; by window, operations per
     pair of a token and one that it attends to)."""
     mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
-    per_pair: dict[int | None, int] = {}
+    per_pair: Counter[int | None] = Counter()
     for mixer in mixers:
-        per_pair[mixer.window] = per_pair.get(mixer.window, 0) + mixer.flops_per_pair
+        per_pair[mixer.window] += mixer.flops_per_pair
     return sum(mixer.flops_per_token for mixer in mixers), per_pair

@@ -22,8 +22,9 @@ def pipeline_layers(
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if stages == 1 and (first, last) != (None, None):
         raise ValueError("layers of the first or last pipeline stage need --pipeline-model-parallel-size > 1")
+    undivided = f"--pipeline-model-parallel-size={stages} does not divide the layers ({num_layers})"
     if stages > num_layers:  # checked before building a list that may exhaust the memory
-        raise ValueError(f"--pipeline-model-parallel-size={stages} does not divide the layers ({num_layers})")
+        raise ValueError(undivided)
     counts: list[int | None] = [None] * stages
     if first is not None:
         counts[0] = first
@@ -35,9 +36,7 @@ def pipeline_layers(
         num_other_layers % num_other_stages if num_other_stages else num_other_layers
     ):
         if not fixed_counts:
-            raise ValueError(
-                f"--pipeline-model-parallel-size={stages} does not divide the layers ({num_layers})"
-            )
+            raise ValueError(undivided)
         raise ValueError(
             f"--pipeline-model-parallel-size={stages}: {num_other_layers} of {num_layers} layers remain for "
             f"the {num_other_stages} stages besides those of --decoder-first/last-pipeline-num-layers"

@@ -31,61 +31,44 @@ def _gather(optimizer: Any, **_: Any) -> dict[Any, Any] | None:
     for index, ranges_by_dtype in enumerate(optimizer.gbuf_ranges):
         ((dtype, ranges),) = ranges_by_dtype.items()
         buffer = optimizer.buffers[index]
-        scratch = _Scratch(max(bucket.grad_data.numel() for bucket in buffer.buckets), group)
+        # reused for every bucket and kind: gloo's threads hold gathered data a little longer than the gather
+        # takes, so fresh memory for each would exist twice
+        elements = max(bucket.grad_data.numel() for bucket in buffer.buckets)
+        scratch = _on_host(elements // group.size()), _on_host(elements) if group.rank() == 0 else None
         state[index] = {
-            dtype: {kind: _gathered_state(optimizer, buffer, ranges, kind, scratch) for kind in kinds}
+            dtype: {kind: _gathered_state(optimizer, buffer, ranges, kind, *scratch) for kind in kinds}
         }
         state[index][dtype]["numel_unpadded"] = buffer.numel_unpadded
     return state if group.rank() == 0 else None
 
 
-class _Scratch:
-    """Memory for the largest bucket, reused for every bucket and kind. gloo's threads hold gathered data a
-    little longer than the gather takes, so fresh memory for each would exist twice."""
-
-    def __init__(self, elements: int, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._shard = _on_host(elements // group.size())
-        self._arrived = _on_host(elements) if group.rank() == 0 else None
-
-    def shard(self, size: int) -> Tensor:
-        """Return zeros [size]."""
-        return self._shard[:size].zero_()
-
-    def brought_together(self, shard: Tensor) -> Tensor | None:
-        """Gather all ranks' shards, one after another, on the first rank. The result is valid until the next
-        call."""
-        first = dist.get_global_rank(self._group, 0)
-        if self._arrived is None:
-            dist.gather(shard, None, first, self._group)
-            return None
-        arrived = self._arrived[: len(shard) * self._group.size()]
-        dist.gather(shard, list(arrived.chunk(self._group.size())), first, self._group)
-        return arrived
-
-
 def _gathered_state(
-    optimizer: Any, buffer: Any, ranges: Sequence[Any], kind: str, scratch: _Scratch
+    optimizer: Any, buffer: Any, ranges: Sequence[Any], kind: str, shard_memory: Tensor, memory: Tensor | None
 ) -> Tensor | None:
     """Return one kind of state of all parameters in a buffer, float32 [elements without padding]; None except
     on the first rank.
 
     Args:
         ranges: by bucket: the part of each parameter that is this rank's.
+        shard_memory, memory: room for this rank's shard of the largest bucket, and on the first rank for all
+            of it.
     """
     group = optimizer.data_parallel_group_gloo
-    gathered = _on_host(buffer.numel_unpadded) if group.rank() == 0 else None
-    start = 0
+    gathered = None if memory is None else _on_host(buffer.numel_unpadded)
+    start, first_rank = 0, dist.get_global_rank(group, 0)
     for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
         size, end = bucket.numel_unpadded, start + bucket.numel_unpadded
-        shard = scratch.shard(bucket.grad_data.numel() // group.size())
+        shard = shard_memory[: bucket.grad_data.numel() // group.size()].zero_()
         for parameter, places in bucket_ranges["param_map"].items():
             place = places["gbuf_local"]
             state = optimizer._get_main_param_and_optimizer_states(parameter)[kind]
             shard[place.start : place.end].copy_(state.detach())
-        arrived = scratch.brought_together(shard)
-        if gathered is not None and arrived is not None:
-            gathered[start:end].copy_(arrived[:size])
+        if gathered is None or memory is None:
+            dist.gather(shard, None, first_rank, group)
+        else:
+            shards = memory[: len(shard) * group.size()].chunk(group.size())
+            dist.gather(shard, list(shards), first_rank, group)
+            gathered[start:end].copy_(memory[:size])
         start = end
     return gathered
 

@@ -10,19 +10,9 @@ from typing import Any, Protocol
 
 from megatron_ibpo.basics.records import Floats, TrainSequence
 from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.policy import planning
 from megatron_ibpo.policy.overrides import read_overrides
-from megatron_ibpo.policy.planning import (
-    Cost,
-    Passes,
-    Plan,
-    empty_micro_batches,
-    merge_parts,
-    plan_forward,
-    plan_measure,
-    plan_update,
-    plan_value_update,
-    update_metrics,
-)
+from megatron_ibpo.policy.planning import Cost, Passes, Plan
 from megatron_ibpo.weights.formats.run_state import Keep
 
 
@@ -31,19 +21,15 @@ class RankCalls(Protocol):
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call `method` on every rank with its own arguments; return the results by rank."""
-        ...
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every rank with the same arguments; return the results by rank."""
-        ...
 
     def share(self, value: Any) -> Any:
         """Return an argument that several ranks receive."""
-        ...
 
     def restart(self, *arguments: Any) -> None:
         """Replace all ranks by new ones."""
-        ...
 
 
 class Policy:
@@ -67,12 +53,12 @@ class Policy:
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Take one rollout's optimizer steps, of the policy and then of the critic; return the metrics."""
-        plan = plan_update(sequences, self._config, self._num_shares, self._cost)
-        metrics = self._run("update", plan)[0] | update_metrics(sequences, self._config)
+        plan = planning.plan_update(sequences, self._config, self._num_shares, self._cost)
+        metrics = self._run("update", plan)[0] | planning.update_metrics(sequences, self._config)
         if read_overrides(self._config).micro_batch_multiple > 1:
-            metrics["micro_batches_empty"] = empty_micro_batches(plan.shares)
+            metrics["micro_batches_empty"] = planning.empty_micro_batches(plan.shares)
         if self._config.algorithm.trains_critic:
-            plan = plan_value_update(sequences, self._config, self._num_shares, self._cost)
+            plan = planning.plan_value_update(sequences, self._config, self._num_shares, self._cost)
             metrics |= self._run("update_critic", plan)[0]
         return metrics
 
@@ -88,7 +74,7 @@ class Policy:
         self, sequences: Sequence[TrainSequence], plain: Sequence[TrainSequence]
     ) -> dict[str, float]:
         """Return the noise of the gradient of `sequences` over prompts, and of GSPO's gradient on `plain`."""
-        plan = plan_measure(sequences, plain, self._config, self._num_shares, self._cost)
+        plan = planning.plan_measure(sequences, plain, self._config, self._num_shares, self._cost)
         return self._run("measure_gradient", plan)[0]
 
     def save(self, directory: Path, step: int, run_state: dict[str, Any], keep: Keep) -> None:
@@ -142,8 +128,8 @@ class Policy:
     def _forward(self, method: str, sequences: Sequence[TrainSequence]) -> list[Floats]:
         if not sequences:
             return []
-        plan = plan_forward(sequences, self._config, self._num_shares, self._cost)
-        return merge_parts(self._run(method, plan), len(sequences))
+        plan = planning.plan_forward(sequences, self._config, self._num_shares, self._cost)
+        return planning.merge_parts(self._run(method, plan), len(sequences))
 
     def _run(self, method: str, plan: Plan[Any]) -> list[Any]:
         """Run `method` on every rank with the share of its data-parallel rank; a share is sent once however

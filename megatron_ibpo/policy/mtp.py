@@ -42,7 +42,7 @@ from megatron_ibpo.loss import packed_logprobs
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.backends import Backends
 from megatron_ibpo.models.families import family_module
-from megatron_ibpo.models.spec import Backend, make_backend
+from megatron_ibpo.models.spec import make_backend
 from megatron_ibpo.policy.forward_backward import (
     Loss,
     Observed,
@@ -115,25 +115,20 @@ def build_mtp(
     core = device_config(shape, config, device, libraries)
     core.moe_router_load_balancing_type, core.moe_aux_loss_coeff = "none", 0.0
     core.mtp_num_layers = config.model.mtp_num_layers
+    backend = make_backend(libraries)
+    layer = MultiTokenPredictionLayerSubmodules(
+        enorm=backend.norm,
+        hnorm=backend.norm,
+        eh_proj=backend.column_linear,
+        mtp_model_layer=family_module(shape.family).mtp_layer_spec(shape, backend),
+        layer_norm=backend.norm,
+    )
     with torch.device(device), current_device(device):
-        model = MtpModel(core, _spec(shape, make_backend(libraries)))
+        model = MtpModel(core, ModuleSpec(module=MultiTokenPredictionLayer, submodules=layer))
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False  # as `build_model`
     return model.to(device)
-
-
-def _spec(shape: ModelShape, backend: Backend) -> ModuleSpec:
-    return ModuleSpec(
-        module=MultiTokenPredictionLayer,
-        submodules=MultiTokenPredictionLayerSubmodules(
-            enorm=backend.norm,
-            hnorm=backend.norm,
-            eh_proj=backend.column_linear,
-            mtp_model_layer=family_module(shape.family).mtp_layer_spec(shape, backend),
-            layer_norm=backend.norm,
-        ),
-    )
 
 
 HEAD_ROWS = 1024

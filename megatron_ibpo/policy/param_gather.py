@@ -68,18 +68,18 @@ def finish_gathers(chunks: Sequence[Any]) -> None:
     Args:
         chunks: a rank's chunks, wrapped by DistributedDataParallel.
     """
-    groups = [group for chunk in chunks if chunk.ddp_config.overlap_param_gather for group in _groups(chunk)]
+    groups = [
+        group
+        for chunk in chunks
+        if chunk.ddp_config.overlap_param_gather
+        for chunk_groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups)
+        for group in reversed(chunk_groups)  # the order in which forward passes need them
+    ]
     for group in groups:
         if not group.param_gather_dispatched:
             group.start_param_sync()
     for group in groups:
         group.finish_param_sync(skip_next_bucket_dispatch=True)
-
-
-def _groups(chunk: Any) -> Iterator[Any]:
-    """Yield the buckets' groups in the order in which forward passes need them."""
-    for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
-        yield from reversed(groups)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,8 @@ from megatron_ibpo.weights.transfer import wire
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, GlooTransport, Memory, _Outbox, join_group
 from megatron_ibpo.weights.transfer.link import UpdateOrder
 from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, is_lost, run_join, say_lost
-from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
 from megatron_ibpo.weights.transfer.update import update_engines
-from megatron_ibpo.weights.transfer.wire import Answer, checksum
+from megatron_ibpo.weights.transfer.wire import Answer, Rehearsal, checksum
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support.toy_engine import ToyEngine
 from support.weight_sources import DividedWeights, cut

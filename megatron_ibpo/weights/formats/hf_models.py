@@ -88,10 +88,7 @@ def _fill(
     checkpoint: Checkpoint,
     holding: Holding,
 ) -> None:
-    """
-    Args:
-        weights: parameters, with their names in the whole model.
-    """
+    """Fill the weights, which come with their names in the whole model."""
     for name, weight in weights:
         entry = entries[name]
         cuts = checkpoint.read_shard(entry, *holding.shard(entry))

@@ -14,8 +14,6 @@ from torch import Tensor
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) along each dimension of a tensor."""
-Buckets = list[range]
-"""Consecutive tensors, by number, that travel together."""
 LocalBoxes = Mapping[Box, Tensor]
 """Boxes of one tensor that a rank holds."""
 Sender = tuple[int, Box]
@@ -118,8 +116,9 @@ def need_all(metas: Sequence[TensorMeta]) -> list[Need | None]:
     return [Need(meta.dtype, (full_box(meta.shape),)) for meta in metas]
 
 
-def plan_buckets(metas: Sequence[TensorMeta], limit: int) -> Buckets:
-    """Fill buckets of at most `limit` bytes in order; a larger tensor has a bucket of its own."""
+def plan_buckets(metas: Sequence[TensorMeta], limit: int) -> list[range]:
+    """Fill buckets of at most `limit` bytes in order: consecutive tensors, by number, that travel together. A
+    larger tensor has a bucket of its own."""
     return consecutive_runs([meta.num_bytes for meta in metas], limit)
 
 

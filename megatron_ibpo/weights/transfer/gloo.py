@@ -292,7 +292,8 @@ class GlooReceiver:
         self._bucket_bytes = plan.bucket_bytes
         self._needs = needs
         self._timeout = timedelta(seconds=timeout)
-        self._buckets = [(bucket, messages(bucket, plan.senders, needs)) for bucket in plan.buckets]
+        buckets = plan_buckets(plan.metas, plan.bucket_bytes)
+        self._buckets = [(bucket, messages(bucket, plan.senders, needs)) for bucket in buckets]
 
     def tensors(self, receipt: dict[str, int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of one pass, in the plan's order. In a tensor that is needed in part, the rest is

@@ -37,28 +37,22 @@ class WeightReceiver(Protocol):
     def rehearse_weight_update(self, tensors: bytes) -> list[bytes]:
         """Return, for each worker, what it takes of these tensors: pickled `TensorMeta`s in, `wire.Answer`s
         out. Only gloo calls this, before the first update."""
-        ...
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Join the trainers' group, or agree on buffers; the transport defines the content of `init_info`."""
-        ...
 
     def start_weight_update(self, check: bool) -> None:
         """Stop sampling and prepare for new weights; with `check` keep checksums of what arrives. An update
         that was not finished is given up."""
-        ...
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load tensors; the transport defines the content of `update_info`."""
-        ...
 
     def missing_weights(self) -> list[list[str]]:
         """Return the tensors that each worker still lacks."""
-        ...
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
         """Go on sampling with the weights as policy `version`; return each worker's checksums by tensor."""
-        ...
 
 
 class EngineLink(Protocol):

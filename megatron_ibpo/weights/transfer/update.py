@@ -96,10 +96,7 @@ def update_engines(
 
 
 def _refuse_incomplete(world: World, missing: Mapping[int, Sequence[Sequence[str]]]) -> None:
-    """
-    Args:
-        missing: by engine, the tensors that each of its workers lacks.
-    """
+    """Refuse engines with `missing` tensors, which are those that each of their workers lacks."""
     mine = {
         engine: sorted({name for worker in workers for name in worker}) for engine, workers in missing.items()
     }
