@@ -1,4 +1,5 @@
-"""Levenshtein distance of one pair and of batches, and the canonical alignment: the tokens that an edit keeps.
+"""Levenshtein distance of one pair and of batches, and the canonical alignment: the tokens that an edit
+keeps.
 
 Ids are read as callers hold them. Anything that is not clearly a batch of ids is refused by name.
 """

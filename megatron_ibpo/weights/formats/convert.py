@@ -27,7 +27,6 @@ from megatron_ibpo.models import (
     check_layout,
     least_world,
     padded_vocab_size,
-    pipeline_layers,
     read_hf_config,
 )
 from megatron_ibpo.models.weight_map import Entry, is_carried
@@ -247,13 +246,7 @@ def _check_target(target: Path) -> None:
 
 
 def _check_layout(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int) -> list[Holding]:
-    problems = check_layout(shape, parallel, least_world(parallel))
-    if not problems:
-        try:
-            pipeline_layers(shape.num_layers, parallel, virtual_stages)
-        except ValueError as error:
-            problems = [str(error)]
-    if problems:
+    if problems := check_layout(shape, parallel, least_world(parallel), virtual_stages):
         raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
     return holdings_of(shape, parallel, virtual_stages)
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
 from typing import Any
@@ -44,6 +43,8 @@ MOMENT_S = 0.1
 """Seconds that each engine gets at least, even if another one has used up the time."""
 MEET_TIMEOUT = timedelta(seconds=60)
 """Time for both sides to meet; both are known to be running then."""
+Workers = Sequence[tuple[int, int]]
+"""(engine, number of its worker) of each."""
 UNUSED = 3
 """References to an unused block: the list's, the loop's and `getrefcount`'s own."""
 
@@ -79,15 +80,6 @@ class Memory:
         return torch.frombuffer(fitting[0], dtype=torch.uint8, count=num_bytes)
 
 
-@dataclass(frozen=True)
-class _Delivery:
-    """One message of one bucket, and the workers that need exactly it."""
-
-    message: Message
-    workers: tuple[tuple[int, int], ...]
-    """(engine, number of its worker)"""
-
-
 class GlooTransport:
     """The trainers' side. Methods are collective over all trainer ranks.
 
@@ -106,8 +98,8 @@ class GlooTransport:
         self._metas: list[TensorMeta] = []
         self._senders: list[tuple[Sender, ...]] = []
         self._buckets: list[range] = []
-        self._deliveries: list[list[_Delivery]] = []
-        """Deliveries of this rank in each bucket."""
+        self._deliveries: list[Mapping[Message, Workers]] = []
+        """This rank's messages in each bucket, with the workers that need exactly them."""
 
     def connect(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
@@ -140,11 +132,11 @@ class GlooTransport:
         for number, (bucket, deliveries) in enumerate(zip(self._buckets, self._deliveries, strict=True)):
             bucket_boxes = dict(zip(bucket, islice(local, len(bucket)), strict=True))
             outbox.wait(BUCKETS_UNDERWAY)
-            for delivery in deliveries:
-                flat = pack(delivery.message, bucket_boxes, memory.take(delivery.message.num_bytes))
+            for message, workers in deliveries.items():
+                flat = pack(message, bucket_boxes, memory.take(message.num_bytes))
                 if check:
-                    sums |= part_checksums(delivery.message, flat, self._metas)
-                outbox.send(number, flat, delivery.workers)
+                    sums |= part_checksums(message, flat, self._metas)
+                outbox.send(number, flat, workers)
         outbox.wait(0)
         collect(links, failures, self._timeout)
         for engine in outbox.failures:
@@ -206,7 +198,7 @@ class GlooTransport:
         collect(met, failures, self._timeout)
         return unmet | failures
 
-    def _deliveries_of(self, bucket: range) -> list[_Delivery]:
+    def _deliveries_of(self, bucket: range) -> Mapping[Message, Workers]:
         """Return this rank's messages in `bucket`; workers that need the same share a message."""
         workers: dict[Message, list[tuple[int, int]]] = {}
         for engine in self._needs:
@@ -214,7 +206,7 @@ class GlooTransport:
                 message = messages(bucket, self._senders, needs).get(self._world.rank)
                 if message is not None:
                     workers.setdefault(message, []).append((engine, number))
-        return [_Delivery(message, tuple(receivers)) for message, receivers in workers.items()]
+        return workers
 
     def _needed(self, engines: Sequence[int]) -> int:
         """Return the bytes that the workers of `engines` need of one pass."""
@@ -234,7 +226,7 @@ class _Outbox:
         self.failures: Failures = {}
         self.num_bytes = 0
 
-    def send(self, bucket: int, flat: torch.Tensor, workers: Sequence[tuple[int, int]]) -> None:
+    def send(self, bucket: int, flat: torch.Tensor, workers: Workers) -> None:
         """Start sending `flat` to those of the workers' engines that have not failed."""
         works = []
         for engine, worker in workers:
