@@ -341,11 +341,7 @@ def _concatenate(name: str, sequences: Any) -> Ragged:
 
 
 def pair_up(name_a: str, a: Ragged, name_b: str, b: Ragged) -> tuple[Ragged, Ragged]:
-    """Return both with ids of one width.
-
-    Raises:
-        ValueError: they differ in the number of sequences.
-    """
+    """Return both with ids of one width. Raises ValueError if they differ in the number of sequences."""
     if len(a) != len(b):
         raise ValueError(f"{name_b}: {len(b)} sequences, but {name_a} has {len(a)}; they go in pairs")
     if a.values.dtype == b.values.dtype:

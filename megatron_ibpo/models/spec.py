@@ -53,11 +53,8 @@ class Backend:
 
 
 def make_backend(libraries: Backends) -> Backend:
-    """Return these libraries' classes.
-
-    Raises:
-        ImportError: Transformer Engine is requested and not installed.
-    """
+    """Return these libraries' classes. Raises ImportError if Transformer Engine is requested and not
+    installed."""
     return _transformer_engine(libraries) if libraries.transformer_engine else _local(libraries)
 
 

@@ -100,10 +100,7 @@ class Adapter(Module):
         sequence_parallel: bool,
         seed: int,
     ):
-        """
-        Args:
-            entries: entries of the layer's matrices on this rank: one, or one per expert.
-        """
+        """`entries` are those of the layer's matrices on this rank: one, or one per expert."""
         super().__init__()
         self.entries, self.scale, self.sequence_parallel = tuple(entries), lora.scale, sequence_parallel
         self.shard = holding.shard(entries[0])

@@ -60,10 +60,7 @@ class Critic:
     """This rank's part of the value model, its optimizer and schedule."""
 
     def __init__(self, chunks: list[Any], config: Config, world: World, total_updates: int):
-        """
-        Args:
-            chunks: result of `build_value_model` on this rank.
-        """
+        """`chunks` are the result of `build_value_model` on this rank."""
         self.config, self.world = config, world
         lr = config.optimizer.critic_lr
         self.chunks, self.optimizer, self.scheduler = make_trainable(chunks, config, lr, total_updates)

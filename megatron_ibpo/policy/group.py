@@ -36,10 +36,7 @@ class Policy:
     """The policy under training, and the critic if there is one."""
 
     def __init__(self, ranks: RankCalls, config: Config, world_size: int, cost: Cost) -> None:
-        """
-        Args:
-            cost: cost of a sequence, for dealing sequences to the data-parallel ranks.
-        """
+        """`cost` is that of a sequence, for dealing sequences to the data-parallel ranks."""
         self._ranks, self._config, self._cost = ranks, config, cost
         self._shares = [data_parallel_rank(rank, config.parallel, world_size) for rank in range(world_size)]
         self._passes: list[Passes] = []
@@ -92,10 +89,7 @@ class Policy:
 
     def saved(self, *, wait: bool) -> bool:
         """Return whether no save is in progress any more. Advances the save; waits for it only with `wait`.
-
-        Raises:
-            OSError, CheckpointError: the save failed, is over, and has left nothing.
-        """
+        Raises OSError or CheckpointError if the save failed: it is over then, and has left nothing."""
         while self._saves:
             if not all(self._ranks.call_all("save_rests", wait)):
                 return False

@@ -132,11 +132,8 @@ def backend_in_use(config: Config, device: torch.device) -> ChosenBackend:
 
 
 def check_kernels(config: Config) -> None:
-    """Refuse a loss that the kernels would compute and cannot, before any process starts.
-
-    Raises:
-        ValueError: see `backend_in_use`.
-    """
+    """Refuse a loss that the kernels would compute and cannot, before any process starts. Raises ValueError
+    as `backend_in_use` does."""
     if config.loss.loss_backend == "triton" or torch.cuda.is_available():
         backend_in_use(config, torch.device("cuda"))
 

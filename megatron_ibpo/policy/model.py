@@ -225,11 +225,8 @@ def device_config(
 
 
 def check_model(shape: ModelShape, config: Config) -> None:
-    """Have Megatron check the configuration of a GPU run, on a machine that may lack its libraries.
-
-    Raises:
-        ValueError: Megatron refuses the result of --model-override.
-    """
+    """Have Megatron check the configuration of a GPU run, on a machine that may lack its libraries. Raises
+    ValueError if Megatron refuses the result of --model-override."""
     cpu.activate()  # before Megatron, which would import the compiler: 3 s
     fields = _own_fields(shape, config, use_te=True)
     fields |= {"apply_rope_fusion": False, "moe_permute_fusion": False}  # Megatron looks for their kernels

@@ -99,11 +99,8 @@ _DTYPES = {
 
 def model_overrides(config: Config) -> dict[str, Any]:
     """Return the fields of TransformerConfig that --model-override sets. Values of torch's and Megatron's own
-    types stay text.
-
-    Raises:
-        ValueError: no such field, one that follows from other settings, or a value of another type.
-    """
+    types stay text. Raises ValueError if there is no such field, for one that follows from other settings, or
+    a value of another type."""
     if not config.model.model_override:
         return {}
     instead = MODEL_OURS | _OF_MEGATRON_LM
@@ -188,11 +185,8 @@ class Overrides:
 
 
 def read_overrides(config: Config) -> Overrides:
-    """Return the checked values of both flags.
-
-    Raises:
-        ValueError: see `model_overrides` and `optimizer_overrides`.
-    """
+    """Return the checked values of both flags. Raises ValueError as `model_overrides` and
+    `optimizer_overrides` do."""
     model = model_overrides(config)
     chunks = model.get(CHUNKS) or 1
     group = model.get(GROUP) or config.parallel.pipeline_model_parallel_size

@@ -55,10 +55,7 @@ class Residence:
     """Moves the state of this rank's models; with `offload` off, only caches are freed."""
 
     def __init__(self, trained: Sequence[Trained], world: World, *, offload: bool) -> None:
-        """
-        Raises:
-            ValueError: something on the device keeps the weights' old addresses.
-        """
+        """Raise ValueError if something on the device keeps the weights' old addresses."""
         graphs = any(getattr(chunk.config, "cuda_graph_impl", "none") != "none" for chunk in _chunks(trained))
         if offload and graphs:
             raise ValueError(

@@ -99,11 +99,8 @@ class Saver:
     _model_info: dict[str, Any] = field(default_factory=dict)
 
     def begin(self, trainer: Trainer, order: SaveOrder, critic: Critic | None = None) -> None:
-        """Copy the state and begin to write it. Training may go on when this returns.
-
-        Raises:
-            OSError: ENOSPC, the disk has no room for it; nothing is left of it then.
-        """
+        """Copy the state and begin to write it. Training may go on when this returns. Raises OSError (ENOSPC)
+        if the disk has no room for it; nothing is left of it then."""
         assert self._order is None, "one save at a time"
         partial = partial_of(order.final)
         directories = [partial] if critic is None else [partial, partial / CRITIC]

@@ -166,11 +166,8 @@ class Trainer:
         ]
 
     def _checked(self, micro_batches: Sequence[MicroBatch]) -> list[PackedArrays]:
-        """Return the packed micro-batches.
-
-        Raises:
-            ValueError: an id of a sampling mask that the model does not have.
-        """
+        """Return the packed micro-batches. Raises ValueError for an id of a sampling mask that the model does
+        not have."""
         packs = packed(micro_batches)
         for arrays in packs:
             check_ids(arrays.sampling_mask_R, self.vocab_size)

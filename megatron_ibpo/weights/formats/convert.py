@@ -178,11 +178,8 @@ def megatron_to_hf(
 
 def model_of(stored_dir: Path, origin: Path | None = None) -> tuple[Path, ModelShape]:
     """Return the directory with configuration and tokenizer of a Megatron checkpoint, and the model's
-    dimensions.
-
-    Raises:
-        CheckpointError: the checkpoint has neither and no `origin` is given, or it holds only adapters.
-    """
+    dimensions. Raises CheckpointError if the checkpoint has neither and no `origin` is given, or if it holds
+    only adapters."""
     if read_layout(stored_dir).get("lora"):
         raise CheckpointError(
             f"{stored_dir} holds adapters only. Its run exports merged weights (every --export-interval, "
@@ -207,11 +204,8 @@ def differing_tensors(
     report: Report = lambda num_bytes, total: None,
 ) -> list[str]:
     """Return the names of HF tensors that differ in any bit from the Megatron checkpoint; both are read from
-    disk. Collective: the ranks divide the work.
-
-    Raises:
-        CheckpointError: one of the two lacks tensors of the model that `hf_dir`'s config.json describes.
-    """
+    disk. Collective: the ranks divide the work. Raises CheckpointError if one of the two lacks tensors of the
+    model that `hf_dir`'s config.json describes."""
     shape = read_hf_config(hf_dir)
     checkpoint, stored = Checkpoint(hf_dir, allow_pickle=allow_pickle), StoredCheckpoint(stored_dir)
     entries = model_entries(shape, stored)

@@ -245,11 +245,8 @@ class Checkpoint:
 
 def trained_elements(hf_dir: Path, shape: ModelShape) -> dict[str, int]:
     """Return the number of elements of every trained tensor, by its name in the checkpoint, whatever its
-    dtype. Reads only headers.
-
-    Raises:
-        CheckpointError: no weights are there, files that cannot be read, or weights in MXFP4.
-    """
+    dtype. Reads only headers. Raises CheckpointError if no weights are there, for files that cannot be read,
+    and for weights in MXFP4."""
     checkpoint = Checkpoint(hf_dir)
     checkpoint.refuse_packed()
     return {name: math.prod(checkpoint.shape_of(name)) for name in checkpoint if not is_ignored(shape, name)}
@@ -396,10 +393,6 @@ def model_entries(shape: ModelShape, tensors: Tensors, vocab_rows: int | None = 
 
 def check_checkpoint(hf_dir: Path, shape: ModelShape) -> None:
     """Compare the tensors of a checkpoint with the model of its config.json, before allocating memory for
-    them.
-
-    Raises:
-        CheckpointError: see `Checkpoint.check`.
-    """
+    them. Raises CheckpointError as `Checkpoint.check` does."""
     checkpoint = Checkpoint(hf_dir)
     checkpoint.check(shape, model_entries(shape, checkpoint))

@@ -79,11 +79,8 @@ class MappedFiles:
         self._files = OpenFiles(self._map)
 
     def tensor(self, file: str, offset: int, length: int) -> Tensor:
-        """Return the tensor saved in these bytes, a view of the file.
-
-        Raises:
-            ValueError: the bytes are not there, or are not a plainly saved float tensor.
-        """
+        """Return the tensor saved in these bytes, a view of the file. Raises ValueError if the bytes are not
+        there, or are not a plainly saved float tensor."""
         mapping = self._files.get(file)
         if offset + length > len(mapping):
             raise ValueError(f"{length} bytes at {offset} wanted, the file ends at {len(mapping)}")
@@ -200,10 +197,7 @@ class PackedSlice:
     as [experts, out, …]."""
 
     def __init__(self, blocks: Any, scales: Any):
-        """
-        Raises:
-            ValueError: these are not two such parts.
-        """
+        """Raise ValueError if these are not two such parts."""
         self._blocks, self._scales = blocks, scales
         sizes, shared = list(blocks.get_shape()), list(scales.get_shape())
         dtypes = {blocks.get_dtype(), scales.get_dtype()}

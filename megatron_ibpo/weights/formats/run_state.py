@@ -27,10 +27,7 @@ HF_FILES = "hf"
 
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint that `--load PATH` means: PATH itself, or the newest in PATH or PATH/checkpoints.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    Raises CheckpointError if there is none."""
     if (path / RUN_STATE).is_file():
         return path
     if (newest := newest_step(path)) is None:
@@ -42,11 +39,7 @@ def find_checkpoint(path: Path) -> Path:
 
 def find_stored(path: Path) -> Path:
     """Return the checkpoint directory that `path` means: itself, the newest step of a training run, or the
-    one that Megatron-LM's tracker file names.
-
-    Raises:
-        CheckpointError: there is no such directory.
-    """
+    one that Megatron-LM's tracker file names. Raises CheckpointError if there is no such directory."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory")
     if (path / CONFIG).is_file():
@@ -61,11 +54,8 @@ def find_stored(path: Path) -> Path:
 
 
 def load_run_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the loop's own part of a checkpoint, `step` included.
-
-    Raises:
-        CheckpointError: the file is missing or malformed.
-    """
+    """Return the loop's own part of a checkpoint, `step` included. Raises CheckpointError if the file is
+    missing or malformed."""
     path = checkpoint / RUN_STATE
     with _naming(path):
         state = _object(path)
@@ -75,11 +65,8 @@ def load_run_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_layout(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of `layout.json`; empty for checkpoints without one.
-
-    Raises:
-        CheckpointError: the file is malformed.
-    """
+    """Return the content of `layout.json`; empty for checkpoints without one. Raises CheckpointError if the
+    file is malformed."""
     path = checkpoint / LAYOUT
     if not path.exists():
         return {}

@@ -62,11 +62,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Return the directory's `.metadata`, read by a restricted unpickler.
-
-    Raises:
-        CheckpointError: not a torch_dist checkpoint, or its metadata is damaged or asks for code.
-    """
+    """Return the directory's `.metadata`, read by a restricted unpickler. Raises CheckpointError if this is
+    no torch_dist checkpoint, or its metadata is damaged or asks for code."""
     config = directory / CONFIG
     if not config.is_file() or not (directory / METADATA).is_file():
         if any(directory.glob("mp_rank_*")):
@@ -283,10 +280,7 @@ class StoredCheckpoint:
 
     def view(self, entry: Entry) -> Tensor | None:
         """Return a parameter as a view of a file; None unless it is stored there in one contiguous piece.
-
-        Raises:
-            CheckpointError: see `read`.
-        """
+        Raises CheckpointError as `read` does."""
         first, *further_blocks = entry.blocks()
         stored = self._stored_block(first)
         exact = self._exact(stored)

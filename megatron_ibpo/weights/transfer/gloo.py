@@ -59,11 +59,7 @@ class Memory:
     """
 
     def __init__(self, step: int) -> None:
-        """
-        Args:
-            step: blocks are multiples of this many bytes, so that a later message fits in an earlier one's
-                place.
-        """
+        """Blocks are multiples of `step` bytes, so that a later message fits in an earlier one's place."""
         self._step = max(1, step)
         self._blocks: list[mmap.mmap] = []
 
@@ -104,11 +100,8 @@ class GlooTransport:
     def connect(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
     ) -> Failures:
-        """Learn which parts of the source's tensors `engines` need, plan, and form groups with them.
-
-        Raises:
-            WeightPlanError: on every rank, if tensors and engines do not fit each other.
-        """
+        """Learn which parts of the source's tensors `engines` need, plan, and form groups with them. Raises
+        WeightPlanError on every rank if tensors and engines do not fit each other."""
         if source.metadata() != self._metas:
             self._needs.clear()
         self._metas = source.metadata()
@@ -254,11 +247,8 @@ class _Outbox:
 
 
 def open_group(store: Any, rank: int, size: int) -> Any:
-    """Open a gloo group, beside any other that the process has; its members meet in `store`.
-
-    Raises:
-        RuntimeError: the others did not come in time.
-    """
+    """Open a gloo group, beside any other that the process has; its members meet in `store`. Raises
+    RuntimeError if the others did not come in time."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address())]
     options._timeout = MEET_TIMEOUT

@@ -18,11 +18,8 @@ class Transport(Protocol):
     def connect(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
     ) -> Failures:
-        """Plan the update of `engines`, which are new; `links` are those of them that this rank owns.
-
-        Raises:
-            WeightPlanError: on every rank, if the source's tensors are not those that the engines load.
-        """
+        """Plan the update of `engines`, which are new; `links` are those of them that this rank owns. Raises
+        WeightPlanError on every rank if the source's tensors are not those that the engines load."""
 
     def send(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool

@@ -54,11 +54,8 @@ class Answer:
 def read_answers(
     engine: int, pickled: Sequence[bytes], metas: Sequence[TensorMeta]
 ) -> list[list[Need | None]]:
-    """Return the needs of each worker of `engine`.
-
-    Raises:
-        WeightPlanError: names the tensors that no worker knows and the parameters that no tensor reaches.
-    """
+    """Return the needs of each worker of `engine`. Raises WeightPlanError, which names the tensors that no
+    worker knows and the parameters that no tensor reaches."""
     replies: list[Answer] = [pickle.loads(answer) for answer in pickled]
     for answer in replies:
         if answer.error:
