@@ -87,11 +87,7 @@ def check_layout(
     shape: ModelShape, parallel: ParallelConfig, world_size: int, virtual_stages: int = 1, mtp_layers: int = 0
 ) -> list[str]:
     """Return the problems of training `shape` under `parallel` on `world_size` ranks; empty if there are
-    none.
-
-    Args:
-        mtp_layers: number of multi-token prediction layers that are trained too.
-    """
+    none. `mtp_layers` counts the multi-token prediction layers that are trained too."""
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
         "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,

@@ -127,11 +127,7 @@ def transformer_layer(mixer: LayerSpec, mlp: MLPAndNorm) -> LayerSpec:
 
 
 def attention(backend: Backend, *, norms: bool = True, output_bias: bool = False) -> LayerSpec:
-    """Return the spec of softmax attention.
-
-    Args:
-        norms: whether queries and keys have norms.
-    """
+    """Return the spec of softmax attention. `norms` says whether queries and keys have norms."""
     from megatron.core.transformer.attention import SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -176,11 +172,8 @@ def mlp(shape: ModelShape, backend: Backend) -> MLPAndNorm:
 
 
 def moe(shape: ModelShape, backend: Backend, router: Callable[..., Any] | None = None) -> MLPAndNorm:
-    """Return the spec of a mixture of experts, whose router and experts share one normed input.
-
-    Args:
-        router: makes the router; None: Megatron's own.
-    """
+    """Return the spec of a mixture of experts, whose router and experts share one normed input. `router`
+    makes the router; None: Megatron's own."""
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules

@@ -255,11 +255,7 @@ def _models(
     chunks: Sequence[Any], *, is_loading: bool, scales: Container[str] = frozenset()
 ) -> dict[str, Any]:
     """Return the state that Megatron names for each chunk: only its adapters if it has some, otherwise its
-    weights.
-
-    Args:
-        scales: keys of the extra state to load.
-    """
+    weights. `scales` are the keys of the extra state to load."""
     models = {}
     for index, model in enumerate(map(unwrapped, chunks)):
         state = sharded_adapters(model) or model.sharded_state_dict(metadata=_metadata())

@@ -220,11 +220,7 @@ def _on_host(observed: Sequence[Observed]) -> list[dict[str, float]]:
 
 
 def _lay_out_all(packs: Sequence[PackedArrays], device: torch.device, model: Any) -> list[PackedBatch]:
-    """Return this rank's micro-batches as tensors.
-
-    Args:
-        model: the model's TransformerConfig.
-    """
+    """Return this rank's micro-batches as tensors. `model` is the model's TransformerConfig."""
     multiple, context = parallel_state.get_tensor_model_parallel_world_size(), SINGLE_RANK
     if (ranks := parallel_state.get_context_parallel_world_size()) > 1:
         rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()

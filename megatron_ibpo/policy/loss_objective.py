@@ -99,11 +99,8 @@ def check_loss(loss: LossConfig) -> None:
 
 
 def aggregation(config: Config, mean_length: float) -> str | float:
-    """Return the divisor of a sequence's sum over tokens in every micro-batch of a mini-batch.
-
-    Args:
-        mean_length: `planning.weighted_mean_length` of the mini-batch, the divisor of a token mean.
-    """
+    """Return the divisor of a sequence's sum over tokens in every micro-batch of a mini-batch. `mean_length`
+    is `planning.weighted_mean_length` of the mini-batch, the divisor of a token mean."""
     chosen = config.loss.loss_aggregation
     if chosen == "variant":
         chosen = resolve_variant(config.loss.loss_variant)[0].aggregation

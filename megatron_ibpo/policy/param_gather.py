@@ -50,11 +50,8 @@ def find_uncalled(model: Module, run: Callable[[], object]) -> Waits:
 
 
 def wait_around(chunk: Any, uncalled: Waits) -> None:
-    """Make the surrounding modules wait for parameters of modules that are never called.
-
-    Args:
-        chunk: the model in Megatron's DistributedDataParallel, built with overlap_param_gather.
-    """
+    """Make the surrounding modules wait for parameters of modules that are never called. `chunk` is the model
+    in Megatron's DistributedDataParallel, built with overlap_param_gather."""
     wait = chunk._make_forward_pre_hook()
     for module, around in uncalled:
         around.register_forward_pre_hook(lambda *_, module=module: wait(module))

@@ -170,11 +170,8 @@ class TrainerRank:
         self.residence.leave(OnDevice.NOTHING)
 
     def open_transport(self, path: str, drafts_with_mtp: bool = False) -> None:
-        """Prepare to send weights by the transport class at this import path; call it before `connect`.
-
-        Args:
-            drafts_with_mtp: engines take the multi-token prediction layer too; others have no place for it.
-        """
+        """Prepare to send weights by the transport class at this import path; call it before `connect`. With
+        `drafts_with_mtp` engines take the multi-token prediction layer too; others have no place for it."""
         rollout = self.config.rollout
         if drafts_with_mtp:
             self.export = self.whole_export

@@ -207,11 +207,8 @@ class _Router:
 
 
 def _place(layer: int, frequency: int | list[int]) -> int:
-    """Return a layer's place among those with experts.
-
-    Args:
-        frequency: Megatron's `moe_layer_freq`: 1 for all layers, or a flag for each layer.
-    """
+    """Return a layer's place among those with experts. `frequency` is Megatron's `moe_layer_freq`: 1 for all
+    layers, or a flag for each layer."""
     return layer if isinstance(frequency, int) else sum(frequency[:layer])
 
 

@@ -413,11 +413,8 @@ def _update_metrics(epochs: Sequence[_Totals], num_minibatches: int) -> dict[str
 
 def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats, trainer_N: Tensor | None) -> Observed:
     """Return sums and `_MAXIMA` of one micro-batch, without the padding sequence. The first of the ranks that
-    share sequences reports what concerns whole sequences.
-
-    Args:
-        trainer_N: log-probs to compare the engine's with; None: those of the present weights.
-    """
+    share sequences reports what concerns whole sequences. The engine's log-probs are compared with
+    `trainer_N`; None: with those of the present weights."""
     count, is_first = batch.num_sequences, batch.context.rank == 0
     observed: dict[str, Tensor | float] = {"loss": loss.detach()} if is_first else {}
     if count == 0:

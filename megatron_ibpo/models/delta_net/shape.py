@@ -126,11 +126,8 @@ def delta_net_cost(shape: DeltaNetShape) -> MixerCost:
 
 
 def mixed_entries(shape: DeltaNetShape, layer: int, in_proj: Entry) -> list[Entry]:
-    """Return the entries of a layer: attention or a gated delta net, and a dense MLP or experts.
-
-    Args:
-        in_proj: the delta net's `in_projection`.
-    """
+    """Return the entries of a layer: attention or a gated delta net, and a dense MLP or experts. `in_proj` is
+    the delta net's `in_projection`."""
     full_attention = shape.full_attention[layer]
     mixer = shared_entries.attention(shape) if full_attention else _delta_net_entries(shape, in_proj)
     return [*mixer, *shared_entries.mlp(shape)]

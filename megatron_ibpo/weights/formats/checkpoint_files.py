@@ -27,11 +27,8 @@ T = TypeVar("T")
 
 
 def write_integrity(directory: Path, known_digests: Mapping[str, str] | None = None) -> None:
-    """Write the manifest of all files in `directory`.
-
-    Args:
-        known_digests: digests already computed, by file name; these files are not read.
-    """
+    """Write the manifest of all files in `directory`. `known_digests` are already computed, by file name:
+    these files are not read."""
     digests = dict(known_digests or {})
     names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
     names = sorted(name for name in names if name != MANIFEST)

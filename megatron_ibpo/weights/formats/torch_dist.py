@@ -205,11 +205,7 @@ class StoredCheckpoint:
 
     def check_vocabulary(self, vocab_size: int, keys: Sequence[str] = ROWS_MAY_BE_PADDED) -> None:
         """Raise CheckpointError if embedding or head have fewer rows than the vocabulary; Megatron would add
-        0s.
-
-        Args:
-            keys: the tensors that have a row for each token.
-        """
+        0s. `keys` are the tensors that have a row for each token."""
         for key in keys:
             if key in self.tensors and (rows := self.tensors[key].size[0]) < vocab_size:
                 raise CheckpointError(

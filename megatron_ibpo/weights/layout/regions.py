@@ -179,11 +179,8 @@ def messages(
 
 
 def pack(message: Message, local: Mapping[int, LocalBoxes], room: Tensor | None = None) -> Tensor:
-    """Return the message as bytes, uint8 [num_bytes], from this rank's parts of the bucket's tensors.
-
-    Args:
-        room: memory to write it to, uint8 [num_bytes]; None: fresh memory.
-    """
+    """Return the message as bytes, uint8 [num_bytes], from this rank's parts of the bucket's tensors. `room`
+    is memory to write it to, uint8 [num_bytes]; None: fresh memory."""
     if room is None:
         room = receive_buffer(message, next(iter(local[message.parts[0].number].values())).device)
     for view, part in zip(unpack(message, room), local_parts(message, local), strict=True):
@@ -214,11 +211,8 @@ def parts_by_tensor(
     flats: Mapping[int, Tensor],
     local: Mapping[int, LocalBoxes] = {},
 ) -> dict[int, list[tuple[Box, Tensor]]]:
-    """Return the parts of each tensor of a bucket that have arrived.
-
-    Args:
-        flats: the messages' bytes by sender; a sender without any is this rank, which holds `local`.
-    """
+    """Return the parts of each tensor of a bucket that have arrived. `flats` are the messages' bytes by
+    sender; a sender without any is this rank, which holds `local`."""
     parts: dict[int, list[tuple[Box, Tensor]]] = {number: [] for number in bucket}
     for sender, message in by_sender.items():
         views = unpack(message, flats[sender]) if sender in flats else local_parts(message, local)
