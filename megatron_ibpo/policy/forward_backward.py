@@ -96,21 +96,16 @@ def make_trainable(
     for chunk, waits in zip(wrapped, uncalled, strict=True):
         wait_around(chunk, waits)
         _count_padding(chunk)
-    optimizer = get_megatron_optimizer(_optimizer_config(config, lr), wrapped)
-    _drop_unused(optimizer)
+    optimizer: Any = get_megatron_optimizer(_optimizer_config(config, lr), wrapped)
+    # where only experts have adapters Megatron has one for nothing dense, which steps but cannot be saved
+    used = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
+    optimizer.chained_optimizers = used
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     model_config.no_sync_func = (
         [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     )
     return wrapped, optimizer, _scheduler(optimizer, config.optimizer, lr, total_updates)
-
-
-def _drop_unused(optimizer: Any) -> None:
-    """Drop Megatron's optimizer that has no parameters. It exists if only experts have adapters, so that
-    nothing dense is trained; it steps but cannot be saved."""
-    parts = optimizer.chained_optimizers
-    optimizer.chained_optimizers = [part for part in parts if part.optimizer is not None]
 
 
 def _count_padding(chunk: Any) -> None:

@@ -252,6 +252,8 @@ def check_overrides(config: Config) -> None:
         raise ValueError("\n".join(problems))
 
 
+OBJECT_KINDS = ("Callable", "ContextManager", "RecipeConfig", "InferenceCudaGraphScope")
+"""Parts of the types of fields that hold a Python object."""
 _SOURCES = {
     "TransformerConfig": (
         ("model_parallel_config.py", "ModelParallelConfig"),
@@ -269,7 +271,9 @@ def _declared(class_name: str) -> tuple[Fields, Mapping[str, str]]:
     fields: dict[str, ast.expr] = {}
     for file, name in _SOURCES[class_name]:
         fields |= declared_fields("megatron.core", file, name)
-    return fields, {name: _OF_OBJECTS for name, declared in fields.items() if _is_object(declared)}
+    types = {name: ast.unparse(declared) for name, declared in fields.items()}
+    objects = [name for name, text in types.items() if any(kind in text for kind in OBJECT_KINDS)]
+    return fields, dict.fromkeys(objects, _OF_OBJECTS)
 
 
 def _values(flag: str, pairs: tuple[str, ...], ours: Mapping[str, str], class_name: str) -> dict[str, Any]:
@@ -281,13 +285,6 @@ def _values(flag: str, pairs: tuple[str, ...], ours: Mapping[str, str], class_na
         if ast.unparse(fields[name]).count("torch.dtype") and value not in (None, *_DTYPES):
             raise ValueError(f"{flag} {name}={value}: there are {', '.join(_DTYPES)}")
     return values
-
-
-def _is_object(declared: ast.expr) -> bool:
-    text = ast.unparse(declared)
-    return any(
-        kind in text for kind in ("Callable", "ContextManager", "RecipeConfig", "InferenceCudaGraphScope")
-    )
 
 
 def _optimizer_bytes(config: Config) -> OptimizerBytes:

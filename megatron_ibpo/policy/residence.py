@@ -144,7 +144,10 @@ class Residence:
         device = self._world.device.type
         for optimizer in self._optimizers():
             for inner in [optimizer, *getattr(optimizer, "sub_optimizers", [])]:
-                yield from (tensor for tensor in _tensors_of(inner) if tensor.device.type == device)
+                tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
+                for state in inner.state.values():
+                    tensors += [value for value in state.values() if isinstance(value, Tensor)]
+                yield from (tensor for tensor in tensors if tensor.device.type == device)
 
     def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
         """Yield torch's optimizers, inside Megatron's."""
@@ -205,13 +208,6 @@ class _HostCopy:
 def _chunks(trained: Sequence[Trained]) -> Iterator[Any]:
     for model in trained:
         yield from model.chunks
-
-
-def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:

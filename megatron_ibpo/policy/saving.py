@@ -193,8 +193,11 @@ class Saver:
         self._raise_everywhere(error)
 
     def _raise_everywhere(self, error: BaseException | None) -> None:
-        """Raise the first rank's error on every rank, if there is one."""
-        for rank_error in self.world.all_gather(_with_rank(error, self.world.rank)):
+        """Raise the first rank's error, if there is one, on every rank: a full disk as it is, others as text."""
+        if error is not None and not isinstance(error, OSError):
+            reason = f"{type(error).__name__}: {error}"
+            error = CheckpointError(f"trainer {self.world.rank} could not write its part: {reason}")
+        for rank_error in self.world.all_gather(error):
             if rank_error is not None:
                 raise rank_error
 
@@ -300,13 +303,6 @@ def _free_pinned_memory() -> None:
         torch.accelerator.empty_host_cache()
     else:  # torch 2.11
         torch._C._host_emptyCache()
-
-
-def _with_rank(error: BaseException | None, rank: int) -> Exception | None:
-    """Return an error in the form in which it goes to other ranks: a full disk as it is, the rest as text."""
-    if error is None or isinstance(error, OSError):
-        return error
-    return CheckpointError(f"trainer {rank} could not write its part: {type(error).__name__}: {error}")
 
 
 def _check_room(partial: Path, needed: int) -> None:

@@ -107,7 +107,13 @@ class GlooTransport:
         self._metas = source.metadata()
         self._senders = choose_senders(self._metas, source.regions())
         self._buckets = plan_buckets(self._metas, self._bucket_bytes)
-        failures = self._ask_needs(links)
+        failures: Failures = {}
+        # the engines rehearse an update, and all ranks learn what they need
+        metas = pickle.dumps(self._metas)
+        replies = ask(links, failures, self._timeout, "rehearse_weight_update", metas)
+        for part in self._world.all_gather(replies):
+            for engine, answer in part.items():
+                self._needs[engine] = read_answers(engine, answer, self._metas)
         failures |= self._meet(links, engines, failures)
         self._deliveries = [self._deliveries_of(bucket) for bucket in self._buckets]
         return failures
@@ -141,16 +147,6 @@ class GlooTransport:
     def _ranks(self) -> list[int]:
         """Trainer ranks that send; their places in the groups are those in this list."""
         return sorted({rank for senders in self._senders for rank, _ in senders})
-
-    def _ask_needs(self, links: Mapping[int, EngineLink]) -> Failures:
-        """Have the engines rehearse an update, and tell all ranks their needs."""
-        failures: Failures = {}
-        metas = pickle.dumps(self._metas)
-        replies = ask(links, failures, self._timeout, "rehearse_weight_update", metas)
-        for part in self._world.all_gather(replies):
-            for engine, answer in part.items():
-                self._needs[engine] = read_answers(engine, answer, self._metas)
-        return failures
 
     def _meet(self, links: Mapping[int, EngineLink], engines: Sequence[int], absent: Failures) -> Failures:
         """Form the groups of those `engines` that have not failed on any rank."""
