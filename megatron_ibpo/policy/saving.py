@@ -193,7 +193,7 @@ class Saver:
         self._raise_everywhere(error)
 
     def _raise_everywhere(self, error: BaseException | None) -> None:
-        """Raise the first rank's error, if there is one, on every rank: a full disk as it is, others as text."""
+        """Raise the first rank's error, if any, on every rank: a full disk as it is, others as text."""
         if error is not None and not isinstance(error, OSError):
             reason = f"{type(error).__name__}: {error}"
             error = CheckpointError(f"trainer {self.world.rank} could not write its part: {reason}")
