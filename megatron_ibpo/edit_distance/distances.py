@@ -184,9 +184,7 @@ def opcodes(a: Any, b: Any) -> list[Opcode]:
 
     Between two runs of kept tokens, p tokens of `a` give way to q of `b`: min(p, q) are replaced, the others
     are deleted or inserted. The numbers of tokens replaced, deleted and inserted add up to the distance.
-
-    Raises:
-        TypeError, ValueError: as distance.
+    Raises TypeError and ValueError as distance does.
     """
     ids_a, ids_b = read_ids("a", a), read_ids("b", b)
     keep_a, keep_b, _ = unmodified_mask([ids_a], None, [ids_b], None, num_threads=1, return_other=True)

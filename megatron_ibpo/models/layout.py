@@ -13,10 +13,8 @@ def pipeline_layers(
     """Return the layers of each pipeline stage, as one range per model chunk.
 
     With one virtual stage a stage holds consecutive layers. With more, the pipeline is interleaved: it runs
-    through all stages once per virtual stage.
-
-    Raises:
-        ValueError: the layers cannot be divided like this; names the flags.
+    through all stages once per virtual stage. Raises ValueError, which names the flags, if the layers cannot
+    be divided like this.
     """
     stages = parallel.pipeline_model_parallel_size
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers

@@ -56,10 +56,7 @@ def add_adapters(chunks: Sequence[Any], shape: ModelShape, lora: Lora, seed: int
     """Freeze the model and put adapters beside its layers.
 
     B starts at 0, so that the model computes as before. A starts as in PEFT, uniform within ±1/√(its inputs),
-    the same under every layout.
-
-    Args:
-        chunks: parts of a model on this rank, not wrapped yet.
+    the same under every layout. `chunks` are the parts of a model on this rank, not wrapped yet.
     """
     holding = my_holding(shape, chunks)
     by_module: dict[str, list[Entry]] = {}

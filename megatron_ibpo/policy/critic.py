@@ -75,12 +75,9 @@ class Critic:
 
     def update(self, share: RankUpdate) -> dict[str, float]:
         """Take one rollout's optimizer steps towards the sequences' `returns`; every trained token of a
-        mini-batch counts the same. Collective.
-
-        Returns:
-            metrics, the same on every rank. `critic_updates_skipped` counts steps that were not taken because
-            the loss or the gradient was not finite.
-        """
+        mini-batch counts the same. Collective. Returns metrics, the same on every rank;
+        `critic_updates_skipped` counts steps that were not taken because the loss or the gradient was not
+        finite."""
         epochs = range(self.config.loss.num_epochs_per_rollout)
         steps = [self._optimizer_step(part) for _ in epochs for part in share]
         finish_gathers(self.chunks)

@@ -368,10 +368,7 @@ def gradient_norm(optimizer: Any) -> float:
     Collective.
 
     Megatron decides which of a rank's gradients count, and over which ranks their squares are summed. In
-    float32 on a CPU the result is Megatron's, bit for bit.
-
-    Args:
-        optimizer: Megatron's ChainedOptimizer.
+    float32 on a CPU the result is Megatron's, bit for bit. `optimizer` is Megatron's ChainedOptimizer.
     """
     optimizer.prepare_grads()
     by_group: dict[Any, list[Tensor]] = defaultdict(list)
@@ -383,12 +380,8 @@ def gradient_norm(optimizer: Any) -> float:
 
 
 def take_step(optimizer: Any, norm: float) -> None:
-    """Clip the gradients by their norm and step. Collective.
-
-    Args:
-        optimizer: Megatron's ChainedOptimizer.
-        norm: result of `gradient_norm`, with the same gradients.
-    """
+    """Clip the gradients by their norm and step. Collective. `optimizer` is Megatron's ChainedOptimizer, and
+    `norm` the result of `gradient_norm` with the same gradients."""
     optimizer.get_grad_norm = lambda: norm  # in place of the method that computes it once more
     try:
         optimizer.step()

@@ -78,10 +78,8 @@ class Policy:
         """Begin a Megatron checkpoint under `directory`, which all ranks reach; training may go on. Waits for
         the one before.
 
-        The checkpoint has its final name once `saved` returns True.
-
-        Raises:
-            OSError, CheckpointError: nothing was begun, or the one before failed.
+        The checkpoint has its final name once `saved` returns True. Raises OSError or CheckpointError if
+        nothing was begun, or the one before failed.
         """
         self.saved(wait=True)
         self._ranks.call_all("save", directory, step, run_state, keep)

@@ -78,12 +78,8 @@ def _named_params(pairs: Iterable[str]) -> dict[str, float]:
 
 
 def check_loss(loss: LossConfig) -> None:
-    """Refuse settings that no loss supports.
-
-    Raises:
-        ValueError: see `loss_params`; a mistake in a term; or --fuse-lm-head with a variant whose token term
-            needs its whole sequence first.
-    """
+    """Refuse settings that no loss supports. Raises ValueError as `loss_params` does, for a mistake in a
+    term, and for --fuse-lm-head with a variant whose token term needs its whole sequence first."""
     params = loss_params(loss)
     variant = resolve_variant(loss.loss_variant)[0]
     try:

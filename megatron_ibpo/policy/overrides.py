@@ -236,12 +236,8 @@ def _check_pipeline(overrides: Mapping[str, Any], stages: int) -> None:
 
 
 def check_overrides(config: Config) -> None:
-    """Refuse overrides that cannot work.
-
-    Raises:
-        ValueError: see `model_overrides`, with a line for each of both flags; or an interleaved pipeline that
-            cannot run.
-    """
+    """Refuse overrides that cannot work. Raises ValueError as `model_overrides` does, with a line for each of
+    both flags, and for an interleaved pipeline that cannot run."""
     problems = []
     for read in (_check_model, optimizer_overrides):
         try:

@@ -335,9 +335,7 @@ def response_values(batches: Sequence[PackedBatch], values: Sequence[Tensor]) ->
     the loss. There must be at least one micro-batch.
 
     All come from the device in one copy; under context parallelism from all ranks, in one all-gather.
-
-    Args:
-        values: [N] of each micro-batch.
+    `values` are [N] of each micro-batch.
     """
     masked = [
         torch.where(batch.rows.response_mask_N.bool(), values_N, 0.0).float()

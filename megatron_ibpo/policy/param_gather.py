@@ -60,10 +60,8 @@ def wait_around(chunk: Any, uncalled: Waits) -> None:
 def finish_gathers(chunks: Sequence[Any]) -> None:
     """Wait until every rank has all weights, before anything but a forward pass reads them. Collective.
 
-    Does nothing without --overlap-param-gather, or if the weights have arrived.
-
-    Args:
-        chunks: a rank's chunks, wrapped by DistributedDataParallel.
+    Does nothing without --overlap-param-gather, or if the weights have arrived. `chunks` are a rank's,
+    wrapped by DistributedDataParallel.
     """
     groups = [
         group

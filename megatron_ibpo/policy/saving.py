@@ -149,11 +149,8 @@ class Saver:
 
     def seal(self) -> None:
         """Complete the checkpoint once every rank rests: write what joins the parts, and begin to publish it.
-
-        Raises:
-            OSError, CheckpointError: on all ranks, if some rank could not write its part; nothing is left of
-                it.
-        """
+        Raises OSError or CheckpointError on all ranks if some rank could not write its part; nothing is left
+        of it then."""
         order, parts, job = self._order, self._parts, self._job
         assert order is not None
         assert job is not None

@@ -98,12 +98,9 @@ class Trainer:
             self.mtp = Mtp(mtp, policy, vocab_size, config, total_updates, backend)
 
     def update(self, share: RankUpdate) -> dict[str, float]:
-        """Take one rollout's optimizer steps. Collective.
-
-        Returns:
-            metrics, the same on every rank. `updates_skipped` counts optimizer steps that were not taken
-            because the loss or the gradient was not finite.
-        """
+        """Take one rollout's optimizer steps. Collective. Returns metrics, the same on every rank;
+        `updates_skipped` counts optimizer steps that were not taken because the loss or the gradient was not
+        finite."""
         started = time.perf_counter()
         if self.routing is not None:
             self.routing.take_counts()  # drop the counts of passes that measured the gradient
@@ -267,9 +264,7 @@ class Trainer:
 
         There must be at least one micro-batch. Gradients are reduced over the ranks; the buffers' old content
         is lost. Returns the observed numbers of each micro-batch (`_observed`), the same on every rank.
-
-        Args:
-            wrap_loss: wraps the loss to do something more.
+        `wrap_loss` wraps the loss to do something more.
         """
         output = wrap_loss(partial(self._loss_output, objective))
         return accumulate_gradients(

@@ -60,11 +60,7 @@ def check_integrity(directory: Path, part: int = 0, parts: int = 1) -> None:
 
 def changed_files(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
     """Return the problems of the files that the manifest of `directory` lists; empty if there are none.
-
-    Raises:
-        FileNotFoundError: there is no manifest.
-        ValueError: the manifest is malformed.
-    """
+    Raises FileNotFoundError if there is no manifest, and ValueError if it is malformed."""
     names, digests = _read(directory / MANIFEST)
 
     def problem(name: str) -> str | None:

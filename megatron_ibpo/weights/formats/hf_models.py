@@ -109,10 +109,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 def check_finite(tensor: Tensor, source: Path, name: str) -> None:
     """Refuse a tensor with NaN or infinity: one NaN makes every log-prob NaN, and every step is skipped.
-
-    Raises:
-        CheckpointError: `tensor`, called `name` in the file or directory `source`, holds NaN or infinity.
-    """
+    Raises CheckpointError; `tensor` is called `name` in the file or directory `source`."""
     if tensor.is_floating_point() and not is_finite(tensor):
         raise CheckpointError(
             f"{source}: {name} holds NaN or infinity; take another copy of the checkpoint, or an earlier one"

@@ -226,10 +226,8 @@ def assemble(
 ) -> Tensor:
     """Return a tensor of `shape` in which the boxes of `need` are filled.
 
-    If one part is the whole tensor, it is returned without a copy.
-
-    Args:
-        blank: fill the rest with NaN, which cannot be mistaken for weights, instead of leaving it undefined.
+    If one part is the whole tensor, it is returned without a copy. With `blank` the rest is filled with NaN,
+    which cannot be mistaken for weights, instead of being undefined.
     """
     parts = list(arrived)
     if len(parts) == 1 and parts[0][0] == full_box(shape):
