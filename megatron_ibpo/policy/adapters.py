@@ -37,15 +37,7 @@ from torch.nn import Module, Parameter
 from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.local_modules import norm_function
-from megatron_ibpo.models.lora import (
-    Lora,
-    Pair,
-    adapted,
-    chosen_lora,
-    lora_entries,
-    module_of,
-    pairs,
-)
+from megatron_ibpo.models.lora import Lora, Pair, adapted, chosen_lora, lora_entries, module_of, pairs
 from megatron_ibpo.models.weight_map import Entry, global_name, weight_map
 from megatron_ibpo.weights.formats.peft import Adapters
 from megatron_ibpo.weights.layout.export import HFExport

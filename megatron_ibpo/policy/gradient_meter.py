@@ -41,10 +41,7 @@ class GradientNoise:
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return the metrics, first those that may be compared between objectives."""
         snr = {} if self.snr is None else {f"{prefix}gradient_snr": self.snr}
-        return snr | {
-            f"{prefix}gradient_variance": self.variance,
-            f"{prefix}gradient_signal": self.signal,
-        }
+        return snr | {f"{prefix}gradient_variance": self.variance, f"{prefix}gradient_signal": self.signal}
 
 
 def compare_with_gspo(trainer: Trainer, share: RankMeasure) -> dict[str, float]:

@@ -71,7 +71,7 @@ what to do instead. Passed on, most of them would change the result or do nothin
 would fail only when the weights are loaded."""
 _OF_MEGATRON_LM = {
     "num_layers_per_virtual_pipeline_stage": "use virtual_pipeline_model_parallel_size, into how many such "
-    "pieces the layers of a rank are cut",
+    "pieces the layers of a rank are cut"
 }
 """Settings of Megatron-LM's command line that are not fields → what to do instead."""
 

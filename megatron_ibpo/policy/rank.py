@@ -145,13 +145,7 @@ class TrainerRank:
     def save_hf(self, directory: Path) -> None:
         """Write the policy in Hugging Face format."""
         with self.residence.visited():
-            save_hf(
-                self.whole_export,
-                self.world,
-                directory,
-                self.config.model.hf_dir,
-                self.saver.adapters,
-            )
+            save_hf(self.whole_export, self.world, directory, self.config.model.hf_dir, self.saver.adapters)
 
     def load_weights(self, hf_dir: Path) -> None:
         """Take the weights of a checkpoint of the same model; the optimizer's state stays."""

@@ -40,13 +40,7 @@ from megatron_ibpo.policy.importance_correction import Corrected, correct, corre
 from megatron_ibpo.policy.loss_objective import aggregation, backend_in_use, check_loss, run_objective
 from megatron_ibpo.policy.model import head_weight, own_vocabulary, whole_hidden_states
 from megatron_ibpo.policy.mtp import Mtp, MtpModel, mtp_metrics
-from megatron_ibpo.policy.packing import (
-    PackedArrays,
-    PackedBatch,
-    packed,
-    packed_values,
-    with_choices,
-)
+from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, packed, packed_values, with_choices
 from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import Cut, MicroBatch, MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.policy.residence import Reference

@@ -22,13 +22,7 @@ from torch import Tensor
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.models import (
-    ModelShape,
-    check_layout,
-    least_world,
-    padded_vocab_size,
-    read_hf_config,
-)
+from megatron_ibpo.models import ModelShape, check_layout, least_world, padded_vocab_size, read_hf_config
 from megatron_ibpo.models.weight_map import Entry, is_carried
 from megatron_ibpo.weights.formats.directories import (
     Item,

@@ -23,12 +23,7 @@ from megatron_ibpo.weights.formats.hugging_face import (
 )
 from megatron_ibpo.weights.formats.peft import DIRECTORY, Adapters, save_peft
 from megatron_ibpo.weights.layout.export import HFExport
-from megatron_ibpo.weights.layout.holdings import (
-    Holding,
-    my_holding,
-    named_globally,
-    weights_by_global_name,
-)
+from megatron_ibpo.weights.layout.holdings import Holding, my_holding, named_globally, weights_by_global_name
 from megatron_ibpo.weights.layout.regions import TensorMeta, plan_buckets
 from megatron_ibpo.weights.weight_errors import CheckpointError, listed
 
