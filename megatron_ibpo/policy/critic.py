@@ -12,15 +12,8 @@ from torch import Tensor
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.basics.records import Floats
 from megatron_ibpo.config import Config
-from megatron_ibpo.policy.forward_backward import (
-    Observed,
-    accumulate_gradients,
-    gradient_norm,
-    infer,
-    is_reporting_rank,
-    make_trainable,
-    take_step,
-)
+from megatron_ibpo.policy import forward_backward
+from megatron_ibpo.policy.forward_backward import Observed
 from megatron_ibpo.policy.packing import PackedBatch, packed
 from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
@@ -63,15 +56,17 @@ class Critic:
         """`chunks` are the result of `build_value_model` on this rank."""
         self.config, self.world = config, world
         lr = config.optimizer.critic_lr
-        self.chunks, self.optimizer, self.scheduler = make_trainable(chunks, config, lr, total_updates)
+        self.chunks, self.optimizer, self.scheduler = forward_backward.make_trainable(
+            chunks, config, lr, total_updates
+        )
 
     def values(self, share: RankForward) -> list[tuple[int, Floats]]:
         """Return the critic's values before each response token: (index in the planned list, values) of each
         sequence of this rank; empty on ranks that do not report. Collective."""
-        values = infer(
+        values = forward_backward.infer(
             self.chunks, packed(share), lambda _, values_1N1: values_1N1[0, :, 0], self.world.device
         )
-        return values if is_reporting_rank() else []
+        return values if forward_backward.is_reporting_rank() else []
 
     def update(self, share: RankUpdate) -> dict[str, float]:
         """Take one rollout's optimizer steps towards the sequences' `returns`; every trained token of a
@@ -93,14 +88,14 @@ class Critic:
         packs = packed(minibatch.cut.micro_batches)
         tokens = max(1, minibatch.trained_tokens)
         output = partial(_loss_output, tokens, self.config.loss.value_clip)
-        pieces = accumulate_gradients(self.chunks, self.optimizer, packs, output, self.world)
+        pieces = forward_backward.accumulate_gradients(self.chunks, self.optimizer, packs, output, self.world)
         loss, error, clipped = (
             sum(piece[name] for piece in pieces) / tokens for name in ("loss", "error", "clipped")
         )
-        norm = gradient_norm(self.optimizer)
+        norm = forward_backward.gradient_norm(self.optimizer)
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
-            take_step(self.optimizer, norm)
+            forward_backward.take_step(self.optimizer, norm)
         return {
             "critic_loss": loss,
             "critic_error": error,

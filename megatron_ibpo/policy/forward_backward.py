@@ -30,18 +30,9 @@ from torch import Tensor
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.basics.records import ExpertIds, Floats
 from megatron_ibpo.config import Config, OptimizerConfig
+from megatron_ibpo.policy import packing
 from megatron_ibpo.policy.overrides import OPTIMIZER, as_megatron, blaming, optimizer_overrides
-from megatron_ibpo.policy.packing import (
-    SINGLE_RANK,
-    Context,
-    PackedArrays,
-    PackedBatch,
-    lay_out,
-    pack,
-    response_values,
-    split_choices,
-    split_sequences,
-)
+from megatron_ibpo.policy.packing import SINGLE_RANK, Context, PackedArrays, PackedBatch
 from megatron_ibpo.policy.param_gather import Waits, find_uncalled, wait_around
 from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.policy.routing_replay import RoutingReplay
@@ -163,11 +154,11 @@ def infer(
             chunk.train()
     if routing is not None and records is not None:
         chosen = zip(packs, routing.recorded(batches), strict=True)
-        records += [choice for arrays, ids in chosen for choice in split_choices(arrays, ids)]
+        records += [choice for arrays, ids in chosen for choice in packing.split_choices(arrays, ids)]
     if not parallel_state.is_pipeline_last_stage():
         return []
-    pairs = zip(packs, response_values(batches, outputs), strict=True)
-    return [values for arrays, values_R in pairs for values in split_sequences(arrays, values_R)]
+    pairs = zip(packs, packing.response_values(batches, outputs), strict=True)
+    return [values for arrays, values_R in pairs for values in packing.split_sequences(arrays, values_R)]
 
 
 def accumulate_gradients(
@@ -222,7 +213,7 @@ def _lay_out_all(packs: Sequence[PackedArrays], device: torch.device, model: Any
         context = Context(rank, ranks, group)
     if model.fp8 or model.fp4:
         multiple *= QUANTIZED_ROWS
-    return [lay_out(arrays, multiple=multiple, device=device, context=context) for arrays in packs]
+    return [packing.lay_out(arrays, multiple=multiple, device=device, context=context) for arrays in packs]
 
 
 def _run(
@@ -290,7 +281,7 @@ def packed_sequences(batch: PackedBatch) -> PackedSeqParams:
 def _forward_nothing(model: Any, processor: Callable[..., Tensor] | None) -> None:
     """Run padding through this rank's part of the model, without the rest of the pipeline."""
     weight = next(model.parameters())
-    (batch,) = _lay_out_all([pack(MicroBatch((), ()))], weight.device, model.config)
+    (batch,) = _lay_out_all([packing.pack(MicroBatch((), ()))], weight.device, model.config)
     if not model.pre_process:
         rows = batch.input_ids_1N.shape[1]
         if model.config.sequence_parallel:

@@ -31,20 +31,12 @@ from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.policy.checkpoint import CRITIC, saved_state
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
+from megatron_ibpo.weights.formats import run_state
 from megatron_ibpo.weights.formats.checkpoint_files import write_integrity
 from megatron_ibpo.weights.formats.directories import disk_error, publish
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
 from megatron_ibpo.weights.formats.peft import DIRECTORY, Adapters, describe_adapters, save_peft
-from megatron_ibpo.weights.formats.run_state import (
-    HF_FILES,
-    LAYOUT,
-    RUN_STATE,
-    Keep,
-    partial_of,
-    remove_leftovers,
-    remove_superseded,
-    step_name,
-)
+from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE, Keep
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 SMALL_FILES_BYTES = 4 * 1024**2
@@ -65,7 +57,7 @@ class SaveOrder:
 
     @property
     def final(self) -> Path:
-        return self.directory / step_name(self.step)
+        return self.directory / run_state.step_name(self.step)
 
 
 @dataclass(frozen=True)
@@ -102,12 +94,12 @@ class Saver:
         """Copy the state and begin to write it. Training may go on when this returns. Raises OSError (ENOSPC)
         if the disk has no room for it; nothing is left of it then."""
         assert self._order is None, "one save at a time"
-        partial = partial_of(order.final)
+        partial = run_state.partial_of(order.final)
         directories = [partial] if critic is None else [partial, partial / CRITIC]
 
         def prepare() -> None:
             order.directory.mkdir(exist_ok=True)  # in the run's directory, which exists or was deleted
-            remove_leftovers(order.directory)
+            run_state.remove_leftovers(order.directory)
             for directory in directories:
                 directory.mkdir()
 
@@ -155,7 +147,7 @@ class Saver:
         assert order is not None
         assert job is not None
         self._order, self._parts, self._job = None, [], None
-        partial = partial_of(order.final)
+        partial = run_state.partial_of(order.final)
         try:
             self._raise_everywhere(job.exception())
             # rank 0 writes the metadata while the others wait for it in a collective
@@ -314,7 +306,7 @@ def _check_room(partial: Path, needed: int) -> None:
 
 def _publish(order: SaveOrder, model_info: dict[str, Any]) -> None:
     """Write the small files, give the checkpoint its name and remove older ones, in the thread of rank 0."""
-    partial = partial_of(order.final)
+    partial = run_state.partial_of(order.final)
     try:
         model, layout = model_info["model"], model_info["layout"]
         if model.hf_checkpoint is not None:
@@ -323,11 +315,11 @@ def _publish(order: SaveOrder, model_info: dict[str, Any]) -> None:
         if described := describe_adapters(model):
             layout = {**layout, "lora": described}
         (partial / LAYOUT).write_text(json.dumps(layout), encoding="utf-8")
-        run_state = {"step": order.step, **order.run_state}
-        (partial / RUN_STATE).write_text(json.dumps(run_state), encoding="utf-8")
+        state = {"step": order.step, **order.run_state}
+        (partial / RUN_STATE).write_text(json.dumps(state), encoding="utf-8")
         write_integrity(partial)
         publish(partial, order.final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    remove_superseded(order.directory, order.step, order.keep)
+    run_state.remove_superseded(order.directory, order.step, order.keep)

@@ -24,14 +24,8 @@ from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape, check_layout, least_world, padded_vocab_size, read_hf_config
 from megatron_ibpo.models.weight_map import Entry, is_carried
-from megatron_ibpo.weights.formats.directories import (
-    Item,
-    Job,
-    Result,
-    WorkingMemory,
-    run_jobs,
-    write_directory,
-)
+from megatron_ibpo.weights.formats import directories
+from megatron_ibpo.weights.formats.directories import Item, Job, Result, WorkingMemory
 from megatron_ibpo.weights.formats.hugging_face import (
     Checkpoint,
     SafetensorsFile,
@@ -107,7 +101,7 @@ def hf_to_megatron(
 
     overhead = 2048 * sum(len(share.entry.blocks()) for mine in shares.values() for share in mine)
     write = partial(_run_share, jobs, world, report, partial(_write_distcp, checkpoint))
-    write_directory(target, world, sum(job.num_bytes for job in jobs) + overhead, write, finish)
+    directories.write_directory(target, world, sum(job.num_bytes for job in jobs) + overhead, write, finish)
 
 
 def megatron_to_hf(
@@ -167,7 +161,7 @@ def megatron_to_hf(
         return {name: digest for part in parts for name, digest in part.items()}
 
     write = partial(_run_share, jobs, world, report, partial(_write_safetensors, metas, parameter))
-    write_directory(target, world, sum(job.num_bytes for job in jobs), write, finish)
+    directories.write_directory(target, world, sum(job.num_bytes for job in jobs), write, finish)
 
 
 def model_of(stored_dir: Path, origin: Path | None = None) -> tuple[Path, ModelShape]:
@@ -301,7 +295,7 @@ def _run_share(
     with the bytes of each finished parameter."""
     mine = jobs[world.rank :: world.size]
     total = sum(job.num_bytes for job in mine)
-    results = run_jobs(
+    results = directories.run_jobs(
         mine, lambda job, memory: work(directory, job, memory, lambda num_bytes: report(num_bytes, total))
     )
     return {job.file: result for job, result in zip(mine, results, strict=True)}

@@ -19,19 +19,8 @@ import torch.distributed as dist
 
 from megatron_ibpo.basics.distributed import World, open_store, own_address
 from megatron_ibpo.weights.formats.directories import huge_pages
-from megatron_ibpo.weights.layout.regions import (
-    Message,
-    Need,
-    Sender,
-    TensorMeta,
-    WeightSource,
-    assemble,
-    choose_senders,
-    messages,
-    pack,
-    parts_by_tensor,
-    plan_buckets,
-)
+from megatron_ibpo.weights.layout import regions
+from megatron_ibpo.weights.layout.regions import Message, Need, Sender, TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start
 from megatron_ibpo.weights.transfer.wire import WirePlan, part_checksums, read_answers
 
@@ -105,8 +94,8 @@ class GlooTransport:
         if source.metadata() != self._metas:
             self._needs.clear()
         self._metas = source.metadata()
-        self._senders = choose_senders(self._metas, source.regions())
-        self._buckets = plan_buckets(self._metas, self._bucket_bytes)
+        self._senders = regions.choose_senders(self._metas, source.regions())
+        self._buckets = regions.plan_buckets(self._metas, self._bucket_bytes)
         failures: Failures = {}
         # the engines rehearse an update, and all ranks learn what they need
         metas = pickle.dumps(self._metas)
@@ -132,7 +121,7 @@ class GlooTransport:
             bucket_boxes = dict(zip(bucket, islice(local, len(bucket)), strict=True))
             outbox.wait(BUCKETS_UNDERWAY)
             for message, workers in deliveries.items():
-                flat = pack(message, bucket_boxes, memory.take(message.num_bytes))
+                flat = regions.pack(message, bucket_boxes, memory.take(message.num_bytes))
                 if check:
                     sums |= part_checksums(message, flat, self._metas)
                 outbox.send(number, flat, workers)
@@ -192,7 +181,7 @@ class GlooTransport:
         workers: dict[Message, list[tuple[int, int]]] = {}
         for engine in self._needs:
             for number, needs in enumerate(self._needs[engine]):
-                message = messages(bucket, self._senders, needs).get(self._world.rank)
+                message = regions.messages(bucket, self._senders, needs).get(self._world.rank)
                 if message is not None:
                     workers.setdefault(message, []).append((engine, number))
         return workers
@@ -270,8 +259,8 @@ class GlooReceiver:
         self._bucket_bytes = plan.bucket_bytes
         self._needs = needs
         self._timeout = timedelta(seconds=timeout)
-        buckets = plan_buckets(plan.metas, plan.bucket_bytes)
-        self._buckets = [(bucket, messages(bucket, plan.senders, needs)) for bucket in buckets]
+        buckets = regions.plan_buckets(plan.metas, plan.bucket_bytes)
+        self._buckets = [(bucket, regions.messages(bucket, plan.senders, needs)) for bucket in buckets]
 
     def tensors(self, receipt: dict[str, int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of one pass, in the plan's order. In a tensor that is needed in part, the rest is
@@ -305,12 +294,15 @@ class GlooReceiver:
         if receipt is not None:
             for sender, flat in flats.items():
                 receipt |= part_checksums(by_sender[sender], flat, self._metas)
-        parts = parts_by_tensor(bucket, by_sender, flats)
+        parts = regions.parts_by_tensor(bucket, by_sender, flats)
         flats.clear()
         for number in bucket:
             need, meta = self._needs[number], self._metas[number]
             if need is not None:
-                yield meta.name, assemble(meta.shape, need, parts.pop(number), blank=receipt is not None)
+                yield (
+                    meta.name,
+                    regions.assemble(meta.shape, need, parts.pop(number), blank=receipt is not None),
+                )
 
     def _post(self, place: int, memory: Memory) -> dict[int, tuple[torch.Tensor, Any]]:
         """Start receiving the messages of a bucket: (buffer, work) by sender."""
