@@ -99,9 +99,10 @@ def forward_flops(shape: ModelShape, length: int) -> float:
     They are 2 for each weight that a token meets in a matrix product, and the mixers' operations on the
     sequence. Norms, embeddings, short convolutions and activations are left out.
     """
+    count = weight_count(shape)
     per_token, per_pair = mixer_flops(shape)
     pairs = sum(flops * seen_pairs(length, window) for window, flops in per_pair.items())
-    return (_flops_of_weights(shape) + per_token) * length + pairs
+    return (2 * (count.layers + count.chosen + count.table) + per_token) * length + pairs
 
 
 def seen_pairs(length: float, window: int | None) -> float:
@@ -109,13 +110,6 @@ def seen_pairs(length: float, window: int | None) -> float:
     sequence."""
     beyond = 0 if window is None else max(0, length - window)
     return (length * (length + 1) - beyond * (beyond + 1)) / 2
-
-
-@lru_cache(maxsize=8)
-def _flops_of_weights(shape: ModelShape) -> int:
-    """Return a token's operations in products with weights."""
-    mixers = sum(mixer_cost(shape, layer).weights for layer in range(shape.num_layers))
-    return 2 * (mixers + _mlp_weights(shape) + shape.hidden_size * shape.vocab_size)
 
 
 def _mlp_weights(shape: ModelShape) -> int:

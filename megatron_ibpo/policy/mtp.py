@@ -43,14 +43,8 @@ from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.backends import Backends
 from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.spec import make_backend
-from megatron_ibpo.policy.forward_backward import (
-    Loss,
-    Observed,
-    gradient_norm,
-    make_trainable,
-    packed_sequences,
-    take_step,
-)
+from megatron_ibpo.policy import forward_backward
+from megatron_ibpo.policy.forward_backward import Loss, Observed
 from megatron_ibpo.policy.model import (
     current_device,
     device_config,
@@ -154,7 +148,7 @@ class Mtp:
         self._factor = config.model.mtp_loss_scaling_factor
         # no other computation runs during its passes that could hide a reduction or a gather
         parallel = replace(config.parallel, overlap_grad_reduce=False, overlap_param_gather=False)
-        self.chunks, self.optimizer, self.scheduler = make_trainable(
+        self.chunks, self.optimizer, self.scheduler = forward_backward.make_trainable(
             [model], replace(config, parallel=parallel), config.optimizer.lr, total_updates
         )
         self._hidden: Tensor | None = None
@@ -193,10 +187,10 @@ class Mtp:
         finalize_model_grads(self.chunks)
         for buffer in [*self.chunks[0].buffers, *self.chunks[0].expert_parallel_buffers]:
             buffer.grad_data.mul_(self._factor / tokens)
-        norm = gradient_norm(self.optimizer)
+        norm = forward_backward.gradient_norm(self.optimizer)
         if not math.isfinite(norm):
             return {"mtp_updates_skipped": 1.0}
-        take_step(self.optimizer, norm)
+        forward_backward.take_step(self.optimizer, norm)
         return {"mtp_updates": 1.0, "mtp_grad_norm": norm}
 
     def _hear(self, _module: Any, _inputs: Any, hidden_states: Tensor) -> None:
@@ -219,7 +213,7 @@ class Mtp:
             batch.position_ids_1N,
             self._embed,
             self._policy.rotary_pos_emb(batch.max_seqlen, packed_seq=True),
-            packed_sequences(batch),
+            forward_backward.packed_sequences(batch),
         )
         whole_NH = whole_hidden_states(hidden_states=output, output_layer=self._policy.output_layer)[0]
         rows_R, labels_R, drafted_R = _drafts(batch)

@@ -117,7 +117,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 def newest_step(path: Path) -> Path | None:
     """Return the last step that a training run has saved in `path` or `path`/checkpoints."""
-    steps = [*path.glob("step_*"), *path.glob("checkpoints/step_*")]
+    steps = [*path.glob(f"{PREFIX}*"), *path.glob(f"checkpoints/{PREFIX}*")]
     return max((step for step in steps if (step / RUN_STATE).is_file()), key=lambda p: p.name, default=None)
 
 

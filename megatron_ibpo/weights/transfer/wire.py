@@ -15,17 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron_ibpo.weights.layout.regions import (
-    Box,
-    Message,
-    Need,
-    Sender,
-    TensorMeta,
-    box_name,
-    full_box,
-    intersect,
-    unpack,
-)
+from megatron_ibpo.weights.layout import regions
+from megatron_ibpo.weights.layout.regions import Box, Message, Need, Sender, TensorMeta
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError, listed
 
 
@@ -98,8 +89,8 @@ def checksum(tensor: torch.Tensor) -> int:
 def part_checksums(message: Message, flat: torch.Tensor, metas: Sequence[TensorMeta]) -> dict[str, int]:
     """Return the checksum of each part of a message, by its tensor's name and bounds."""
     return {
-        box_name(metas[part.number].name, part.box, metas[part.number].shape): checksum(view)
-        for part, view in zip(message.parts, unpack(message, flat), strict=True)
+        regions.box_name(metas[part.number].name, part.box, metas[part.number].shape): checksum(view)
+        for part, view in zip(message.parts, regions.unpack(message, flat), strict=True)
     }
 
 
@@ -147,8 +138,8 @@ class _Reads:
         if not self.boxes:
             return None
         boxes = tuple(sorted(self.boxes))
-        if any(intersect(a, b) for number, a in enumerate(boxes) for b in boxes[:number]):
-            boxes = (full_box(self.meta.shape),)
+        if any(regions.intersect(a, b) for number, a in enumerate(boxes) for b in boxes[:number]):
+            boxes = (regions.full_box(self.meta.shape),)
         dtype = next(iter(self.dtypes)) if len(self.dtypes) == 1 else self.meta.dtype
         narrower = dtype.is_floating_point and dtype.itemsize < self.meta.dtype.itemsize
         return Need(dtype if narrower else self.meta.dtype, boxes)
@@ -244,7 +235,7 @@ def _box_of(view: torch.Tensor, meta: TensorMeta) -> Box:
         dtype, sizes, strides = view.dtype, tuple(view.shape), view.stride()
         offset = int(view.storage_offset())
     if dtype != meta.dtype or not meta.shape or 0 in sizes:
-        return full_box(meta.shape)
+        return regions.full_box(meta.shape)
     rows = math.prod(meta.shape[1:])
     steps = [math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
     if list(strides) == steps and len(sizes) == len(meta.shape):
@@ -257,4 +248,4 @@ def _box_of(view: torch.Tensor, meta: TensorMeta) -> Box:
         else:
             return tuple(box)
     last = offset + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
-    return ((offset // rows, last // rows + 1), *full_box(meta.shape[1:]))
+    return ((offset // rows, last // rows + 1), *regions.full_box(meta.shape[1:]))
