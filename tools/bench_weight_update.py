@@ -138,7 +138,7 @@ def _as_trainer(task: dict[str, Any]) -> None:
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.policy.process_start import hush_megatron
-    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.formats.hf_models import load_hf
     from megatron_ibpo.weights.layout.export import HFExport
 
     hush_megatron()
@@ -252,8 +252,8 @@ def _open(source: Any, world: Any, link: Any, bucket: int) -> Callable[[], Any]:
     """Return an update of the engine behind `link` (on the driver), after the first one, in which they
     connect."""
     from megatron_ibpo.engines.registry import TRANSPORTS
+    from megatron_ibpo.weights.transfer.link import UpdateOrder
     from megatron_ibpo.weights.transfer.update import open_transport, update_engines
-    from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
     transport = open_transport(
         TRANSPORTS["gloo"], world, workers_per_engine=1, bucket_bytes=bucket, timeout=300

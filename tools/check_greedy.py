@@ -90,7 +90,7 @@ def likeliest(hf_dir: Path, prompts: list[list[int]], written: list[list[int]]) 
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model
-    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.formats.hf_models import load_hf
 
     world = start_world()
     parallel.initialize(ParallelConfig(), world, seed=0)

@@ -75,8 +75,7 @@ from megatron_ibpo.policy.group import data_parallel_rank
 from megatron_ibpo.policy.model import build_model
 from megatron_ibpo.policy.planning import plan_update
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.weights.formats.load import load_hf
-from megatron_ibpo.weights.formats.save import save_hf
+from megatron_ibpo.weights.formats.hf_models import load_hf, save_hf
 from megatron_ibpo.weights.layout.export import HFExport
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "tasks"))

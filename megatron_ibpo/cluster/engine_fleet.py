@@ -15,7 +15,7 @@ from megatron_ibpo.cluster.engine_processes import (
     Reasons,
     RemoteLink,
 )
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from megatron_ibpo.weights.transfer.link import UpdateOrder
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from megatron_ibpo.cluster.engine_processes import (
 )
 from megatron_ibpo.engines import EngineError, EngineLostError
 from megatron_ibpo.engines.registry import TRANSPORTS
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from megatron_ibpo.weights.transfer.link import UpdateOrder
 
 WITHIN_S = 60.0
 """Stop the run after MOST_DEATHS of one engine within this many seconds of work and one step. Start-up time

@@ -20,9 +20,9 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.policy.logits_check import logits_difference
 from megatron_ibpo.policy.process_start import hush_megatron
+from megatron_ibpo.weights.formats.checkpoint_files import check_integrity
 from megatron_ibpo.weights.formats.convert import Report, differing_tensors
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
-from megatron_ibpo.weights.formats.integrity import check_integrity
 
 LOGITS_BOUND = 1e-3
 """Largest root mean square of the differences, relative to that of the logits. Rounding in float32 makes 1e-7

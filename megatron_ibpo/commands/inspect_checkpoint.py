@@ -22,9 +22,8 @@ from rich.console import Console
 
 from megatron_ibpo.basics.entry_point import command, parsed
 from megatron_ibpo.models import ModelConfigError, ModelShape, read_hf_config
-from megatron_ibpo.weights.formats.expected_entries import model_entries
-from megatron_ibpo.weights.formats.hugging_face import Checkpoint
-from megatron_ibpo.weights.formats.integrity import MANIFEST, changed_files
+from megatron_ibpo.weights.formats.checkpoint_files import MANIFEST, changed_files
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint, model_entries
 from megatron_ibpo.weights.formats.run_state import (
     HF_FILES,
     RUN_STATE,

@@ -14,9 +14,9 @@ from megatron_ibpo.edit_distance.distances import (
     batch_distance,
     distance,
     opcodes,
+    read_ids,
     unmodified_mask,
 )
-from megatron_ibpo.edit_distance.inputs import read_ids
 from megatron_ibpo.edit_distance.rewrites import RewriteTest, rewrite_test
 
 __all__ = [

@@ -8,8 +8,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.edit_distance.distances import SATURATED, count_edits, normalize
-from megatron_ibpo.edit_distance.inputs import Ragged, check_threads, pair_up, read_ragged
+from megatron_ibpo.edit_distance.distances import (
+    SATURATED,
+    Ragged,
+    check_threads,
+    count_edits,
+    normalize,
+    pair_up,
+    read_ragged,
+)
 
 
 class RewriteTest(NamedTuple):

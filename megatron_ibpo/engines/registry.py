@@ -12,7 +12,7 @@ from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings, Precision
 from megatron_ibpo.engines.vllm.needs import VllmParameters
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.weights.transfer.update_order import TransportName
+from megatron_ibpo.weights.transfer.link import TransportName
 
 FLAG = "--rollout-backend"
 VLLM, LEAN = "vllm", "lean"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_ibpo.weights.transfer.update_order import TransportName
+from megatron_ibpo.weights.transfer.link import TransportName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

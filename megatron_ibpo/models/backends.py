@@ -76,29 +76,31 @@ def find_backends(
             f"{reason}. It would compute it unfused, with memory quadratic in the longest sequence. Install "
             f"flash-attn, or accept that with {ALLOW}"
         )
+    # flash attention has neither float32 nor sinks
+    fused = fusion.FUSIONS if bf16 and not shape.attention_sinks else fusion.FUSIONS - {fusion.ATTENTION}
     return Backends(
         transformer_engine=failures["Transformer Engine"] is None,
         flash_linear_attention=failures["flash-linear-attention"] is None,
-        fused=_fused(shape, bf16) if failures["Transformer Engine"] else frozenset(),
+        fused=fused if failures["Transformer Engine"] else frozenset(),
     )
-
-
-def _fused(shape: ModelShape, bf16: bool | None) -> frozenset[str]:
-    """Return the parts of local modules to fuse. Flash attention has neither float32 nor sinks."""
-    plain = not bf16 or shape.attention_sinks
-    return fusion.FUSIONS - {fusion.ATTENTION} if plain else fusion.FUSIONS
 
 
 def served_by(shape: ModelShape, backends: Backends, *, bf16: bool) -> dict[str, tuple[str, str]]:
     """Return part of a layer → (the library that computes it, how), for the table at the start of a run."""
     fast = backends.transformer_engine
     library = "Transformer Engine" if fast else "torch"
-    attention = "cuDNN or flash attention" if bf16 else "unfused and quadratic in memory: fp32 has no other"
-    local = _local_parts(backends.fused - fusion.FAILURES.keys())
-    parts = {
-        "attention": (library, attention if fast else local["attention"]),
-        "norms": (library, "fused with the linear layer after them" if fast else local["norms"]),
-    }
+    fused = backends.fused - fusion.FAILURES.keys()
+    if fast:
+        attention = (
+            "cuDNN or flash attention" if bf16 else "unfused and quadratic in memory: fp32 has no other"
+        )
+        norms = "fused with the linear layer after them"
+    else:
+        attention = "scaled_dot_product_attention over padded rectangles"
+        if fusion.ATTENTION in fused:
+            attention = "torch's flash attention; padded rectangles where ranks share sequences"
+        norms = "compiled" if fusion.NORM in fused else "in fp32, not fused"
+    parts = {"attention": (library, attention), "norms": (library, norms)}
     if shape.is_moe:
         parts["experts"] = (library, "grouped products" if fast else "one product after the other")
     if shape.is_recurrent:
@@ -108,14 +110,6 @@ def served_by(shape: ModelShape, backends: Backends, *, bf16: bool) -> dict[str,
             else ("torch", "chunks one after the other")
         )
     return parts
-
-
-def _local_parts(fused: frozenset[str]) -> dict[str, str]:
-    """Return how local modules compute attention and norms, with the fused parts."""
-    attention = "scaled_dot_product_attention over padded rectangles"
-    if fusion.ATTENTION in fused:
-        attention = "torch's flash attention; padded rectangles where ranks share sequences"
-    return {"attention": attention, "norms": "compiled" if fusion.NORM in fused else "in fp32, not fused"}
 
 
 def _delta_net_kernels() -> str:

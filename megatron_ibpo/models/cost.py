@@ -4,6 +4,7 @@ Estimates from the shape. The family defines the cost of a layer's mixer (attent
 its place); everything around it is common.
 """
 
+from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -77,10 +78,9 @@ def kv_elements(shape: ModelShape, layer: int, ranks: int = 1) -> int:
 @lru_cache(maxsize=64)
 def kv_elements_by_window(shape: ModelShape, ranks: int = 1) -> Mapping[int | None, int]:
     """Return window → elements that a token leaves on a rank in all layers with that window."""
-    elements: dict[int | None, int] = {}
+    elements: Counter[int | None] = Counter()
     for layer in range(shape.num_layers):
-        window = shape.window(layer)
-        elements[window] = elements.get(window, 0) + kv_elements(shape, layer, ranks)
+        elements[shape.window(layer)] += kv_elements(shape, layer, ranks)
     return elements
 
 
@@ -99,9 +99,10 @@ def forward_flops(shape: ModelShape, length: int) -> float:
     They are 2 for each weight that a token meets in a matrix product, and the mixers' operations on the
     sequence. Norms, embeddings, short convolutions and activations are left out.
     """
+    count = weight_count(shape)
     per_token, per_pair = mixer_flops(shape)
     pairs = sum(flops * seen_pairs(length, window) for window, flops in per_pair.items())
-    return (_flops_of_weights(shape) + per_token) * length + pairs
+    return (2 * (count.layers + count.chosen + count.table) + per_token) * length + pairs
 
 
 def seen_pairs(length: float, window: int | None) -> float:
@@ -109,13 +110,6 @@ def seen_pairs(length: float, window: int | None) -> float:
     sequence."""
     beyond = 0 if window is None else max(0, length - window)
     return (length * (length + 1) - beyond * (beyond + 1)) / 2
-
-
-@lru_cache(maxsize=8)
-def _flops_of_weights(shape: ModelShape) -> int:
-    """Return a token's operations in products with weights."""
-    mixers = sum(mixer_cost(shape, layer).weights for layer in range(shape.num_layers))
-    return 2 * (mixers + _mlp_weights(shape) + shape.hidden_size * shape.vocab_size)
 
 
 def _mlp_weights(shape: ModelShape) -> int:
@@ -225,7 +219,7 @@ def mixer_flops(shape: ModelShape) -> tuple[int, Mapping[int | None, int]]:
     """Return (operations of all mixers per token besides products with weights; by window, operations per
     pair of a token and one that it attends to)."""
     mixers = [mixer_cost(shape, layer) for layer in range(shape.num_layers)]
-    per_pair: dict[int | None, int] = {}
+    per_pair: Counter[int | None] = Counter()
     for mixer in mixers:
-        per_pair[mixer.window] = per_pair.get(mixer.window, 0) + mixer.flops_per_pair
+        per_pair[mixer.window] += mixer.flops_per_pair
     return sum(mixer.flops_per_token for mixer in mixers), per_pair

@@ -36,10 +36,8 @@ def working_parts(
     plain torch. The others are left out with a warning each, in this process for good.
 
     Each part is tried on its first example. The other examples follow until SECONDS have passed. Collective
-    over all trainers, if there are process groups.
-
-    Args:
-        shards: sizes of tensor parallelism and of expert-tensor parallelism, which divide heads and MLPs.
+    over all trainers, if there are process groups. `shards` are the sizes of tensor parallelism and of
+    expert-tensor parallelism, which divide heads and MLPs.
     """
     fusion.compile_gradients_at_once()
     by_part = examples(shape, dtype, device, shards)

@@ -13,17 +13,16 @@ def pipeline_layers(
     """Return the layers of each pipeline stage, as one range per model chunk.
 
     With one virtual stage a stage holds consecutive layers. With more, the pipeline is interleaved: it runs
-    through all stages once per virtual stage.
-
-    Raises:
-        ValueError: the layers cannot be divided like this; names the flags.
+    through all stages once per virtual stage. Raises ValueError, which names the flags, if the layers cannot
+    be divided like this.
     """
     stages = parallel.pipeline_model_parallel_size
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if stages == 1 and (first, last) != (None, None):
         raise ValueError("layers of the first or last pipeline stage need --pipeline-model-parallel-size > 1")
+    undivided = f"--pipeline-model-parallel-size={stages} does not divide the layers ({num_layers})"
     if stages > num_layers:  # checked before building a list that may exhaust the memory
-        raise ValueError(f"--pipeline-model-parallel-size={stages} does not divide the layers ({num_layers})")
+        raise ValueError(undivided)
     counts: list[int | None] = [None] * stages
     if first is not None:
         counts[0] = first
@@ -35,9 +34,7 @@ def pipeline_layers(
         num_other_layers % num_other_stages if num_other_stages else num_other_layers
     ):
         if not fixed_counts:
-            raise ValueError(
-                f"--pipeline-model-parallel-size={stages} does not divide the layers ({num_layers})"
-            )
+            raise ValueError(undivided)
         raise ValueError(
             f"--pipeline-model-parallel-size={stages}: {num_other_layers} of {num_layers} layers remain for "
             f"the {num_other_stages} stages besides those of --decoder-first/last-pipeline-num-layers"
@@ -88,11 +85,7 @@ def check_layout(
     shape: ModelShape, parallel: ParallelConfig, world_size: int, virtual_stages: int = 1, mtp_layers: int = 0
 ) -> list[str]:
     """Return the problems of training `shape` under `parallel` on `world_size` ranks; empty if there are
-    none.
-
-    Args:
-        mtp_layers: number of multi-token prediction layers that are trained too.
-    """
+    none. `mtp_layers` counts the multi-token prediction layers that are trained too."""
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
         "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,

@@ -39,11 +39,8 @@ class Lora:
 
 
 def chosen_lora(model: ModelConfig, shape: ModelShape) -> Lora | None:
-    """Return the adapters that --lora-* ask for; None without such flags.
-
-    Raises:
-        ConfigError: a target that the model lacks.
-    """
+    """Return the adapters that --lora-* ask for; None without such flags. Raises ConfigError for a target
+    that the model lacks."""
     if model.lora_rank is None:
         return None
     available = sorted({target_of(piece) for entry in weight_map(shape).values() for piece in adapted(entry)})
@@ -169,11 +166,7 @@ class TrainedWeights:
 
 
 def adapter_entries(model: ModelConfig, shape: ModelShape) -> tuple[Entry, ...]:
-    """Return all adapters of a run; empty without --lora-rank.
-
-    Raises:
-        ConfigError: see `chosen_lora`.
-    """
+    """Return all adapters of a run; empty without --lora-rank. Raises ConfigError as `chosen_lora` does."""
     lora = chosen_lora(model, shape)
     return () if lora is None else tuple(lora_entries(shape, lora))
 

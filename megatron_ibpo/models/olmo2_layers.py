@@ -21,10 +21,7 @@ class PostNormLayer(TransformerLayer):
     """A layer x + norm(attention(x)), then the same with its MLP."""
 
     def __init__(self, config: TransformerConfig, *args: Any, norm: Callable[..., Any], **kwargs: Any):
-        """
-        Args:
-            norm: the class of both norms.
-        """
+        """`norm` is the class of both norms."""
         super().__init__(config, *args, **kwargs)
         size = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.post_attention_layernorm = norm(config=config, **size)
@@ -56,10 +53,7 @@ class NormOfAllHeads(torch.nn.Module):
     """
 
     def __init__(self, heads: int, *, config: TransformerConfig, hidden_size: int, eps: float):
-        """
-        Args:
-            hidden_size: elements of one head.
-        """
+        """`hidden_size` is that of one head."""
         super().__init__()
         self.heads, self.eps = heads, eps
         self.weight = torch.nn.Parameter(torch.empty(heads * hidden_size, dtype=config.params_dtype))

@@ -17,9 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def once_per_batch(
-    function: Callable[Concatenate[Tensor, P], T],
-) -> Callable[Concatenate[Tensor, P], T]:
+def once_per_batch(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
     """Keep each result with the boundaries that it was computed from, which must not be written to later.
 
     Every layer of a model asks for the same, and to compute it makes the host wait for the device: on a GPU,

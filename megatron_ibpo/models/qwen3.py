@@ -25,13 +25,11 @@ def read(fields: Fields) -> ModelShape:
 
 
 def layer_entries(shape: ModelShape, layer: int) -> list[Entry]:
-    mlp = shared_entries.moe(shape) if shape.is_moe else shared_entries.dense_mlp(shape)
-    return [*shared_entries.attention(shape), *mlp]
+    return [*shared_entries.attention(shape), *shared_entries.mlp(shape)]
 
 
 def layer_spec(shape: ModelShape, layer: int, backend: spec.Backend) -> spec.LayerSpec:
-    mlp = spec.moe(shape, backend) if shape.is_moe else spec.dense_mlp(backend)
-    return spec.transformer_layer(spec.attention(backend), mlp)
+    return spec.transformer_layer(spec.attention(backend), spec.mlp(shape, backend))
 
 
 def megatron_fields(shape: ModelShape) -> dict[str, Any]:

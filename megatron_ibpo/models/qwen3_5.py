@@ -8,44 +8,31 @@ is stored in four tensors. Checkpoints wrap the text model in one that also sees
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.models.delta_net.shape import (
-    DEFAULTS,
-    MOE_DEFAULTS,
-    DeltaNetShape,
-    delta_net_fields,
-    in_projection,
-    mixed_entries,
-    mixer_cost,
-    mtp_entries,
-)
-from megatron_ibpo.models.delta_net.spec import layer_spec, megatron_fields, mtp_layer_spec
+from megatron_ibpo.models.delta_net import shape as delta_net
+from megatron_ibpo.models.delta_net.shape import DeltaNetShape
 from megatron_ibpo.models.shape import Fields, expert_fields
 from megatron_ibpo.models.weight_map import ROWS, Cut, Entry, Piece, concatenate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "layer_entries",
-    "layer_spec",
-    "megatron_fields",
-    "mixer_cost",
-    "mtp_entries",
-    "mtp_layer_spec",
-    "read",
-]
+# the same in all families with delta nets
+mixer_cost, mtp_entries = delta_net.mixer_cost, delta_net.mtp_entries
+layer_spec, mtp_layer_spec = delta_net.layer_spec, delta_net.mtp_layer_spec
+megatron_fields = delta_net.megatron_fields
 
 TEXT = "_text"
 """Suffix of `model_type` for a text model that is not wrapped."""
 
 
-DENSE = {**DEFAULTS, "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288}
+DENSE = {**delta_net.DEFAULTS, "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288}
 MOE = {
-    **MOE_DEFAULTS, "vocab_size": 248320, "num_hidden_layers": 40, "num_experts_per_tok": 8,
+    **delta_net.MOE_DEFAULTS, "vocab_size": 248320, "num_hidden_layers": 40, "num_experts_per_tok": 8,
     "num_experts": 256,
 }  # fmt: skip
 """Defaults of `transformers`' Qwen3_5TextConfig and Qwen3_5MoeTextConfig."""
@@ -77,13 +64,12 @@ def _text_model(fields: Fields, family: str) -> DeltaNetShape:
     fields.refuse("output_gate_type", "swish", "silu")  # of the delta net
     is_moe = family.removesuffix(TEXT).endswith("_moe")
     fields = fields.or_default(MOE if is_moe else DENSE)
-    mlp = _experts(fields) if is_moe else {"ffn_hidden_size": fields.count("intermediate_size")}
-    return DeltaNetShape(**delta_net_fields(fields), **mlp)
-
-
-def _experts(fields: Fields) -> dict[str, Any]:
-    shared = fields.count("shared_expert_intermediate_size")
-    return {**expert_fields(fields), "shared_expert_hidden_size": shared}
+    if is_moe:
+        shared = fields.count("shared_expert_intermediate_size")
+        mlp = {**expert_fields(fields), "shared_expert_hidden_size": shared}
+    else:
+        mlp = {"ffn_hidden_size": fields.count("intermediate_size")}
+    return DeltaNetShape(**delta_net.delta_net_fields(fields), **mlp)
 
 
 def _tied(fields: Fields, inner: dict[str, Any]) -> bool:
@@ -100,33 +86,27 @@ def _tied(fields: Fields, inner: dict[str, Any]) -> bool:
 
 
 def layer_entries(shape: DeltaNetShape, layer: int) -> list[Entry]:
-    return mixed_entries(shape, layer, _in_proj(shape))
+    return delta_net.mixed_entries(shape, layer, _in_proj(shape))
 
 
 def _in_proj(shape: DeltaNetShape) -> Entry:
     hidden, keys, values, heads = shape.hidden_size, shape.gdn_keys, shape.gdn_values, shape.gdn_value_heads
-    qkv = 2 * keys + values
-    return in_projection(
+    rows = 2 * keys + values, values, heads, heads
+    return delta_net.in_projection(
         shape,
         (
-            Piece("linear_attn.in_proj_qkv.weight", (qkv, hidden), Cut(0, (keys, keys, values))),
+            Piece("linear_attn.in_proj_qkv.weight", (rows[0], hidden), Cut(0, (keys, keys, values))),
             Piece("linear_attn.in_proj_z.weight", (values, hidden), ROWS),
             Piece("linear_attn.in_proj_b.weight", (heads, hidden), ROWS),
             Piece("linear_attn.in_proj_a.weight", (heads, hidden), ROWS),
         ),
         concatenate,
-        _ConcatenatedProjections((qkv, values, heads, heads)).part,
+        partial(_split, rows),
     )
 
 
-@dataclass(frozen=True)
-class _ConcatenatedProjections:
-    """A join of HF's [q | k | v], [z], [b] and [a], each for all heads, into Megatron's tensor of the same
-    rows."""
-
-    rows: tuple[int, ...]
-    """Rows of the HF tensors."""
-
-    def part(self, shard: Tensor) -> list[Tensor]:
-        ranks = sum(self.rows) // len(shard)
-        return list(shard.split([rows // ranks for rows in self.rows]))
+def _split(rows: tuple[int, ...], shard: Tensor) -> list[Tensor]:
+    """Return a rank's parts of HF's [q | k | v], [z], [b] and [a], each for all heads and of so many `rows`,
+    from its shard of Megatron's tensor of the same rows."""
+    ranks = sum(rows) // len(shard)
+    return list(shard.split([n // ranks for n in rows]))

@@ -10,35 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_ibpo.models.delta_net.shape import (
-    MOE_DEFAULTS,
-    DeltaNetShape,
-    delta_net_fields,
-    in_projection,
-    mixed_entries,
-    mixer_cost,
-    mtp_entries,
-)
-from megatron_ibpo.models.delta_net.spec import layer_spec, megatron_fields, mtp_layer_spec
+from megatron_ibpo.models.delta_net import shape as delta_net
+from megatron_ibpo.models.delta_net.shape import DeltaNetShape
 from megatron_ibpo.models.shape import Fields, expert_fields
 from megatron_ibpo.models.weight_map import ROWS, Entry, Piece, concatenate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "layer_entries",
-    "layer_spec",
-    "megatron_fields",
-    "mixer_cost",
-    "mtp_entries",
-    "mtp_layer_spec",
-    "read",
-]
+# the same in all families with delta nets
+mixer_cost, mtp_entries = delta_net.mixer_cost, delta_net.mtp_entries
+layer_spec, mtp_layer_spec = delta_net.layer_spec, delta_net.mtp_layer_spec
+megatron_fields = delta_net.megatron_fields
 
 
 DEFAULTS = {
-    **MOE_DEFAULTS, "vocab_size": 151936, "num_hidden_layers": 48, "num_experts_per_tok": 10,
+    **delta_net.MOE_DEFAULTS, "vocab_size": 151936, "num_hidden_layers": 48, "num_experts_per_tok": 10,
     "num_experts": 512,
 }  # fmt: skip
 """Defaults of `transformers`\' Qwen3NextConfig."""
@@ -47,20 +34,20 @@ DEFAULTS = {
 def read(fields: Fields) -> DeltaNetShape:
     fields = fields.or_default(DEFAULTS)
     return DeltaNetShape(
-        **delta_net_fields(fields),
+        **delta_net.delta_net_fields(fields),
         **expert_fields(fields),
         shared_expert_hidden_size=fields.count("shared_expert_intermediate_size"),
     )
 
 
 def layer_entries(shape: DeltaNetShape, layer: int) -> list[Entry]:
-    return mixed_entries(shape, layer, _in_proj(shape))
+    return delta_net.mixed_entries(shape, layer, _in_proj(shape))
 
 
 def _in_proj(shape: DeltaNetShape) -> Entry:
     hidden, keys, values = shape.hidden_size, shape.gdn_keys, shape.gdn_values
     order = _ByKeyHeads(shape.gdn_key_dim, shape.gdn_value_dim, shape.gdn_value_heads // shape.gdn_key_heads)
-    return in_projection(
+    return delta_net.in_projection(
         shape,
         (
             Piece("linear_attn.in_proj_qkvz.weight", (2 * keys + 2 * values, hidden), ROWS),

@@ -4,16 +4,31 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_ibpo.basics.text import listed, shown
 from megatron_ibpo.basics.user_files import UserFileError, read_json_file
 from megatron_ibpo.models.families import FAMILIES, family_module
-from megatron_ibpo.models.rope import MEGATRON_LLAMA3, RopeScaling
 
 
 class ModelConfigError(ValueError):
     """config.json is missing, malformed, or describes a model that cannot be built."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """A change of the rotation's frequencies. Fields are named as in config.json."""
+
+    rope_type: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_position_embeddings: int = 0
+    """Positions of the model's first training; 0 for linear scaling, which does not need them."""
+    beta_fast: float = 32.0
+    """YaRN: turns within those positions above which a frequency is unchanged."""
+    beta_slow: float = 1.0
+    """YaRN: turns below which it is divided by `factor`."""
+    truncate: bool = True
+    """YaRN: True to round the bounds of the frequencies between the two to whole ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,6 +328,11 @@ def _rope(fields: Fields) -> tuple[float, float, RopeScaling | None]:
     if theta < 1:
         raise fields.error(f"rope_theta must be at least 1, is {theta:g}")
     return theta, share, _rope_scaling(merged, share)
+
+
+MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Values hard-coded in megatron-core 0.19.2 (`RotaryEmbedding._apply_scaling`); the published Llama 3.1, 3.2
+and 3.3 have these."""
 
 
 def _rope_scaling(rope: Fields, share: float) -> RopeScaling | None:

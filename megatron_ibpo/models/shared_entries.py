@@ -71,13 +71,14 @@ def dense_mlp(shape: ModelShape) -> list[Entry]:
     return entries
 
 
+def mlp(shape: ModelShape) -> list[Entry]:
+    """Return the entries of experts, or of a dense MLP in a model without."""
+    return moe(shape) if shape.is_moe else dense_mlp(shape)
+
+
 def moe(shape: ModelShape, shared: str = "mlp.shared_expert") -> list[Entry]:
     """Return the entries of a mixture of experts: the norm before it, router, shared expert if there is one,
-    and experts.
-
-    Args:
-        shared: name of the shared expert in checkpoints.
-    """
+    and experts. `shared` is the name of the shared expert in checkpoints."""
     hidden = shape.hidden_size
     entries = [
         Entry("pre_mlp_layernorm.weight", (Piece("post_attention_layernorm.weight", (hidden,)),)),

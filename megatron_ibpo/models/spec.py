@@ -53,11 +53,8 @@ class Backend:
 
 
 def make_backend(libraries: Backends) -> Backend:
-    """Return these libraries' classes.
-
-    Raises:
-        ImportError: Transformer Engine is requested and not installed.
-    """
+    """Return these libraries' classes. Raises ImportError if Transformer Engine is requested and not
+    installed."""
     return _transformer_engine(libraries) if libraries.transformer_engine else _local(libraries)
 
 
@@ -130,11 +127,7 @@ def transformer_layer(mixer: LayerSpec, mlp: MLPAndNorm) -> LayerSpec:
 
 
 def attention(backend: Backend, *, norms: bool = True, output_bias: bool = False) -> LayerSpec:
-    """Return the spec of softmax attention.
-
-    Args:
-        norms: whether queries and keys have norms.
-    """
+    """Return the spec of softmax attention. `norms` says whether queries and keys have norms."""
     from megatron.core.transformer.attention import SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -173,12 +166,14 @@ def dense_mlp(backend: Backend, *, bias: bool = False) -> MLPAndNorm:
     return partial(MLP.as_mlp_submodule, submodules=submodules), IdentityOp
 
 
-def moe(shape: ModelShape, backend: Backend, router: Callable[..., Any] | None = None) -> MLPAndNorm:
-    """Return the spec of a mixture of experts, whose router and experts share one normed input.
+def mlp(shape: ModelShape, backend: Backend) -> MLPAndNorm:
+    """Return experts, or a dense MLP in a model without."""
+    return moe(shape, backend) if shape.is_moe else dense_mlp(backend)
 
-    Args:
-        router: makes the router; None: Megatron's own.
-    """
+
+def moe(shape: ModelShape, backend: Backend, router: Callable[..., Any] | None = None) -> MLPAndNorm:
+    """Return the spec of a mixture of experts, whose router and experts share one normed input. `router`
+    makes the router; None: Megatron's own."""
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules

@@ -25,7 +25,7 @@ from megatron_ibpo.models.cost import (
 )
 from megatron_ibpo.plan.parameter_count import Census, Place, StagePart
 from megatron_ibpo.policy.overrides import Overrides
-from megatron_ibpo.weights.formats.retention import checkpoint_bytes
+from megatron_ibpo.weights.formats.run_state import checkpoint_bytes
 
 GIB = 1024**3
 CONTEXT_BYTES = int(0.75 * GIB)

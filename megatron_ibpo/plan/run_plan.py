@@ -37,7 +37,7 @@ from megatron_ibpo.plan.node_memory import memory_on_cpus
 from megatron_ibpo.plan.parameter_count import Census
 from megatron_ibpo.plan.prediction import lines, setting_of
 from megatron_ibpo.report.display import open_console, run_sizes, sizes_table
-from megatron_ibpo.weights.formats.retention import checkpoint_bytes, kept_at_once, kept_bytes
+from megatron_ibpo.weights.formats.run_state import checkpoint_bytes, kept_at_once, kept_bytes
 
 FITS, REFUSED = 0, 2
 

@@ -37,31 +37,20 @@ from torch.nn import Module, Parameter
 from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.local_modules import norm_function
-from megatron_ibpo.models.lora import (
-    Lora,
-    Pair,
-    adapted,
-    chosen_lora,
-    lora_entries,
-    module_of,
-    pairs,
-)
+from megatron_ibpo.models.lora import Lora, Pair, adapted, chosen_lora, lora_entries, module_of, pairs
 from megatron_ibpo.models.weight_map import Entry, global_name, weight_map
 from megatron_ibpo.weights.formats.peft import Adapters
 from megatron_ibpo.weights.layout.export import HFExport
-from megatron_ibpo.weights.layout.holdings import Holding, layers_of, my_holding, vocab_rows_of
+from megatron_ibpo.weights.layout.holdings import Holding, my_holding
 
 
 def add_adapters(chunks: Sequence[Any], shape: ModelShape, lora: Lora, seed: int) -> None:
     """Freeze the model and put adapters beside its layers.
 
     B starts at 0, so that the model computes as before. A starts as in PEFT, uniform within ±1/√(its inputs),
-    the same under every layout.
-
-    Args:
-        chunks: parts of a model on this rank, not wrapped yet.
+    the same under every layout. `chunks` are the parts of a model on this rank, not wrapped yet.
     """
-    holding = my_holding(shape, layers_of(chunks), vocab_rows_of(chunks))
+    holding = my_holding(shape, chunks)
     by_module: dict[str, list[Entry]] = {}
     for entry in weight_map(shape).values():
         if holding.holds(entry) and pairs(entry, lora):
@@ -100,10 +89,7 @@ class Adapter(Module):
         sequence_parallel: bool,
         seed: int,
     ):
-        """
-        Args:
-            entries: entries of the layer's matrices on this rank: one, or one per expert.
-        """
+        """`entries` are those of the layer's matrices on this rank: one, or one per expert."""
         super().__init__()
         self.entries, self.scale, self.sequence_parallel = tuple(entries), lora.scale, sequence_parallel
         self.shard = holding.shard(entries[0])

@@ -9,23 +9,25 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import SafeUnpickler
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models.weight_map import mtp_layers
 from megatron_ibpo.policy.adapters import sharded_adapters
 from megatron_ibpo.policy.critic import Critic
-from megatron_ibpo.policy.gathering import gathered_by_kind
 from megatron_ibpo.policy.mtp import Mtp
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.weights.formats.integrity import check_integrity
-from megatron_ibpo.weights.formats.load import check_finite
+from megatron_ibpo.weights.formats.checkpoint_files import check_integrity
+from megatron_ibpo.weights.formats.hf_models import check_finite
 from megatron_ibpo.weights.formats.peft import check_same_adapters
 from megatron_ibpo.weights.formats.run_state import read_layout
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint, read_metadata
+from megatron_ibpo.weights.layout.holdings import unwrapped
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
 CRITIC = "critic"
@@ -48,7 +50,7 @@ def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
         with gathered_by_kind(), _state_to_save(part) as fresh:
             progress = _progress(part, models, is_loading=False)
         _add_step_0(part, fresh, progress["optimizer"])
-        state |= _prefixed(prefix, {**models, **progress})
+        state |= {prefix + name: value for name, value in (models | progress).items()}
     return state
 
 
@@ -57,10 +59,6 @@ def _parts(trained: Trainer | Critic) -> Iterator[tuple[str, Trained]]:
     yield "", trained
     if isinstance(trained, Trainer) and trained.mtp is not None:
         yield MTP, trained.mtp
-
-
-def _prefixed(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
-    return {prefix + name: value for name, value in state.items()}
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = None) -> tuple[str, ...]:
@@ -116,11 +114,9 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
 def _differing_sizes(saved: Mapping[str, Any], present: ParallelConfig) -> list[str]:
     """Return the dimensions in which the saved model was divided differently. FP8 scales are named by these
     parts."""
-    sizes = {f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")}
-    sizes |= {"expert_tensor_parallel_size"}
-    return [
-        f"{name} {saved.get(name)}" for name in sorted(sizes) if saved.get(name) != getattr(present, name)
-    ]
+    axes = ("expert_model", "expert_tensor", "pipeline_model", "tensor_model")
+    sizes = [f"{axis}_parallel_size" for axis in axes]
+    return [f"{name} {saved.get(name)}" for name in sizes if saved.get(name) != getattr(present, name)]
 
 
 def _without_scales(trained: Trainer, reason: str) -> tuple[str, ...]:
@@ -139,10 +135,16 @@ def _restore(trained: Trainer | Critic, directory: Path, vocab_size: int, *, wit
     keys = ROWS_MAY_BE_PADDED[:1] if isinstance(trained, Critic) else ROWS_MAY_BE_PADDED
     sharded_state: dict[str, Any] = {}
     for prefix, part in _parts(trained):
-        _allocate_torch_state(part)
-        scales = _stored_scales(directory) if with_scales and _is_fp8(part) else frozenset()
+        for optimizer in _torch_optimizers(part):
+            if (
+                not optimizer.optimizer.state
+            ):  # torch's Adam has none before a first step; Megatron looks for it
+                optimizer._init_optimizer_states_with_dummy_values()
+        places = read_metadata(directory).storage_data if with_scales and _is_fp8(part) else ()
+        scales = {index.fqn for index in places if "_extra_state" in index.fqn}  # a conversion has none
         models = _models(part.chunks, is_loading=True, scales=scales)
-        sharded_state |= _prefixed(prefix, {**models, **_progress(part, models, is_loading=True)})
+        progress = _progress(part, models, is_loading=True)
+        sharded_state |= {prefix + name: value for name, value in (models | progress).items()}
     state = _load(sharded_state, directory, vocab_size, keys)
     for prefix, part in _parts(trained):
         _fill(part.chunks, state, directory, prefix)
@@ -195,7 +197,7 @@ def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path, prefix
             elif isinstance(value, torch.Tensor):
                 check_finite(value, checkpoint, name)
         # not strict: Transformer Engine's modules miss extra state that `_models` does not ask for
-        model = _unwrapped(chunk)
+        model = unwrapped(chunk)
         incompatible = model.load_state_dict(chunk_state, strict=False)
         frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
         if frozen:  # a checkpoint of adapters alone
@@ -211,12 +213,6 @@ def _fill(chunks: Sequence[Any], state: dict[str, Any], checkpoint: Path, prefix
 def _is_extra_state(name: str) -> bool:
     """Return whether a key is Transformer Engine's FP8 state: scales. Grouped layers number them."""
     return re.fullmatch(r"_extra_state\d*", name.rpartition(".")[2]) is not None
-
-
-def _stored_scales(directory: Path) -> frozenset[str]:
-    """Return the keys of the extra state in a checkpoint; a conversion has none."""
-    places = read_metadata(directory).storage_data
-    return frozenset(index.fqn for index in places if "_extra_state" in index.fqn)
 
 
 def _check_scales(value: Any, checkpoint: Path, name: str) -> None:
@@ -258,32 +254,19 @@ def _metadata() -> dict[str, Any]:
 def _models(
     chunks: Sequence[Any], *, is_loading: bool, scales: Container[str] = frozenset()
 ) -> dict[str, Any]:
-    """Return the state that Megatron names for each chunk.
-
-    Args:
-        scales: keys of the extra state to load.
-    """
-    models = {f"model{index}": _model(_unwrapped(chunk)) for index, chunk in enumerate(chunks)}
-    if not is_loading:
-        return models
-    return {
-        name: {
-            key: value
-            for key, value in model.items()
-            if not _is_extra_state(key) or value.unique_key in scales
-        }
-        for name, model in models.items()
-    }
-
-
-def _model(chunk: Any) -> dict[str, Any]:
-    """Return the state of one chunk: only its adapters if it has some, otherwise its weights."""
-    return sharded_adapters(chunk) or chunk.sharded_state_dict(metadata=_metadata())
-
-
-def _unwrapped(chunk: Any) -> Any:
-    """Return the chunk without its DDP wrapper, if it has one."""
-    return getattr(chunk, "module", chunk)
+    """Return the state that Megatron names for each chunk: only its adapters if it has some, otherwise its
+    weights. `scales` are the keys of the extra state to load."""
+    models = {}
+    for index, model in enumerate(map(unwrapped, chunks)):
+        state = sharded_adapters(model) or model.sharded_state_dict(metadata=_metadata())
+        if is_loading:
+            state = {
+                key: value
+                for key, value in state.items()
+                if not _is_extra_state(key) or value.unique_key in scales
+            }
+        models[f"model{index}"] = state
+    return models
 
 
 def _progress(trained: Trained, models: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
@@ -302,17 +285,15 @@ def _without_classes(state: Any) -> Any:
 
 def _optimizers(trained: Trained) -> Sequence[Any]:
     """Return Megatron's optimizers, of dense and of expert parameters."""
-    return getattr(trained.optimizer, "chained_optimizers", [trained.optimizer])
+    optimizers: Sequence[Any] = trained.optimizer.chained_optimizers
+    return optimizers
 
 
 @contextmanager
 def _state_to_save(trained: Trained) -> Iterator[list[Any]]:
     """Give optimizers that have not stepped yet the state that their first step starts from, while it is
-    saved. Megatron saves the state as it is, and could not load a checkpoint without it.
-
-    Yields:
-        these optimizers.
-    """
+    saved, and yield these optimizers. Megatron saves the state as it is, and could not load a checkpoint
+    without it."""
     fresh = [
         optimizer
         for optimizer in _optimizers(trained)
@@ -348,13 +329,6 @@ def _torch_optimizers(trained: Trained) -> Iterator[DistributedOptimizer]:
             yield optimizer
 
 
-def _allocate_torch_state(trained: Trained) -> None:
-    """Create the state with `step` that torch's Adam has only after a first step; Megatron looks for it."""
-    for optimizer in _torch_optimizers(trained):
-        if not optimizer.optimizer.state:
-            optimizer._init_optimizer_states_with_dummy_values()
-
-
 def _step_left_alone() -> AbstractContextManager[Any]:
     """Keep Megatron from filling in `step`. It fills every tensor of a parameter's state, and has none for
     torch's `step`, which it has already set."""
@@ -374,3 +348,68 @@ def _give_each_parameter_its_step(trained: Trained) -> None:
     for optimizer in _torch_optimizers(trained):
         for state in optimizer.optimizer.state.values():
             state["step"] = state["step"].clone()
+
+
+def gathered_by_kind() -> AbstractContextManager[Any]:
+    """Make Megatron gather a sharded optimizer's state in main memory one kind after the other, within the
+    context, with the same result.
+
+    Megatron's function holds all kinds of state of a bucket beside the whole at once, and most buffers are a
+    single bucket. So the first data-parallel rank needs 24 bytes per parameter and 12 per parameter of its
+    own shard. Here it needs 16, and 4 for the shard.
+    """
+    return mock.patch.object(DistributedOptimizer, "get_parameter_state_dp_zero", _gather)
+
+
+def _gather(optimizer: Any, **_: Any) -> dict[Any, Any] | None:
+    """Return Megatron's dictionary on the first rank of the data-parallel group, None on the others.
+    Collective."""
+    kinds = ("param", *optimizer.optimizer_state_keys)
+    group = optimizer.data_parallel_group_gloo
+    state: dict[Any, Any] = {"buckets_coalesced": True}
+    for index, ranges_by_dtype in enumerate(optimizer.gbuf_ranges):
+        ((dtype, ranges),) = ranges_by_dtype.items()
+        buffer = optimizer.buffers[index]
+        # reused for every bucket and kind: gloo's threads hold gathered data a little longer than the gather
+        # takes, so fresh memory for each would exist twice
+        elements = max(bucket.grad_data.numel() for bucket in buffer.buckets)
+        scratch = _on_host(elements // group.size()), _on_host(elements) if group.rank() == 0 else None
+        state[index] = {
+            dtype: {kind: _gathered_state(optimizer, buffer, ranges, kind, *scratch) for kind in kinds}
+        }
+        state[index][dtype]["numel_unpadded"] = buffer.numel_unpadded
+    return state if group.rank() == 0 else None
+
+
+def _gathered_state(
+    optimizer: Any, buffer: Any, ranges: Sequence[Any], kind: str, shard_memory: Tensor, memory: Tensor | None
+) -> Tensor | None:
+    """Return one kind of state of all parameters in a buffer, float32 [elements without padding]; None except
+    on the first rank.
+
+    Args:
+        ranges: by bucket: the part of each parameter that is this rank's.
+        shard_memory, memory: room for a shard of the largest bucket, and on the first rank for all of it.
+    """
+    group = optimizer.data_parallel_group_gloo
+    gathered = None if memory is None else _on_host(buffer.numel_unpadded)
+    start, first_rank = 0, dist.get_global_rank(group, 0)
+    for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
+        size, end = bucket.numel_unpadded, start + bucket.numel_unpadded
+        shard = shard_memory[: bucket.grad_data.numel() // group.size()].zero_()
+        for parameter, places in bucket_ranges["param_map"].items():
+            place = places["gbuf_local"]
+            state = optimizer._get_main_param_and_optimizer_states(parameter)[kind]
+            shard[place.start : place.end].copy_(state.detach())
+        if gathered is None or memory is None:
+            dist.gather(shard, None, first_rank, group)
+        else:
+            shards = memory[: len(shard) * group.size()].chunk(group.size())
+            dist.gather(shard, list(shards), first_rank, group)
+            gathered[start:end].copy_(memory[:size])
+        start = end
+    return gathered
+
+
+def _on_host(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.float32, device="cpu")

@@ -12,14 +12,8 @@ from torch import Tensor
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.basics.records import Floats
 from megatron_ibpo.config import Config
-from megatron_ibpo.policy.forward_backward import (
-    Observed,
-    accumulate_gradients,
-    infer,
-    is_reporting_rank,
-    make_trainable,
-)
-from megatron_ibpo.policy.gradient_norm import gradient_norm, take_step
+from megatron_ibpo.policy import forward_backward
+from megatron_ibpo.policy.forward_backward import Observed
 from megatron_ibpo.policy.packing import PackedBatch, packed
 from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
@@ -59,28 +53,26 @@ class Critic:
     """This rank's part of the value model, its optimizer and schedule."""
 
     def __init__(self, chunks: list[Any], config: Config, world: World, total_updates: int):
-        """
-        Args:
-            chunks: result of `build_value_model` on this rank.
-        """
+        """`chunks` are the result of `build_value_model` on this rank."""
         self.config, self.world = config, world
         lr = config.optimizer.critic_lr
-        self.chunks, self.optimizer, self.scheduler = make_trainable(chunks, config, lr, total_updates)
+        self.chunks, self.optimizer, self.scheduler = forward_backward.make_trainable(
+            chunks, config, lr, total_updates
+        )
 
     def values(self, share: RankForward) -> list[tuple[int, Floats]]:
         """Return the critic's values before each response token: (index in the planned list, values) of each
         sequence of this rank; empty on ranks that do not report. Collective."""
-        values = infer(self.chunks, packed(share), _values_output, self.world.device)
-        return values if is_reporting_rank() else []
+        values = forward_backward.infer(
+            self.chunks, packed(share), lambda _, values_1N1: values_1N1[0, :, 0], self.world.device
+        )
+        return values if forward_backward.is_reporting_rank() else []
 
     def update(self, share: RankUpdate) -> dict[str, float]:
         """Take one rollout's optimizer steps towards the sequences' `returns`; every trained token of a
-        mini-batch counts the same. Collective.
-
-        Returns:
-            metrics, the same on every rank. `critic_updates_skipped` counts steps that were not taken because
-            the loss or the gradient was not finite.
-        """
+        mini-batch counts the same. Collective. Returns metrics, the same on every rank;
+        `critic_updates_skipped` counts steps that were not taken because the loss or the gradient was not
+        finite."""
         epochs = range(self.config.loss.num_epochs_per_rollout)
         steps = [self._optimizer_step(part) for _ in epochs for part in share]
         finish_gathers(self.chunks)
@@ -96,14 +88,14 @@ class Critic:
         packs = packed(minibatch.cut.micro_batches)
         tokens = max(1, minibatch.trained_tokens)
         output = partial(_loss_output, tokens, self.config.loss.value_clip)
-        pieces = accumulate_gradients(self.chunks, self.optimizer, packs, output, self.world)
+        pieces = forward_backward.accumulate_gradients(self.chunks, self.optimizer, packs, output, self.world)
         loss, error, clipped = (
             sum(piece[name] for piece in pieces) / tokens for name in ("loss", "error", "clipped")
         )
-        norm = gradient_norm(self.optimizer)
+        norm = forward_backward.gradient_norm(self.optimizer)
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
-            take_step(self.optimizer, norm)
+            forward_backward.take_step(self.optimizer, norm)
         return {
             "critic_loss": loss,
             "critic_error": error,
@@ -111,10 +103,6 @@ class Critic:
             "critic_grad_norm": norm,
             "critic_updates_skipped": float(not finite),
         }
-
-
-def _values_output(_: PackedBatch, values_1N1: Tensor) -> Tensor:
-    return values_1N1[0, :, 0]
 
 
 def _loss_output(

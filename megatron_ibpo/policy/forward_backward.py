@@ -1,11 +1,18 @@
-"""Packed micro-batches through a Megatron model, and its optimizer: the code that policy and critic share."""
+"""Packed micro-batches through a Megatron model, and its optimizer: the code that policy and critic share.
 
+Megatron-core computes the gradient's norm again in its step, and without Transformer Engine or Apex the host
+waits for the GPU once for each parameter. Here it is computed once, and the host waits once.
+"""
+
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from math import sqrt
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -23,18 +30,9 @@ from torch import Tensor
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.basics.records import ExpertIds, Floats
 from megatron_ibpo.config import Config, OptimizerConfig
+from megatron_ibpo.policy import packing
 from megatron_ibpo.policy.overrides import OPTIMIZER, as_megatron, blaming, optimizer_overrides
-from megatron_ibpo.policy.packing import (
-    SINGLE_RANK,
-    Context,
-    PackedArrays,
-    PackedBatch,
-    lay_out,
-    pack,
-    response_values,
-    split_choices,
-    split_sequences,
-)
+from megatron_ibpo.policy.packing import SINGLE_RANK, Context, PackedArrays, PackedBatch
 from megatron_ibpo.policy.param_gather import Waits, find_uncalled, wait_around
 from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.policy.routing_replay import RoutingReplay
@@ -89,21 +87,16 @@ def make_trainable(
     for chunk, waits in zip(wrapped, uncalled, strict=True):
         wait_around(chunk, waits)
         _count_padding(chunk)
-    optimizer = get_megatron_optimizer(_optimizer_config(config, lr), wrapped)
-    _drop_unused(optimizer)
+    optimizer: Any = get_megatron_optimizer(_optimizer_config(config, lr), wrapped)
+    # where only experts have adapters Megatron has one for nothing dense, which steps but cannot be saved
+    used = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
+    optimizer.chained_optimizers = used
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     model_config.no_sync_func = (
         [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     )
     return wrapped, optimizer, _scheduler(optimizer, config.optimizer, lr, total_updates)
-
-
-def _drop_unused(optimizer: Any) -> None:
-    """Drop Megatron's optimizer that has no parameters. It exists if only experts have adapters, so that
-    nothing dense is trained; it steps but cannot be saved."""
-    parts = optimizer.chained_optimizers
-    optimizer.chained_optimizers = [part for part in parts if part.optimizer is not None]
 
 
 def _count_padding(chunk: Any) -> None:
@@ -161,11 +154,11 @@ def infer(
             chunk.train()
     if routing is not None and records is not None:
         chosen = zip(packs, routing.recorded(batches), strict=True)
-        records += [choice for arrays, ids in chosen for choice in split_choices(arrays, ids)]
+        records += [choice for arrays, ids in chosen for choice in packing.split_choices(arrays, ids)]
     if not parallel_state.is_pipeline_last_stage():
         return []
-    pairs = zip(packs, response_values(batches, outputs), strict=True)
-    return [values for arrays, values_R in pairs for values in split_sequences(arrays, values_R)]
+    pairs = zip(packs, packing.response_values(batches, outputs), strict=True)
+    return [values for arrays, values_R in pairs for values in packing.split_sequences(arrays, values_R)]
 
 
 def accumulate_gradients(
@@ -213,23 +206,14 @@ def _on_host(observed: Sequence[Observed]) -> list[dict[str, float]]:
 
 
 def _lay_out_all(packs: Sequence[PackedArrays], device: torch.device, model: Any) -> list[PackedBatch]:
-    """Return this rank's micro-batches as tensors.
-
-    Args:
-        model: the model's TransformerConfig.
-    """
-    multiple, context = parallel_state.get_tensor_model_parallel_world_size(), _context()
+    """Return this rank's micro-batches as tensors. `model` is the model's TransformerConfig."""
+    multiple, context = parallel_state.get_tensor_model_parallel_world_size(), SINGLE_RANK
+    if (ranks := parallel_state.get_context_parallel_world_size()) > 1:
+        rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
+        context = Context(rank, ranks, group)
     if model.fp8 or model.fp4:
         multiple *= QUANTIZED_ROWS
-    return [lay_out(arrays, multiple=multiple, device=device, context=context) for arrays in packs]
-
-
-def _context() -> Context:
-    size = parallel_state.get_context_parallel_world_size()
-    if size == 1:
-        return SINGLE_RANK
-    rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
-    return Context(rank, size, group)
+    return [packing.lay_out(arrays, multiple=multiple, device=device, context=context) for arrays in packs]
 
 
 def _run(
@@ -297,7 +281,7 @@ def packed_sequences(batch: PackedBatch) -> PackedSeqParams:
 def _forward_nothing(model: Any, processor: Callable[..., Tensor] | None) -> None:
     """Run padding through this rank's part of the model, without the rest of the pipeline."""
     weight = next(model.parameters())
-    (batch,) = _lay_out_all([pack(MicroBatch((), ()))], weight.device, model.config)
+    (batch,) = _lay_out_all([packing.pack(MicroBatch((), ()))], weight.device, model.config)
     if not model.pre_process:
         rows = batch.input_ids_1N.shape[1]
         if model.config.sequence_parallel:
@@ -367,3 +351,41 @@ def _scheduler(
         wd_incr_steps=total_updates,
         wd_incr_style="constant",
     )
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: Any) -> float:
+    """Return the norm of the gradient buffers, with each parameter of the whole model counted once.
+    Collective.
+
+    Megatron decides which of a rank's gradients count, and over which ranks their squares are summed. In
+    float32 on a CPU the result is Megatron's, bit for bit. `optimizer` is Megatron's ChainedOptimizer.
+    """
+    optimizer.prepare_grads()
+    by_group: dict[Any, list[Tensor]] = defaultdict(list)
+    for part in optimizer.chained_optimizers:
+        by_group[part.get_grad_stats_parallel_group()] += part.get_grads_for_grad_norm()
+    squares = [_sum_of_squares(gradients, group) for group, gradients in by_group.items()]
+    norms = [square**0.5 for square in torch.cat(squares).tolist()]
+    return norms[0] if len(norms) == 1 else sqrt(sum(norm**2 for norm in norms))  # rounded as in Megatron
+
+
+def take_step(optimizer: Any, norm: float) -> None:
+    """Clip the gradients by their norm and step. Collective. `optimizer` is Megatron's ChainedOptimizer, and
+    `norm` the result of `gradient_norm` with the same gradients."""
+    optimizer.get_grad_norm = lambda: norm  # in place of the method that computes it once more
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.get_grad_norm
+
+
+def _sum_of_squares(gradients: list[Tensor], group: Any) -> Tensor:
+    """Return [1] float32 on the device, the sum over all ranks of the group. No host waits for it."""
+    if gradients:
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        square = torch.linalg.vector_norm(torch.stack(norms)).reshape(1) ** 2
+    else:
+        square = torch.zeros(1, device=torch.cuda.current_device())
+    dist.all_reduce(square, group=group)
+    return square

@@ -41,10 +41,7 @@ class GradientNoise:
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return the metrics, first those that may be compared between objectives."""
         snr = {} if self.snr is None else {f"{prefix}gradient_snr": self.snr}
-        return snr | {
-            f"{prefix}gradient_variance": self.variance,
-            f"{prefix}gradient_signal": self.signal,
-        }
+        return snr | {f"{prefix}gradient_variance": self.variance, f"{prefix}gradient_signal": self.signal}
 
 
 def compare_with_gspo(trainer: Trainer, share: RankMeasure) -> dict[str, float]:
@@ -96,22 +93,18 @@ def measure_gradient(
     total = [torch.zeros_like(buffer) for buffer in trainer.gradient_buffers()]
     for prompts, live in blocks:
         sizes.append(prompts)
-        squares.append(_add_gradient(trainer, live, objective, total) if live else 0.0)
+        if not live:
+            squares.append(0.0)
+            continue
+        trainer.accumulate_gradients(live, objective)
+        for buffer, summed in zip(trainer.gradient_buffers(), total, strict=True):
+            summed += buffer
+        squares.append(trainer.gradient_norm() ** 2)
     if not sizes:
         return None
     for buffer, summed in zip(trainer.gradient_buffers(), total, strict=True):
         buffer.copy_(summed)
     return estimate_noise(sizes, squares, trainer.gradient_norm() ** 2)
-
-
-def _add_gradient(
-    trainer: Trainer, live: Sequence[PackedArrays], objective: Objective, total: Iterable[torch.Tensor]
-) -> float:
-    """Add the gradient of `live` to `total`; returns its squared norm."""
-    trainer.accumulate_gradients(live, objective)
-    for buffer, summed in zip(trainer.gradient_buffers(), total, strict=True):
-        summed += buffer
-    return trainer.gradient_norm() ** 2
 
 
 def estimate_noise(sizes: Sequence[int], squares: Sequence[float], total_square: float) -> GradientNoise:

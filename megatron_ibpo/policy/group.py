@@ -1,29 +1,19 @@
-"""All trainer ranks as one policy, on the driver's side: no torch, no model.
+"""All trainer ranks as one policy, on the driver's side, and the ranks' reports to it: no torch, no model.
 
 The caller determines how a call reaches the ranks (`RankCalls`).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_ibpo.basics.records import Floats, TrainSequence
 from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.policy import planning
 from megatron_ibpo.policy.overrides import read_overrides
-from megatron_ibpo.policy.planning import (
-    Cost,
-    Passes,
-    Plan,
-    empty_micro_batches,
-    merge_parts,
-    plan_forward,
-    plan_measure,
-    plan_update,
-    plan_value_update,
-    update_metrics,
-)
-from megatron_ibpo.weights.formats.retention import Keep
+from megatron_ibpo.policy.planning import Cost, Passes, Plan
+from megatron_ibpo.weights.formats.run_state import Keep
 
 
 class RankCalls(Protocol):
@@ -31,29 +21,22 @@ class RankCalls(Protocol):
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call `method` on every rank with its own arguments; return the results by rank."""
-        ...
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call `method` on every rank with the same arguments; return the results by rank."""
-        ...
 
     def share(self, value: Any) -> Any:
         """Return an argument that several ranks receive."""
-        ...
 
     def restart(self, *arguments: Any) -> None:
         """Replace all ranks by new ones."""
-        ...
 
 
 class Policy:
     """The policy under training, and the critic if there is one."""
 
     def __init__(self, ranks: RankCalls, config: Config, world_size: int, cost: Cost) -> None:
-        """
-        Args:
-            cost: cost of a sequence, for dealing sequences to the data-parallel ranks.
-        """
+        """`cost` is that of a sequence, for dealing sequences to the data-parallel ranks."""
         self._ranks, self._config, self._cost = ranks, config, cost
         self._shares = [data_parallel_rank(rank, config.parallel, world_size) for rank in range(world_size)]
         self._passes: list[Passes] = []
@@ -67,12 +50,12 @@ class Policy:
 
     def update(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Take one rollout's optimizer steps, of the policy and then of the critic; return the metrics."""
-        plan = plan_update(sequences, self._config, self._num_shares, self._cost)
-        metrics = self._run("update", plan)[0] | update_metrics(sequences, self._config)
+        plan = planning.plan_update(sequences, self._config, self._num_shares, self._cost)
+        metrics = self._run("update", plan)[0] | planning.update_metrics(sequences, self._config)
         if read_overrides(self._config).micro_batch_multiple > 1:
-            metrics["micro_batches_empty"] = empty_micro_batches(plan.shares)
+            metrics["micro_batches_empty"] = planning.empty_micro_batches(plan.shares)
         if self._config.algorithm.trains_critic:
-            plan = plan_value_update(sequences, self._config, self._num_shares, self._cost)
+            plan = planning.plan_value_update(sequences, self._config, self._num_shares, self._cost)
             metrics |= self._run("update_critic", plan)[0]
         return metrics
 
@@ -88,17 +71,15 @@ class Policy:
         self, sequences: Sequence[TrainSequence], plain: Sequence[TrainSequence]
     ) -> dict[str, float]:
         """Return the noise of the gradient of `sequences` over prompts, and of GSPO's gradient on `plain`."""
-        plan = plan_measure(sequences, plain, self._config, self._num_shares, self._cost)
+        plan = planning.plan_measure(sequences, plain, self._config, self._num_shares, self._cost)
         return self._run("measure_gradient", plan)[0]
 
     def save(self, directory: Path, step: int, run_state: dict[str, Any], keep: Keep) -> None:
         """Begin a Megatron checkpoint under `directory`, which all ranks reach; training may go on. Waits for
         the one before.
 
-        The checkpoint has its final name once `saved` returns True.
-
-        Raises:
-            OSError, CheckpointError: nothing was begun, or the one before failed.
+        The checkpoint has its final name once `saved` returns True. Raises OSError or CheckpointError if
+        nothing was begun, or the one before failed.
         """
         self.saved(wait=True)
         self._ranks.call_all("save", directory, step, run_state, keep)
@@ -106,10 +87,7 @@ class Policy:
 
     def saved(self, *, wait: bool) -> bool:
         """Return whether no save is in progress any more. Advances the save; waits for it only with `wait`.
-
-        Raises:
-            OSError, CheckpointError: the save failed, is over, and has left nothing.
-        """
+        Raises OSError or CheckpointError if the save failed: it is over then, and has left nothing."""
         while self._saves:
             if not all(self._ranks.call_all("save_rests", wait)):
                 return False
@@ -142,8 +120,8 @@ class Policy:
     def _forward(self, method: str, sequences: Sequence[TrainSequence]) -> list[Floats]:
         if not sequences:
             return []
-        plan = plan_forward(sequences, self._config, self._num_shares, self._cost)
-        return merge_parts(self._run(method, plan), len(sequences))
+        plan = planning.plan_forward(sequences, self._config, self._num_shares, self._cost)
+        return planning.merge_parts(self._run(method, plan), len(sequences))
 
     def _run(self, method: str, plan: Plan[Any]) -> list[Any]:
         """Run `method` on every rank with the share of its data-parallel rank; a share is sent once however
@@ -158,3 +136,33 @@ def data_parallel_rank(rank: int, parallel: ParallelConfig, world_size: int) -> 
     ranks first and pipeline stages last."""
     inner = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     return rank // inner % (world_size // inner // parallel.pipeline_model_parallel_size)
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Facts that the driver cannot know before the model is built."""
+
+    parameters: int
+    """Number of parameters of the whole model."""
+    loss_backend: str
+    """Back end that computes the loss, and why."""
+    layers: dict[str, tuple[str, str]]
+    """Part of a layer → (the library that computes it, how)."""
+    device: str
+    """Device that computes: the GPU's own name, or "CPU"."""
+    notes: tuple[str, ...]
+    """Lines for the user about the environment and the loaded checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    """The outcome of one pass over the weights, as this rank saw it."""
+
+    failures: dict[int, str]
+    """Index of an engine → why it no longer takes part in the update."""
+    num_bytes: int
+    """Bytes that this rank sent to engines."""
+    needed_bytes: int
+    """Bytes that the shards of all engines' workers take."""
+    waits: tuple[int, float]
+    """Number and seconds of waits between buckets, as in `weights.transfer.link.Sent`."""

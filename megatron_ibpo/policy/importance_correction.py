@@ -110,11 +110,8 @@ def _token_weights(gaps_R: Ratios, loss: LossConfig) -> tuple[Ratios, npt.NDArra
 
 
 def correction_metrics(outcomes: Sequence[Corrected]) -> dict[str, float]:
-    """Return shares and the mean weight over all corrected sequences; empty if there are none.
-
-    Args:
-        outcomes: in an order that does not depend on the layout, so that the sums do not either.
-    """
+    """Return shares and the mean weight over all corrected sequences; empty if there are none. Their order
+    must not depend on the layout, so that the sums do not either."""
     if not outcomes:
         return {}
     tokens = sum(outcome.tokens for outcome in outcomes)

@@ -78,12 +78,8 @@ def _named_params(pairs: Iterable[str]) -> dict[str, float]:
 
 
 def check_loss(loss: LossConfig) -> None:
-    """Refuse settings that no loss supports.
-
-    Raises:
-        ValueError: see `loss_params`; a mistake in a term; or --fuse-lm-head with a variant whose token term
-            needs its whole sequence first.
-    """
+    """Refuse settings that no loss supports. Raises ValueError as `loss_params` does, for a mistake in a
+    term, and for --fuse-lm-head with a variant whose token term needs its whole sequence first."""
     params = loss_params(loss)
     variant = resolve_variant(loss.loss_variant)[0]
     try:
@@ -99,11 +95,8 @@ def check_loss(loss: LossConfig) -> None:
 
 
 def aggregation(config: Config, mean_length: float) -> str | float:
-    """Return the divisor of a sequence's sum over tokens in every micro-batch of a mini-batch.
-
-    Args:
-        mean_length: `planning.weighted_mean_length` of the mini-batch, the divisor of a token mean.
-    """
+    """Return the divisor of a sequence's sum over tokens in every micro-batch of a mini-batch. `mean_length`
+    is `planning.weighted_mean_length` of the mini-batch, the divisor of a token mean."""
     chosen = config.loss.loss_aggregation
     if chosen == "variant":
         chosen = resolve_variant(config.loss.loss_variant)[0].aggregation
@@ -132,11 +125,8 @@ def backend_in_use(config: Config, device: torch.device) -> ChosenBackend:
 
 
 def check_kernels(config: Config) -> None:
-    """Refuse a loss that the kernels would compute and cannot, before any process starts.
-
-    Raises:
-        ValueError: see `backend_in_use`.
-    """
+    """Refuse a loss that the kernels would compute and cannot, before any process starts. Raises ValueError
+    as `backend_in_use` does."""
     if config.loss.loss_backend == "triton" or torch.cuda.is_available():
         backend_in_use(config, torch.device("cuda"))
 

@@ -12,17 +12,18 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from torch import Tensor
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.models import ModelShape, padded_vocab_size
+from megatron_ibpo.models import ModelShape, padded_vocab_size, spec
 from megatron_ibpo.models.backends import BackendError, Backends, find_backends
 from megatron_ibpo.models.families import family_module
 from megatron_ibpo.models.fusion import ACTIVATION
 from megatron_ibpo.models.layout import exchanges_heads
 from megatron_ibpo.models.lora import chosen_lora
-from megatron_ibpo.models.rope import config_attributes, gpt_arguments, takes_fused_rotation
+from megatron_ibpo.models.shape import RopeScaling
 from megatron_ibpo.policy import cpu
 from megatron_ibpo.policy.overrides import MODEL, as_megatron, blaming, model_overrides, read_overrides
 
@@ -38,7 +39,7 @@ def build_model(
     their layers.
 
     Megatron's groups must exist (`parallel.initialize`). Weights are not initialised:
-    `weights.formats.load.load_hf` fills every one of them. "meta" builds without memory, for counting.
+    `weights.formats.hf_models.load_hf` fills every one of them. "meta" builds without memory, for counting.
     Parameters are bfloat16 under config.model.bf16, else float32. With --lora-rank they are frozen, and
     adapters are added beside them.
 
@@ -58,10 +59,6 @@ def build_model(
     [sequences + 1] from 0 to N; max_seqlen_q must be set.
     """
     cpu.activate()
-    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-
-    from megatron_ibpo.models import spec
-
     if libraries is None:
         allow_local = config.model.allow_local_modules
         libraries = find_backends(
@@ -102,12 +99,9 @@ def build_model(
 def _chunk(shape: ModelShape, core: Any, backend: Any, number: int, vocab_size: int) -> Any:
     """Build number `number` of this rank's pieces of the model, with the vocabulary padded to
     `vocab_size`."""
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    from megatron_ibpo.models import spec
 
     stage = parallel_state.get_pipeline_model_parallel_rank()
     is_last = number == (core.virtual_pipeline_model_parallel_size or 1) - 1
@@ -124,8 +118,37 @@ def _chunk(shape: ModelShape, core: Any, backend: Any, number: int, vocab_size: 
         rotary_percent=shape.rotary_dim / shape.head_dim,
         rotary_base=shape.rope_theta,
         vp_stage=number if core.virtual_pipeline_model_parallel_size else None,
-        **gpt_arguments(shape.rope_scaling),
+        **_rotation_arguments(shape.rope_scaling),
     )
+
+
+def _rotation_arguments(scaling: RopeScaling | None) -> dict[str, Any]:
+    """Return the arguments for Megatron's GPTModel."""
+    if scaling is None:
+        return {"position_embedding_type": "rope"}
+    if scaling.rope_type == "linear":
+        return {"position_embedding_type": "rope", "seq_len_interpolation_factor": scaling.factor}
+    if scaling.rope_type == "llama3":
+        scaled = {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
+        return {"position_embedding_type": "rope", **scaled}
+    return {"position_embedding_type": "yarn"}
+
+
+def _rotation_attributes(scaling: RopeScaling | None) -> dict[str, Any]:
+    """Return the attributes that Megatron reads from a TransformerConfig without having fields for them, as
+    its own training script sets them (`megatron.training.argument_utils`)."""
+    if scaling is None or scaling.rope_type != "yarn":
+        return {}
+    return {
+        "yarn_rotary_scaling_factor": scaling.factor,
+        "yarn_original_max_position_embeddings": scaling.original_max_position_embeddings,
+        "yarn_beta_fast": scaling.beta_fast,
+        "yarn_beta_slow": scaling.beta_slow,
+        # None: cosines and sines grow by 0.1 ln(factor) + 1, as in the paper and in transformers
+        "yarn_mscale": None,
+        "yarn_mscale_all_dim": None,
+        "yarn_correction_range_round_to_int": scaling.truncate,
+    }
 
 
 def build_value_model(
@@ -136,8 +159,8 @@ def build_value_model(
     libraries: Backends | None = None,
 ) -> list[Any]:
     """Build the same model with a value head in place of the LM head: chunk(…) gives values [1, N, 1] in fp32
-    on the last pipeline stage. Embeddings are not tied to anything; `weights.formats.load.load_hf` fills all
-    but the head."""
+    on the last pipeline stage. Embeddings are not tied to anything; `weights.formats.hf_models.load_hf` fills
+    all but the head."""
     untied = replace(shape, tie_word_embeddings=False)
     chunks = build_model(untied, config, device=device, libraries=libraries)
     from megatron_ibpo.policy.critic import ValueHead
@@ -161,16 +184,6 @@ def current_device(device: str) -> AbstractContextManager[Any]:
     return mock.patch.object(torch.cuda, "current_device", return_value=torch.device("meta"))
 
 
-def fused_parts(libraries: Backends, shape: ModelShape, config: Config, device: str) -> frozenset[str]:
-    """Return the parts of local modules to fuse: on GPUs those that work on all of them."""
-    if device != "cuda" or not libraries.fused:
-        return libraries.fused
-    from megatron_ibpo.models.fusion_check import working_parts
-
-    shards = config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_parallel_size
-    return working_parts(libraries.fused, shape, _dtype(config), device, shards)
-
-
 def transformer_config(
     shape: ModelShape, config: Config, *, use_te: bool = False, fused: frozenset[str] = frozenset()
 ) -> Any:
@@ -186,7 +199,7 @@ def transformer_config(
     fields = _own_fields(shape, config, use_te=use_te)
     fields["bias_activation_fusion"] |= ACTIVATION in fused
     core: Any = _megatron_config(fields, config)
-    for name, value in config_attributes(shape.rope_scaling).items():
+    for name, value in _rotation_attributes(shape.rope_scaling).items():
         setattr(core, name, value)
     core.context_parallel_size = config.parallel.context_parallel_size
     core.delta_net_cp = config.parallel.delta_net_cp
@@ -198,12 +211,13 @@ def device_config(
     shape: ModelShape, config: Config, device: Literal["cpu", "cuda", "meta"], libraries: Backends
 ) -> Any:
     """Return the result of `transformer_config` for a model that these libraries build on a device."""
-    core = transformer_config(
-        shape,
-        config,
-        use_te=libraries.transformer_engine,
-        fused=fused_parts(libraries, shape, config, device),
-    )
+    fused = libraries.fused
+    if fused and device == "cuda":  # those that work on all GPUs
+        from megatron_ibpo.models.fusion_check import working_parts
+
+        shards = config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_parallel_size
+        fused = working_parts(fused, shape, _dtype(config), device, shards)
+    core = transformer_config(shape, config, use_te=libraries.transformer_engine, fused=fused)
     core.use_cpu_initialization = device == "cpu"
     core.init_model_with_meta_device = device == "meta"
     core.moe_permute_fusion &= device == "cuda"  # creates tensors on the GPU
@@ -211,11 +225,8 @@ def device_config(
 
 
 def check_model(shape: ModelShape, config: Config) -> None:
-    """Have Megatron check the configuration of a GPU run, on a machine that may lack its libraries.
-
-    Raises:
-        ValueError: Megatron refuses the result of --model-override.
-    """
+    """Have Megatron check the configuration of a GPU run, on a machine that may lack its libraries. Raises
+    ValueError if Megatron refuses the result of --model-override."""
     cpu.activate()  # before Megatron, which would import the compiler: 3 s
     fields = _own_fields(shape, config, use_te=True)
     fields |= {"apply_rope_fusion": False, "moe_permute_fusion": False}  # Megatron looks for their kernels
@@ -236,7 +247,7 @@ def _dtype(config: Config) -> torch.dtype:
 
 def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str, Any]:
     parallel, model = config.parallel, config.model
-    dtype, chunks = _dtype(config), read_overrides(config).chunks
+    dtype, chunks, scaling = _dtype(config), read_overrides(config).chunks, shape.rope_scaling
     recompute = model.recompute_granularity if model.recompute_granularity != "none" else None
     fields: dict[str, Any] = {
         # dimensions
@@ -285,7 +296,8 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
         "perform_initialization": False,
         "masked_softmax_fusion": False,
         "bias_activation_fusion": use_te,
-        "apply_rope_fusion": use_te and takes_fused_rotation(shape.rope_scaling),
+        # Transformer Engine's rotation cannot scale cosines and sines
+        "apply_rope_fusion": use_te and (scaling is None or scaling.rope_type != "yarn"),
     }
     if shape.is_moe:
         fields |= {

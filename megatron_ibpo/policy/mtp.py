@@ -42,9 +42,9 @@ from megatron_ibpo.loss import packed_logprobs
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.backends import Backends
 from megatron_ibpo.models.families import family_module
-from megatron_ibpo.models.spec import Backend, make_backend
-from megatron_ibpo.policy.forward_backward import Loss, Observed, make_trainable, packed_sequences
-from megatron_ibpo.policy.gradient_norm import gradient_norm, take_step
+from megatron_ibpo.models.spec import make_backend
+from megatron_ibpo.policy import forward_backward
+from megatron_ibpo.policy.forward_backward import Loss, Observed
 from megatron_ibpo.policy.model import (
     current_device,
     device_config,
@@ -102,32 +102,27 @@ def build_mtp(
 ) -> MtpModel:
     """Build this rank's part of the layer that --mtp-num-layers asks for, in the dtype of the policy.
 
-    Weights are not initialised: `weights.formats.load.load_mtp` fills them. The layer has no loss that
+    Weights are not initialised: `weights.formats.hf_models.load_mtp` fills them. The layer has no loss that
     balances its experts, since it only has to predict what the policy samples. Its activations are never
     recomputed as a whole, not even under --recompute-granularity full: it is one layer.
     """
     core = device_config(shape, config, device, libraries)
     core.moe_router_load_balancing_type, core.moe_aux_loss_coeff = "none", 0.0
     core.mtp_num_layers = config.model.mtp_num_layers
+    backend = make_backend(libraries)
+    layer = MultiTokenPredictionLayerSubmodules(
+        enorm=backend.norm,
+        hnorm=backend.norm,
+        eh_proj=backend.column_linear,
+        mtp_model_layer=family_module(shape.family).mtp_layer_spec(shape, backend),
+        layer_norm=backend.norm,
+    )
     with torch.device(device), current_device(device):
-        model = MtpModel(core, _spec(shape, make_backend(libraries)))
+        model = MtpModel(core, ModuleSpec(module=MultiTokenPredictionLayer, submodules=layer))
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False  # as `build_model`
     return model.to(device)
-
-
-def _spec(shape: ModelShape, backend: Backend) -> ModuleSpec:
-    return ModuleSpec(
-        module=MultiTokenPredictionLayer,
-        submodules=MultiTokenPredictionLayerSubmodules(
-            enorm=backend.norm,
-            hnorm=backend.norm,
-            eh_proj=backend.column_linear,
-            mtp_model_layer=family_module(shape.family).mtp_layer_spec(shape, backend),
-            layer_norm=backend.norm,
-        ),
-    )
 
 
 HEAD_ROWS = 1024
@@ -153,7 +148,7 @@ class Mtp:
         self._factor = config.model.mtp_loss_scaling_factor
         # no other computation runs during its passes that could hide a reduction or a gather
         parallel = replace(config.parallel, overlap_grad_reduce=False, overlap_param_gather=False)
-        self.chunks, self.optimizer, self.scheduler = make_trainable(
+        self.chunks, self.optimizer, self.scheduler = forward_backward.make_trainable(
             [model], replace(config, parallel=parallel), config.optimizer.lr, total_updates
         )
         self._hidden: Tensor | None = None
@@ -192,10 +187,10 @@ class Mtp:
         finalize_model_grads(self.chunks)
         for buffer in [*self.chunks[0].buffers, *self.chunks[0].expert_parallel_buffers]:
             buffer.grad_data.mul_(self._factor / tokens)
-        norm = gradient_norm(self.optimizer)
+        norm = forward_backward.gradient_norm(self.optimizer)
         if not math.isfinite(norm):
             return {"mtp_updates_skipped": 1.0}
-        take_step(self.optimizer, norm)
+        forward_backward.take_step(self.optimizer, norm)
         return {"mtp_updates": 1.0, "mtp_grad_norm": norm}
 
     def _hear(self, _module: Any, _inputs: Any, hidden_states: Tensor) -> None:
@@ -218,7 +213,7 @@ class Mtp:
             batch.position_ids_1N,
             self._embed,
             self._policy.rotary_pos_emb(batch.max_seqlen, packed_seq=True),
-            packed_sequences(batch),
+            forward_backward.packed_sequences(batch),
         )
         whole_NH = whole_hidden_states(hidden_states=output, output_layer=self._policy.output_layer)[0]
         rows_R, labels_R, drafted_R = _drafts(batch)

@@ -71,7 +71,7 @@ what to do instead. Passed on, most of them would change the result or do nothin
 would fail only when the weights are loaded."""
 _OF_MEGATRON_LM = {
     "num_layers_per_virtual_pipeline_stage": "use virtual_pipeline_model_parallel_size, into how many such "
-    "pieces the layers of a rank are cut",
+    "pieces the layers of a rank are cut"
 }
 """Settings of Megatron-LM's command line that are not fields → what to do instead."""
 
@@ -88,19 +88,8 @@ OPTIMIZER_OURS = {
 what to do instead."""
 
 
-@dataclass(frozen=True)
-class _DType:
-    name: str
-    """Name in torch."""
-    num_bytes: int
-
-
-_FP32, _BF16, _FP16, _FP8 = (
-    _DType("float32", 4),
-    _DType("bfloat16", 2),
-    _DType("float16", 2),
-    _DType("uint8", 1),
-)
+_FP32, _BF16, _FP16, _FP8 = ("float32", 4), ("bfloat16", 2), ("float16", 2), ("uint8", 1)
+"""(name in torch, bytes)"""
 _DTYPES = {
     "fp32": _FP32, "float32": _FP32, "bf16": _BF16, "bfloat16": _BF16, "fp16": _FP16, "float16": _FP16,
     "fp8": _FP8, "uint8": _FP8,
@@ -110,11 +99,8 @@ _DTYPES = {
 
 def model_overrides(config: Config) -> dict[str, Any]:
     """Return the fields of TransformerConfig that --model-override sets. Values of torch's and Megatron's own
-    types stay text.
-
-    Raises:
-        ValueError: no such field, one that follows from other settings, or a value of another type.
-    """
+    types stay text. Raises ValueError if there is no such field, for one that follows from other settings, or
+    a value of another type."""
     if not config.model.model_override:
         return {}
     instead = MODEL_OURS | _OF_MEGATRON_LM
@@ -149,7 +135,7 @@ def as_megatron(overrides: Mapping[str, Any], config_class: type) -> dict[str, A
     for name, value in overrides.items():
         kinds = (hints[name], *get_args(hints[name]))
         if torch.dtype in kinds and value is not None:
-            values[name] = getattr(torch, _DTYPES[value].name)
+            values[name] = getattr(torch, _DTYPES[value][0])
         elif AttnBackend in kinds:
             if value not in AttnBackend.__members__:
                 raise ValueError(f"{MODEL} {name}={value}: there are {', '.join(AttnBackend.__members__)}")
@@ -199,11 +185,8 @@ class Overrides:
 
 
 def read_overrides(config: Config) -> Overrides:
-    """Return the checked values of both flags.
-
-    Raises:
-        ValueError: see `model_overrides` and `optimizer_overrides`.
-    """
+    """Return the checked values of both flags. Raises ValueError as `model_overrides` and
+    `optimizer_overrides` do."""
     model = model_overrides(config)
     chunks = model.get(CHUNKS) or 1
     group = model.get(GROUP) or config.parallel.pipeline_model_parallel_size
@@ -218,8 +201,21 @@ def read_overrides(config: Config) -> Overrides:
     )
 
 
-def _check_pipeline(config: Config) -> None:
+def _check_model(config: Config) -> None:
     overrides, stages = model_overrides(config), config.parallel.pipeline_model_parallel_size
+    _check_pipeline(overrides, stages)
+    if not config.replays_routing:
+        return
+    for name in ("moe_router_fusion", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
+        if overrides.get(name) not in (None, False, "none"):
+            raise ValueError(
+                f"{MODEL} {name}={overrides[name]}: its kernel or graph chooses experts itself, but "
+                "--use-rollout-routing-replay and --use-routing-replay prescribe them; drop one of the "
+                "two"
+            )
+
+
+def _check_pipeline(overrides: Mapping[str, Any], stages: int) -> None:
     chunks, group = overrides.get(CHUNKS), overrides.get(GROUP)
     if chunks is None:
         return
@@ -239,31 +235,9 @@ def _check_pipeline(config: Config) -> None:
         )
 
 
-def _check_replay(config: Config) -> None:
-    if not config.replays_routing:
-        return
-    overrides = model_overrides(config)
-    for name in ("moe_router_fusion", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
-        if overrides.get(name) not in (None, False, "none"):
-            raise ValueError(
-                f"{MODEL} {name}={overrides[name]}: its kernel or graph chooses experts itself, but "
-                "--use-rollout-routing-replay and --use-routing-replay prescribe them; drop one of the "
-                "two"
-            )
-
-
-def _check_model(config: Config) -> None:
-    _check_pipeline(config)
-    _check_replay(config)
-
-
 def check_overrides(config: Config) -> None:
-    """Refuse overrides that cannot work.
-
-    Raises:
-        ValueError: see `model_overrides`, with a line for each of both flags; or an interleaved pipeline that
-            cannot run.
-    """
+    """Refuse overrides that cannot work. Raises ValueError as `model_overrides` does, with a line for each of
+    both flags, and for an interleaved pipeline that cannot run."""
     problems = []
     for read in (_check_model, optimizer_overrides):
         try:
@@ -274,6 +248,8 @@ def check_overrides(config: Config) -> None:
         raise ValueError("\n".join(problems))
 
 
+OBJECT_KINDS = ("Callable", "ContextManager", "RecipeConfig", "InferenceCudaGraphScope")
+"""Parts of the types of fields that hold a Python object."""
 _SOURCES = {
     "TransformerConfig": (
         ("model_parallel_config.py", "ModelParallelConfig"),
@@ -291,7 +267,9 @@ def _declared(class_name: str) -> tuple[Fields, Mapping[str, str]]:
     fields: dict[str, ast.expr] = {}
     for file, name in _SOURCES[class_name]:
         fields |= declared_fields("megatron.core", file, name)
-    return fields, {name: _OF_OBJECTS for name, declared in fields.items() if _is_object(declared)}
+    types = {name: ast.unparse(declared) for name, declared in fields.items()}
+    objects = [name for name, text in types.items() if any(kind in text for kind in OBJECT_KINDS)]
+    return fields, dict.fromkeys(objects, _OF_OBJECTS)
 
 
 def _values(flag: str, pairs: tuple[str, ...], ours: Mapping[str, str], class_name: str) -> dict[str, Any]:
@@ -305,19 +283,12 @@ def _values(flag: str, pairs: tuple[str, ...], ours: Mapping[str, str], class_na
     return values
 
 
-def _is_object(declared: ast.expr) -> bool:
-    text = ast.unparse(declared)
-    return any(
-        kind in text for kind in ("Callable", "ContextManager", "RecipeConfig", "InferenceCudaGraphScope")
-    )
-
-
 def _optimizer_bytes(config: Config) -> OptimizerBytes:
     chosen, overrides = config.optimizer, optimizer_overrides(config)
     precise = not chosen.use_precision_aware_optimizer
 
     def size(name: str) -> int:
-        return 4 if precise else _DTYPES[overrides.get(name, "fp32")].num_bytes
+        return 4 if precise else _DTYPES[overrides.get(name, "fp32")][1]
 
     master = size("main_params_dtype") if config.model.bf16 else 0
     state = master + size("exp_avg_dtype") + size("exp_avg_sq_dtype")

@@ -209,11 +209,15 @@ def lay_out(
     padded = -(-lengths // chunks) * chunks
     row_multiple = math.lcm(chunks, multiple * context.size)
     padding = -int(padded.sum()) % row_multiple or (0 if len(lengths) else row_multiple)
-    all_lengths = np.append(padded, padding) if padding else padded
+
+    def with_padding(values_S: npt.NDArray[Any], value: float) -> npt.NDArray[Any]:
+        return np.append(values_S, np.array(value, values_S.dtype)) if padding else values_S
+
+    all_lengths = with_padding(padded, padding)
     bounds = np.append(0, all_lengths.cumsum())
     positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], all_lengths)
-    prompts = np.append(arrays.prompt_lengths_S, padding + 1) if padding else arrays.prompt_lengths_S
-    real = positions < np.repeat(np.append(lengths, 0) if padding else lengths, all_lengths)
+    prompts = with_padding(arrays.prompt_lengths_S, padding + 1)
+    real = positions < np.repeat(with_padding(lengths, 0), all_lengths)
     rows_R = np.flatnonzero(real & (positions >= np.repeat(prompts - 1, all_lengths)))
     ends = (arrays.prompt_lengths_S + arrays.response_lengths_S).cumsum()
     places = zigzag.places(torch.from_numpy(bounds), context.size).numpy()
@@ -256,7 +260,7 @@ def lay_out(
         return SamplingSets(tensor(ids, torch.int32), tensor(starts, torch.int64), tensor(stops, torch.int64))
 
     def sequences(values_S: npt.NDArray[Any], fill: float) -> Tensor:
-        return tensor(np.append(values_S, fill) if padding else values_S.copy(), torch.float32)
+        return tensor(with_padding(values_S, fill).copy(), torch.float32)
 
     is_trained_R = is_own_R & arrays.loss_mask_R
     mask_N = per_row(arrays.loss_mask_R)
@@ -269,8 +273,7 @@ def lay_out(
     loss_rows_R = compared_rows_R = tensor(loss_rows, torch.int64)
     off_policy_S = None
     if arrays.off_policy_S is not None and arrays.off_policy_R is not None:
-        off_S = arrays.off_policy_S
-        off_policy_S = tensor(np.append(off_S, False) if padding else off_S, torch.bool)
+        off_policy_S = tensor(with_padding(arrays.off_policy_S, False), torch.bool)
         compared_rows_R = tensor(own_rows_R[is_trained_R & ~arrays.off_policy_R], torch.int64)
     positions_N = None
     if context.size > 1:  # elsewhere the loss counts
@@ -332,9 +335,7 @@ def response_values(batches: Sequence[PackedBatch], values: Sequence[Tensor]) ->
     the loss. There must be at least one micro-batch.
 
     All come from the device in one copy; under context parallelism from all ranks, in one all-gather.
-
-    Args:
-        values: [N] of each micro-batch.
+    `values` are [N] of each micro-batch.
     """
     masked = [
         torch.where(batch.rows.response_mask_N.bool(), values_N, 0.0).float()

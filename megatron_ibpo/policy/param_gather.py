@@ -50,11 +50,8 @@ def find_uncalled(model: Module, run: Callable[[], object]) -> Waits:
 
 
 def wait_around(chunk: Any, uncalled: Waits) -> None:
-    """Make the surrounding modules wait for parameters of modules that are never called.
-
-    Args:
-        chunk: the model in Megatron's DistributedDataParallel, built with overlap_param_gather.
-    """
+    """Make the surrounding modules wait for parameters of modules that are never called. `chunk` is the model
+    in Megatron's DistributedDataParallel, built with overlap_param_gather."""
     wait = chunk._make_forward_pre_hook()
     for module, around in uncalled:
         around.register_forward_pre_hook(lambda *_, module=module: wait(module))
@@ -63,23 +60,21 @@ def wait_around(chunk: Any, uncalled: Waits) -> None:
 def finish_gathers(chunks: Sequence[Any]) -> None:
     """Wait until every rank has all weights, before anything but a forward pass reads them. Collective.
 
-    Does nothing without --overlap-param-gather, or if the weights have arrived.
-
-    Args:
-        chunks: a rank's chunks, wrapped by DistributedDataParallel.
+    Does nothing without --overlap-param-gather, or if the weights have arrived. `chunks` are a rank's,
+    wrapped by DistributedDataParallel.
     """
-    groups = [group for chunk in chunks if chunk.ddp_config.overlap_param_gather for group in _groups(chunk)]
+    groups = [
+        group
+        for chunk in chunks
+        if chunk.ddp_config.overlap_param_gather
+        for chunk_groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups)
+        for group in reversed(chunk_groups)  # the order in which forward passes need them
+    ]
     for group in groups:
         if not group.param_gather_dispatched:
             group.start_param_sync()
     for group in groups:
         group.finish_param_sync(skip_next_bucket_dispatch=True)
-
-
-def _groups(chunk: Any) -> Iterator[Any]:
-    """Yield the buckets' groups in the order in which forward passes need them."""
-    for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
-        yield from reversed(groups)
 
 
 @dataclass(frozen=True)

@@ -161,11 +161,8 @@ def plan_value_update(
     sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
 ) -> Plan[RankUpdate]:
     """Plan the critic's optimizer steps of one rollout, as `plan_update` does for the policy. The critic
-    learns from all sequences, whatever their advantage.
-
-    Raises:
-        ValueError: a sequence whose arrays do not fit its response, or without returns and old values.
-    """
+    learns from all sequences, whatever their advantage. Raises ValueError for a sequence whose arrays do not
+    fit its response, or without returns and old values."""
     _check(sequences)
     for number, s in enumerate(sequences):
         if s.returns is None or s.values is None:
@@ -182,11 +179,8 @@ def plan_value_update(
 def plan_forward(
     sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
 ) -> Plan[RankForward]:
-    """Plan a pass for log-probs or values of every response token.
-
-    Raises:
-        ValueError: a sequence whose arrays do not fit its response.
-    """
+    """Plan a pass for log-probs or values of every response token. Raises ValueError for a sequence whose
+    arrays do not fit its response."""
     _check(sequences)
     bare = [_without(s, *OF_POLICY, "returns", "values") for s in sequences]
     shares = [cut.forward_batches for cut in _cuts(bare, config, num_ranks, cost)]
@@ -242,11 +236,8 @@ def update_metrics(sequences: Sequence[TrainSequence], config: Config) -> dict[s
 
 
 def merge_parts(parts: Iterable[Sequence[tuple[int, Any]]], count: int) -> list[Any]:
-    """Merge the ranks' results for `count` planned sequences, in order.
-
-    Raises:
-        ValueError: some sequences have no result.
-    """
+    """Merge the ranks' results for `count` planned sequences, in order. Raises ValueError if some sequences
+    have no result."""
     results = {index: value for part in parts for index, value in part}
     if missing := [index for index in range(count) if index not in results]:
         raise ValueError(

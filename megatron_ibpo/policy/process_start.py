@@ -72,11 +72,7 @@ def hush_megatron() -> None:
 
 
 def set_environment(
-    environ: MutableMapping[str, str],
-    *,
-    colocate: bool,
-    in_float32: bool = False,
-    wheels: Path = CUDA_WHEELS,
+    environ: MutableMapping[str, str], *, colocate: bool, in_float32: bool = False, wheels: Path = CUDA_WHEELS
 ) -> tuple[str, ...]:
     """Set the environment for a trainer's libraries, and return notes for the user.
 

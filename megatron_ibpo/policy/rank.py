@@ -22,21 +22,18 @@ from megatron_ibpo.policy.adapters import merged_values, offered_adapters, shift
 from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.gradient_meter import compare_with_gspo
+from megatron_ibpo.policy.group import About, SendReport
 from megatron_ibpo.policy.model import build_model, build_value_model
 from megatron_ibpo.policy.mtp import build_mtp
 from megatron_ibpo.policy.planning import RankForward, RankMeasure, RankUpdate
-from megatron_ibpo.policy.reference import load_reference
-from megatron_ibpo.policy.reports import About, SendReport
-from megatron_ibpo.policy.residence import OnDevice, Residence
+from megatron_ibpo.policy.residence import OnDevice, Residence, load_reference
 from megatron_ibpo.policy.saving import SaveOrder, Saver
 from megatron_ibpo.policy.trainer import Trainer
-from megatron_ibpo.weights.formats.load import load_hf, load_mtp
-from megatron_ibpo.weights.formats.retention import Keep
-from megatron_ibpo.weights.formats.save import save_hf
+from megatron_ibpo.weights.formats.hf_models import load_hf, load_mtp, save_hf
+from megatron_ibpo.weights.formats.run_state import Keep
 from megatron_ibpo.weights.layout.export import HFExport
-from megatron_ibpo.weights.transfer.link import EngineLink
+from megatron_ibpo.weights.transfer.link import EngineLink, UpdateOrder
 from megatron_ibpo.weights.transfer.update import Transport, open_transport, update_engines
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 
 
 class TrainerRank:
@@ -148,13 +145,7 @@ class TrainerRank:
     def save_hf(self, directory: Path) -> None:
         """Write the policy in Hugging Face format."""
         with self.residence.visited():
-            save_hf(
-                self.whole_export,
-                self.world,
-                directory,
-                self.config.model.hf_dir,
-                self.saver.adapters,
-            )
+            save_hf(self.whole_export, self.world, directory, self.config.model.hf_dir, self.saver.adapters)
 
     def load_weights(self, hf_dir: Path) -> None:
         """Take the weights of a checkpoint of the same model; the optimizer's state stays."""
@@ -173,11 +164,8 @@ class TrainerRank:
         self.residence.leave(OnDevice.NOTHING)
 
     def open_transport(self, path: str, drafts_with_mtp: bool = False) -> None:
-        """Prepare to send weights by the transport class at this import path; call it before `connect`.
-
-        Args:
-            drafts_with_mtp: engines take the multi-token prediction layer too; others have no place for it.
-        """
+        """Prepare to send weights by the transport class at this import path; call it before `connect`. With
+        `drafts_with_mtp` engines take the multi-token prediction layer too; others have no place for it."""
         rollout = self.config.rollout
         if drafts_with_mtp:
             self.export = self.whole_export

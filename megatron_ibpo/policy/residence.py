@@ -1,4 +1,8 @@
-"""Moves a trainer's state between its device and host memory, while engines sample on the same device.
+"""Weights and states that wait in host memory: a trainer's, while engines sample on the same device, and the
+reference policy's of the KL penalty.
+
+A second model would occupy the device with its weights all the time. The reference's weights replace the
+policy's for a pass of log-probs.
 
 Megatron's `DistributedDataParallel.offload_grad_buffers` frees gradients. Its `optimizer.offload_to_cpu` is
 not used, since it gives each of the optimizer's parameters new memory. If these are views into the model
@@ -13,6 +17,7 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +25,8 @@ from megatron.core import parallel_state
 from torch import Tensor, UntypedStorage
 
 from megatron_ibpo.basics.distributed import World
+from megatron_ibpo.models import ModelShape
+from megatron_ibpo.weights.formats.hf_models import load_hf
 
 ALIGNMENT = 256
 """Alignment in bytes of storages that wait side by side: a multiple of every element's size, and fast to copy
@@ -48,10 +55,7 @@ class Residence:
     """Moves the state of this rank's models; with `offload` off, only caches are freed."""
 
     def __init__(self, trained: Sequence[Trained], world: World, *, offload: bool) -> None:
-        """
-        Raises:
-            ValueError: something on the device keeps the weights' old addresses.
-        """
+        """Raise ValueError if something on the device keeps the weights' old addresses."""
         graphs = any(getattr(chunk.config, "cuda_graph_impl", "none") != "none" for chunk in _chunks(trained))
         if offload and graphs:
             raise ValueError(
@@ -136,21 +140,19 @@ class Residence:
             yield from chunk.parameters()
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors on the device: an optimizer may keep some in host memory at all times."""
+        device = self._world.device.type
         for optimizer in self._optimizers():
             for inner in [optimizer, *getattr(optimizer, "sub_optimizers", [])]:
-                yield from self._device_tensors(_tensors_of(inner))
+                tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
+                for state in inner.state.values():
+                    tensors += [value for value in state.values() if isinstance(value, Tensor)]
+                yield from (tensor for tensor in tensors if tensor.device.type == device)
 
     def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """Yield torch's optimizers, inside Megatron's; a rank has none for kinds of parameters that it does
-        not hold."""
+        """Yield torch's optimizers, inside Megatron's."""
         for trained in self._trained:
-            for part in getattr(trained.optimizer, "chained_optimizers", [trained.optimizer]):
-                if part.optimizer is not None:
-                    yield part.optimizer
-
-    def _device_tensors(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield the tensors on the device: an optimizer may keep some in host memory at all times."""
-        return (tensor for tensor in tensors if tensor.device.type == self._world.device.type)
+            yield from (part.optimizer for part in trained.optimizer.chained_optimizers)
 
 
 class _HostCopy:
@@ -208,13 +210,6 @@ def _chunks(trained: Sequence[Trained]) -> Iterator[Any]:
         yield from model.chunks
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Return the storages below the tensors, each once: a flat buffer is below many tensors."""
     storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
@@ -223,3 +218,81 @@ def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class Reference:
+    """Weights of this rank that can be exchanged with those of the policy.
+
+    One set waits here while the other is in the model, so the host holds one copy and never two. Values are
+    exchanged in place: their views (flat buffers of data parallelism, tied embeddings) stay valid. The
+    optimizer's float32 master weights are no part of the model and are not touched.
+    """
+
+    def __init__(self, chunks: Sequence[Any], *, frozen: bool = True):
+        """
+        Args:
+            chunks: the model's parts on this rank, wrapped or not; their present weights are copied.
+            frozen: False leaves out weights that are never trained, if the two sets agree on them.
+        """
+        self._frozen = frozen
+        self._waiting = [_host_copy(weight) for weight in self._weights(chunks)]
+        self._is_in = False
+
+    @contextmanager
+    def swapped_in(self, chunks: Sequence[Any]) -> Iterator[None]:
+        """Make the chunks compute with these weights within the context; afterwards, even after an error,
+        with their own again, bit for bit. Not collective: each rank exchanges its own part.
+
+        Args:
+            chunks: parts of the same model as at the start.
+
+        Raises:
+            RuntimeError: the weights are in already, and a second exchange would take them out.
+        """
+        if self._is_in:
+            raise RuntimeError("the reference's weights are in the model already")
+        self._exchange(chunks)
+        self._is_in = True
+        try:
+            yield
+        finally:
+            self._exchange(chunks)
+            self._is_in = False
+
+    @torch.no_grad()
+    def _exchange(self, chunks: Sequence[Any]) -> None:
+        for weight, waiting in zip(self._weights(chunks), self._waiting, strict=True):
+            leaving = _host_copy(weight)
+            weight.copy_(waiting)
+            waiting.copy_(leaving)
+
+    def _weights(self, chunks: Sequence[Any]) -> Iterator[Tensor]:
+        """Yield parameters and buffers, each once, in an order that wrapping does not change."""
+        for chunk in chunks:  # by name, since Megatron's wrapper uses `buffers` for something else
+            for _, parameter in chunk.named_parameters():
+                if self._frozen or parameter.requires_grad:
+                    yield parameter
+            yield from (buffer for _, buffer in chunk.named_buffers())
+
+
+def load_reference(chunks: Sequence[Any], shape: ModelShape, hf_dir: Path | None) -> Reference:
+    """Return the reference policy for the model `chunks`, which keeps its own weights.
+
+    Args:
+        chunks: result of `build_model` on this rank, with weights.
+        hf_dir: --ref-load, in Hugging Face format. None: the chunks' present weights; beside adapters only
+            these are exchanged.
+
+    Raises:
+        CheckpointError: see `load_hf`.
+    """
+    reference = Reference(chunks, frozen=hf_dir is not None)
+    if hf_dir is not None:
+        with reference.swapped_in(chunks):
+            load_hf(list(chunks), shape, hf_dir)  # leaving the context makes these the waiting set
+    return reference
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)  # pinned: copied at full speed
+    return copy.copy_(tensor.detach())

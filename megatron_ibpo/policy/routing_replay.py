@@ -207,36 +207,26 @@ class _Router:
 
 
 def _place(layer: int, frequency: int | list[int]) -> int:
-    """Return a layer's place among those with experts.
-
-    Args:
-        frequency: Megatron's `moe_layer_freq`: 1 for all layers, or a flag for each layer.
-    """
+    """Return a layer's place among those with experts. `frequency` is Megatron's `moe_layer_freq`: 1 for all
+    layers, or a flag for each layer."""
     return layer if isinstance(frequency, int) else sum(frequency[:layer])
 
 
 def _own_rows(rows: int) -> slice:
     """Return the slice of rows that the routers of this rank see: its part of them under sequence
     parallelism, which mixtures always have under tensor parallelism."""
-    size, rank = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
     return slice(rows // size * rank, rows // size * (rank + 1))
 
 
 def _all_rows(own_NLK: Tensor) -> Tensor:
     """Return the rows of all tensor-parallel ranks, in order, and so those of all ranks that share the
     sequences."""
-    for size, group in (
-        (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_group,
-        ),
-        (parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_group),
-    ):
-        if size > 1:
-            whole_NLK = own_NLK.new_empty(size * own_NLK.shape[0], *own_NLK.shape[1:])
-            dist.all_gather_into_tensor(whole_NLK, own_NLK.contiguous(), group=group())
+    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+    for group in groups:
+        if group.size() > 1:
+            whole_NLK = own_NLK.new_empty(group.size() * own_NLK.shape[0], *own_NLK.shape[1:])
+            dist.all_gather_into_tensor(whole_NLK, own_NLK.contiguous(), group=group)
             own_NLK = whole_NLK
     return own_NLK

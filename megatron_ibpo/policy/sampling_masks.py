@@ -55,11 +55,7 @@ def check_mask(sequence: TrainSequence, number: int) -> None:
 
 
 def check_ids(mask: SamplingMask | None, vocab_size: int) -> None:
-    """Refuse ids that the model does not have.
-
-    Raises:
-        ValueError: the first such id.
-    """
+    """Refuse ids that the model does not have. Raises ValueError, which names the first such id."""
     if mask is None or not len(mask.token_ids):
         return
     outside = (mask.token_ids < 0) | (mask.token_ids >= vocab_size)

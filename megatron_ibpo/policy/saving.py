@@ -31,18 +31,12 @@ from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.policy.checkpoint import CRITIC, saved_state
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
+from megatron_ibpo.weights.formats import run_state
+from megatron_ibpo.weights.formats.checkpoint_files import write_integrity
 from megatron_ibpo.weights.formats.directories import disk_error, publish
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
-from megatron_ibpo.weights.formats.integrity import write_integrity
 from megatron_ibpo.weights.formats.peft import DIRECTORY, Adapters, describe_adapters, save_peft
-from megatron_ibpo.weights.formats.retention import (
-    Keep,
-    partial_of,
-    remove_leftovers,
-    remove_superseded,
-    step_name,
-)
-from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE
+from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE, Keep
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 SMALL_FILES_BYTES = 4 * 1024**2
@@ -63,7 +57,7 @@ class SaveOrder:
 
     @property
     def final(self) -> Path:
-        return self.directory / step_name(self.step)
+        return self.directory / run_state.step_name(self.step)
 
 
 @dataclass(frozen=True)
@@ -97,18 +91,15 @@ class Saver:
     _model_info: dict[str, Any] = field(default_factory=dict)
 
     def begin(self, trainer: Trainer, order: SaveOrder, critic: Critic | None = None) -> None:
-        """Copy the state and begin to write it. Training may go on when this returns.
-
-        Raises:
-            OSError: ENOSPC, the disk has no room for it; nothing is left of it then.
-        """
+        """Copy the state and begin to write it. Training may go on when this returns. Raises OSError (ENOSPC)
+        if the disk has no room for it; nothing is left of it then."""
         assert self._order is None, "one save at a time"
-        partial = partial_of(order.final)
+        partial = run_state.partial_of(order.final)
         directories = [partial] if critic is None else [partial, partial / CRITIC]
 
         def prepare() -> None:
             order.directory.mkdir(exist_ok=True)  # in the run's directory, which exists or was deleted
-            remove_leftovers(order.directory)
+            run_state.remove_leftovers(order.directory)
             for directory in directories:
                 directory.mkdir()
 
@@ -150,16 +141,13 @@ class Saver:
 
     def seal(self) -> None:
         """Complete the checkpoint once every rank rests: write what joins the parts, and begin to publish it.
-
-        Raises:
-            OSError, CheckpointError: on all ranks, if some rank could not write its part; nothing is left of
-                it.
-        """
+        Raises OSError or CheckpointError on all ranks if some rank could not write its part; nothing is left
+        of it then."""
         order, parts, job = self._order, self._parts, self._job
         assert order is not None
         assert job is not None
         self._order, self._parts, self._job = None, [], None
-        partial = partial_of(order.final)
+        partial = run_state.partial_of(order.final)
         try:
             self._raise_everywhere(job.exception())
             # rank 0 writes the metadata while the others wait for it in a collective
@@ -194,8 +182,11 @@ class Saver:
         self._raise_everywhere(error)
 
     def _raise_everywhere(self, error: BaseException | None) -> None:
-        """Raise the first rank's error on every rank, if there is one."""
-        for rank_error in self.world.all_gather(_with_rank(error, self.world.rank)):
+        """Raise the first rank's error, if any, on every rank: a full disk as it is, others as text."""
+        if error is not None and not isinstance(error, OSError):
+            reason = f"{type(error).__name__}: {error}"
+            error = CheckpointError(f"trainer {self.world.rank} could not write its part: {reason}")
+        for rank_error in self.world.all_gather(error):
             if rank_error is not None:
                 raise rank_error
 
@@ -303,13 +294,6 @@ def _free_pinned_memory() -> None:
         torch._C._host_emptyCache()
 
 
-def _with_rank(error: BaseException | None, rank: int) -> Exception | None:
-    """Return an error in the form in which it goes to other ranks: a full disk as it is, the rest as text."""
-    if error is None or isinstance(error, OSError):
-        return error
-    return CheckpointError(f"trainer {rank} could not write its part: {type(error).__name__}: {error}")
-
-
 def _check_room(partial: Path, needed: int) -> None:
     """Refuse before anything large is written: a full disk stops everything on the machine."""
     free = shutil.disk_usage(partial).free
@@ -322,7 +306,7 @@ def _check_room(partial: Path, needed: int) -> None:
 
 def _publish(order: SaveOrder, model_info: dict[str, Any]) -> None:
     """Write the small files, give the checkpoint its name and remove older ones, in the thread of rank 0."""
-    partial = partial_of(order.final)
+    partial = run_state.partial_of(order.final)
     try:
         model, layout = model_info["model"], model_info["layout"]
         if model.hf_checkpoint is not None:
@@ -331,11 +315,11 @@ def _publish(order: SaveOrder, model_info: dict[str, Any]) -> None:
         if described := describe_adapters(model):
             layout = {**layout, "lora": described}
         (partial / LAYOUT).write_text(json.dumps(layout), encoding="utf-8")
-        run_state = {"step": order.step, **order.run_state}
-        (partial / RUN_STATE).write_text(json.dumps(run_state), encoding="utf-8")
+        state = {"step": order.step, **order.run_state}
+        (partial / RUN_STATE).write_text(json.dumps(state), encoding="utf-8")
         write_integrity(partial)
         publish(partial, order.final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    remove_superseded(order.directory, order.step, order.keep)
+    run_state.remove_superseded(order.directory, order.step, order.keep)

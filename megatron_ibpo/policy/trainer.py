@@ -26,29 +26,16 @@ from megatron_ibpo.loss import (
     linear_policy_loss,
     weighted_value,
 )
-from megatron_ibpo.policy.forward_backward import (
-    Loss,
-    Observed,
-    accumulate_gradients,
-    infer,
-    is_reporting_rank,
-    make_trainable,
-)
-from megatron_ibpo.policy.gradient_norm import gradient_norm, take_step
+from megatron_ibpo.policy import forward_backward
+from megatron_ibpo.policy.forward_backward import Loss, Observed
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics
 from megatron_ibpo.policy.loss_objective import aggregation, backend_in_use, check_loss, run_objective
 from megatron_ibpo.policy.model import head_weight, own_vocabulary, whole_hidden_states
 from megatron_ibpo.policy.mtp import Mtp, MtpModel, mtp_metrics
-from megatron_ibpo.policy.packing import (
-    PackedArrays,
-    PackedBatch,
-    packed,
-    packed_values,
-    with_choices,
-)
+from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, packed, packed_values, with_choices
 from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import Cut, MicroBatch, MiniBatch, RankForward, RankUpdate
-from megatron_ibpo.policy.reference import Reference
+from megatron_ibpo.policy.residence import Reference
 from megatron_ibpo.policy.routing_replay import CHANGED, CHOICES, LIVE, RoutingReplay
 from megatron_ibpo.policy.sampling_masks import check_ids
 
@@ -87,7 +74,7 @@ class Trainer:
         check_loss(config.loss)
         self.loss_backend = backend_in_use(config, world.device)
         lr = config.optimizer.lr
-        self.chunks, self.optimizer, self.scheduler = make_trainable(
+        self.chunks, self.optimizer, self.scheduler = forward_backward.make_trainable(
             chunks, config, lr, total_updates, whole_hidden_states
         )
         self.routing = RoutingReplay(self.chunks) if config.replays_routing else None
@@ -97,12 +84,9 @@ class Trainer:
             self.mtp = Mtp(mtp, policy, vocab_size, config, total_updates, backend)
 
     def update(self, share: RankUpdate) -> dict[str, float]:
-        """Take one rollout's optimizer steps. Collective.
-
-        Returns:
-            metrics, the same on every rank. `updates_skipped` counts optimizer steps that were not taken
-            because the loss or the gradient was not finite.
-        """
+        """Take one rollout's optimizer steps. Collective. Returns metrics, the same on every rank;
+        `updates_skipped` counts optimizer steps that were not taken because the loss or the gradient was not
+        finite."""
         started = time.perf_counter()
         if self.routing is not None:
             self.routing.take_counts()  # drop the counts of passes that measured the gradient
@@ -129,7 +113,7 @@ class Trainer:
             each sequence of this rank; empty on ranks that do not report.
         """
         logprobs = self._logprobs(share)
-        return logprobs if is_reporting_rank() else []
+        return logprobs if forward_backward.is_reporting_rank() else []
 
     def as_trained(self, cut: Cut) -> list[PackedArrays]:
         """Return the micro-batches as the first optimizer step of an update trains on them. Collective.
@@ -165,11 +149,8 @@ class Trainer:
         ]
 
     def _checked(self, micro_batches: Sequence[MicroBatch]) -> list[PackedArrays]:
-        """Return the packed micro-batches.
-
-        Raises:
-            ValueError: an id of a sampling mask that the model does not have.
-        """
+        """Return the packed micro-batches. Raises ValueError for an id of a sampling mask that the model does
+        not have."""
         packs = packed(micro_batches)
         for arrays in packs:
             check_ids(arrays.sampling_mask_R, self.vocab_size)
@@ -178,13 +159,15 @@ class Trainer:
     def _logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, Floats]]:
         """Return log-probs as `infer` does; routers choose freely."""
         packs = self._checked(micro_batches)
-        return infer(self.chunks, packs, self._logprob_output, self.world.device, whole_hidden_states)
+        return forward_backward.infer(
+            self.chunks, packs, self._logprob_output, self.world.device, whole_hidden_states
+        )
 
     def _with_old_logprobs(self, packs: Sequence[PackedArrays], cut: Cut) -> list[PackedArrays]:
         """Return the packs with old log-probs and, under --use-routing-replay, with the routers' choices in
         that pass."""
         chosen: list[tuple[int, ExpertIds]] | None = [] if self.config.loss.use_routing_replay else None
-        logprobs = infer(
+        logprobs = forward_backward.infer(
             self.chunks,
             self._packed(cut.forward_batches),
             self._logprob_output,
@@ -218,7 +201,7 @@ class Trainer:
 
     def _in_order(self, corrected: list[Corrected]) -> list[Corrected]:
         """Return the outcomes of all ranks, in the order of the sequences."""
-        parts = self.world.all_gather(corrected if is_reporting_rank() else [])
+        parts = self.world.all_gather(corrected if forward_backward.is_reporting_rank() else [])
         return sorted(sequence for part in parts for sequence in part)
 
     def _epoch(self, inputs: Sequence[tuple[list[PackedArrays], float]]) -> _Totals:
@@ -248,7 +231,7 @@ class Trainer:
         if math.isfinite(norm) and math.isfinite(totals.sums["loss"]):
             totals.sums["updates_taken"] += 1
             totals.sums["grad_norm"] += norm
-            take_step(self.optimizer, norm)
+            forward_backward.take_step(self.optimizer, norm)
         else:
             totals.sums["updates_skipped"] += 1
             totals.sums["loss"] = 0.0
@@ -269,12 +252,10 @@ class Trainer:
 
         There must be at least one micro-batch. Gradients are reduced over the ranks; the buffers' old content
         is lost. Returns the observed numbers of each micro-batch (`_observed`), the same on every rank.
-
-        Args:
-            wrap_loss: wraps the loss to do something more.
+        `wrap_loss` wraps the loss to do something more.
         """
         output = wrap_loss(partial(self._loss_output, objective))
-        return accumulate_gradients(
+        return forward_backward.accumulate_gradients(
             self.chunks, self.optimizer, packs, output, self.world, whole_hidden_states, self.routing
         )
 
@@ -294,7 +275,7 @@ class Trainer:
 
     def gradient_norm(self) -> float:
         """Return the norm of the gradient buffers, with each parameter of the whole model counted once."""
-        return gradient_norm(self.optimizer)
+        return forward_backward.gradient_norm(self.optimizer)
 
     def gradient_buffers(self) -> list[Tensor]:
         """Return this rank's gradients, as flat fp32 tensors that may be read and written. With the
@@ -415,11 +396,8 @@ def _update_metrics(epochs: Sequence[_Totals], num_minibatches: int) -> dict[str
 
 def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats, trainer_N: Tensor | None) -> Observed:
     """Return sums and `_MAXIMA` of one micro-batch, without the padding sequence. The first of the ranks that
-    share sequences reports what concerns whole sequences.
-
-    Args:
-        trainer_N: log-probs to compare the engine's with; None: those of the present weights.
-    """
+    share sequences reports what concerns whole sequences. The engine's log-probs are compared with
+    `trainer_N`; None: with those of the present weights."""
     count, is_first = batch.num_sequences, batch.context.rank == 0
     observed: dict[str, Tensor | float] = {"loss": loss.detach()} if is_first else {}
     if count == 0:

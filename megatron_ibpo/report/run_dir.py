@@ -84,7 +84,7 @@ def check_disk(run: RunConfig, checkpoint_bytes: int) -> None:
     """Refuse a run whose disk has too little room.
 
     Args:
-        checkpoint_bytes: space for the checkpoints kept at one time (`weights.formats.retention`).
+        checkpoint_bytes: space for the checkpoints kept at one time (`weights.formats.run_state`).
 
     Raises:
         ConfigError: with the bytes that there are and those that are needed.

@@ -32,7 +32,7 @@ from megatron_ibpo.run.resolve import ResolvedConfig, check_model_layout, read_f
 from megatron_ibpo.run.rollouts import Rollouts, open_episodes, open_rollouts
 from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.run.state import Launched, Processes, Run
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from megatron_ibpo.weights.transfer.link import UpdateOrder
 
 NODE_ERRORS = (NodeLostError, EngineLostError)
 """Errors after which a run can continue once the cluster has room for it again."""

@@ -10,8 +10,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.engines.registry import samples_in_trainer
 from megatron_ibpo.journal import Journal, Recovered
 from megatron_ibpo.models import forward_flops
-from megatron_ibpo.policy.group import Policy
-from megatron_ibpo.policy.reports import About
+from megatron_ibpo.policy.group import About, Policy
 from megatron_ibpo.report import Report, Stages, run_sizes
 from megatron_ibpo.report.run_dir import DiskWait
 from megatron_ibpo.report.stages import Forecast, StartLines

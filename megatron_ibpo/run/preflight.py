@@ -41,8 +41,8 @@ from megatron_ibpo.run.inputs import Inputs, Judges
 from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation
 from megatron_ibpo.run.run_data import RunData, environments_of, open_run_data, scored_by_verifiers
 from megatron_ibpo.run.state import Backend
-from megatron_ibpo.weights.formats.retention import kept_bytes
-from megatron_ibpo.weights.formats.weight_files import has_weights
+from megatron_ibpo.weights.formats.checkpoint_files import has_weights
+from megatron_ibpo.weights.formats.run_state import kept_bytes
 
 _MADE_UP = Prompt(0, token_ids([0]), 1, "1", "made up", "1")
 """Prompt of a run that has none, such as a replay."""
@@ -67,7 +67,7 @@ def check_inputs(inputs: Inputs, stack: ExitStack) -> None:
     Raises:
         ValueError, OSError: says which, where, and what to do.
     """
-    from megatron_ibpo.weights.formats.expected_entries import check_checkpoint  # imports torch
+    from megatron_ibpo.weights.formats.hugging_face import check_checkpoint  # imports torch
 
     config = inputs.config
     check_checkpoint(inputs.foundation.hf_dir, inputs.foundation.shape)
@@ -116,7 +116,7 @@ def preflight(
 def check_present_files(hf_dir: Path) -> None:
     """Refuse weights or a tokenizer that a run could not start with, as its start does. A plan needs neither:
     only files that are there are checked."""
-    from megatron_ibpo.weights.formats.expected_entries import check_checkpoint  # imports torch
+    from megatron_ibpo.weights.formats.hugging_face import check_checkpoint  # imports torch
 
     shape = read_hf_config(hf_dir)
     if has_weights(hf_dir):

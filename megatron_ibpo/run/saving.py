@@ -12,8 +12,7 @@ from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.credit import Credit, assign_credit
 from megatron_ibpo.report.run_dir import is_full
 from megatron_ibpo.run.state import Run, context
-from megatron_ibpo.weights.formats.retention import Keep
-from megatron_ibpo.weights.formats.run_state import load_run_state, newest_step
+from megatron_ibpo.weights.formats.run_state import Keep, load_run_state, newest_step
 
 T = TypeVar("T")
 

@@ -27,9 +27,8 @@ from megatron_ibpo.data import DataError, PromptSource, Tokenizer, load_tokenize
 from megatron_ibpo.data.demonstrations import Demonstration, DemonstrationReader
 from megatron_ibpo.models import forward_flops
 from megatron_ibpo.models.lora import TrainedWeights, adapter_entries
-from megatron_ibpo.policy.group import Policy
+from megatron_ibpo.policy.group import About, Policy
 from megatron_ibpo.policy.overrides import check_overrides
-from megatron_ibpo.policy.reports import About
 from megatron_ibpo.report import Report, Size, Stages, prepare_run_dir, run_sizes
 from megatron_ibpo.report.run_dir import DiskWait, locked
 from megatron_ibpo.report.stages import StartLines
@@ -39,7 +38,7 @@ from megatron_ibpo.run.preflight import check_model, disk_bytes, preflight
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig, read_foundation, resolve, settle
 from megatron_ibpo.run.saving import is_time_to_save
 from megatron_ibpo.run.steps import NotFiniteError
-from megatron_ibpo.weights.formats.retention import Keep
+from megatron_ibpo.weights.formats.run_state import Keep
 
 _OF_TRAIN = (
     "budget", "debug_rollout_only", "dry_run", "gradient_meter_interval", "load_debug_rollout_data",
@@ -274,8 +273,7 @@ def _open_inputs(
         step: completed steps; rows of the next one are tried.
     """
     # these import torch, which takes a second
-    from megatron_ibpo.weights.formats.expected_entries import check_checkpoint
-    from megatron_ibpo.weights.formats.hugging_face import trained_elements
+    from megatron_ibpo.weights.formats.hugging_face import check_checkpoint, trained_elements
 
     hf_dir, shape, context = foundation.hf_dir, foundation.shape, foundation.max_context
     tokenizer = load_tokenizer(hf_dir, embedding_rows=shape.vocab_size)

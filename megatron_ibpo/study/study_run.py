@@ -37,7 +37,7 @@ from megatron_ibpo.study.plan import (
 from megatron_ibpo.study.run_results import RunResult, read_run
 from megatron_ibpo.study.runs import Outcome, Program, execute, is_finished, summary
 from megatron_ibpo.study.statistics import PowerAnalysis, analyse, in_words
-from megatron_ibpo.weights.formats.weight_files import has_weights, without_weights
+from megatron_ibpo.weights.formats.checkpoint_files import has_weights, without_weights
 
 OVERHEAD_S = 40.0
 """Seconds that a run is assumed to take on top of its budget (start, evaluation) before any was measured."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_ibpo.data.tokenizer import TOKENIZER_FILES
-from megatron_ibpo.weights.formats.weight_files import has_weights
+from megatron_ibpo.weights.formats.checkpoint_files import has_weights
 
 TINY_BYTES = 64 * 1024**2
 """Weights up to this size are used as they are."""

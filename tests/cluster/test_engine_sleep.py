@@ -25,7 +25,7 @@ from megatron_ibpo.run import saving
 from megatron_ibpo.run import steps as loop
 from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.run.state import Progress, Run
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from megatron_ibpo.weights.transfer.link import UpdateOrder
 from support.waiting import eventually
 
 

@@ -45,8 +45,8 @@ from megatron_ibpo.engines.vllm.needs import on_device
 from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.weights.transfer import gloo
+from megatron_ibpo.weights.transfer.link import UpdateOrder
 from megatron_ibpo.weights.transfer.update import update_engines
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support import engine_runs
 from support.checkpoint_bytes import with_mtp

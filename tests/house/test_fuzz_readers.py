@@ -36,10 +36,9 @@ from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study.findings import read_findings
 from megatron_ibpo.study.study_files import read_study
+from megatron_ibpo.weights.formats.checkpoint_files import check_integrity
 from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
-from megatron_ibpo.weights.formats.expected_entries import model_entries
-from megatron_ibpo.weights.formats.hugging_face import Checkpoint
-from megatron_ibpo.weights.formats.integrity import check_integrity
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint, model_entries
 from megatron_ibpo.weights.formats.run_state import load_run_state, read_layout
 from support.model_passes import ALONE
 from support.paths import ROOT

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from megatron_ibpo.weights.formats.integrity import MANIFEST, check_integrity
+from megatron_ibpo.weights.formats.checkpoint_files import MANIFEST, check_integrity
 from support.paths import ROOT
 
 pytestmark = pytest.mark.lint

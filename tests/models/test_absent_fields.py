@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.models.families import FAMILIES
-from megatron_ibpo.models.rope import RopeScaling
+from megatron_ibpo.models.shape import RopeScaling
 
 OTHERS = {
     "vocab_size": 320, "hidden_size": 640, "num_hidden_layers": 4, "num_attention_heads": 32, "head_dim": 32,

@@ -151,7 +151,7 @@ def test_mtp_leaves_the_policy_bit_for_bit_and_learns(world, checkpoints):
 def test_a_resumed_mtp_layer_continues_exactly_and_is_always_exported(world, checkpoints, tmp_path):
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
-    from megatron_ibpo.weights.formats.save import save_hf
+    from megatron_ibpo.weights.formats.hf_models import save_hf
 
     hf_dir, rows = checkpoints["next"], sequences(6)
 

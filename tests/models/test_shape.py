@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.models import ModelConfigError, check_layout, cost, read_hf_config
-from megatron_ibpo.models.rope import RopeScaling
+from megatron_ibpo.models.shape import RopeScaling
 from support.layouts import layout
 from support.paths import ROOT
 

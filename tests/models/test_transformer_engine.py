@@ -75,7 +75,7 @@ def test_a_run_with_transformer_engine_goes_on_from_checkpoints(tmp_path):
     from megatron_ibpo.policy.model import build_model
     from megatron_ibpo.policy.saving import save_checkpoint
     from megatron_ibpo.policy.trainer import Trainer
-    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.formats.hf_models import load_hf
 
     hf_dir, converted = make_qwen3_next(tmp_path / "hf", 0), tmp_path / "converted"
     hf_to_megatron(hf_dir, converted, layout(), ALONE)

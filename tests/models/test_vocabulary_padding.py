@@ -73,7 +73,7 @@ def test_shards_cover_the_vocabulary_once_with_padding_at_the_end(models, vocabu
 
 def trained(world, hf_dir, parallel):
     """(log-probs, metrics of an update, weights after it, what is in the padding then)"""
-    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.formats.hf_models import load_hf
 
     config = config_for(parallel, lr=1.0, fuse_lm_head=hf_dir.name == "dense")
     trainer, export, shape = open_trainer(world, hf_dir, config)

@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_ibpo.policy import trainer as policy_trainer
+from megatron_ibpo.policy import forward_backward
 from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.saving import save_checkpoint
 from support import planned, trl_epochs
@@ -113,7 +113,7 @@ def test_a_run_killed_between_epochs_takes_all_of_them_again(world, checkpoints,
         saved = save_checkpoint(trainer, tmp_path / str(killed), 1, {})
         if killed:
             third = mock.Mock(side_effect=[None, None, MemoryError])
-            with mock.patch.object(policy_trainer, "take_step", third), pytest.raises(MemoryError):
+            with mock.patch.object(forward_backward, "take_step", third), pytest.raises(MemoryError):
                 planned.update(trainer, rows)
             close_trainer()
             trainer, export = open_policy(world, checkpoints, **EPOCHS)

@@ -5,7 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ibpo.policy.gradient_norm import gradient_norm, take_step
+from megatron_ibpo.policy.forward_backward import gradient_norm, take_step
 from support.layouts import layout
 from support.trainers import close_trainer, config_for, open_trainer
 

@@ -20,10 +20,9 @@ from megatron_ibpo.policy.adapters import adapter_values, merged_values, offered
 from megatron_ibpo.policy.model import build_model
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.settings import parse_config
-from megatron_ibpo.weights.formats.load import load_hf
+from megatron_ibpo.weights.formats.hf_models import load_hf
 from megatron_ibpo.weights.formats.peft import check_same_adapters, save_peft
-from megatron_ibpo.weights.formats.retention import Keep
-from megatron_ibpo.weights.formats.run_state import read_layout
+from megatron_ibpo.weights.formats.run_state import Keep, read_layout
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned

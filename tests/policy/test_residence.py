@@ -17,11 +17,9 @@ import megatron_ibpo
 from megatron_ibpo.policy import rank as policy_rank
 from megatron_ibpo.policy.checkpoint import _optimizers, saved_state
 from megatron_ibpo.policy.planning import plan_forward, plan_update
-from megatron_ibpo.policy.reference import Reference, load_reference
-from megatron_ibpo.policy.residence import OnDevice, Residence, _HostCopy
-from megatron_ibpo.weights.formats.retention import Keep
-from megatron_ibpo.weights.transfer.link import Sent
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from megatron_ibpo.policy.residence import OnDevice, Reference, Residence, _HostCopy, load_reference
+from megatron_ibpo.weights.formats.run_state import Keep
+from megatron_ibpo.weights.transfer.link import Sent, UpdateOrder
 from support import planned
 from support.critics import critic_config, open_critic, rows_with_returns
 from support.layouts import layout
@@ -334,7 +332,7 @@ def test_reads_of_the_device_do_not_grow_with_micro_batches(world, checkpoints, 
     values of each pass."""
     rows, hf_dir = rows_with_returns(9), checkpoints["dense"]
     step, values = "policy/forward_backward.py:_on_host", "policy/packing.py:response_values"
-    norm = "policy/gradient_norm.py:gradient_norm"
+    norm = "policy/forward_backward.py:gradient_norm"
     for settings, passes in (
         ({}, 1),  # the second step's old log-probs
         ({"loss_variant": "grpo", "old_logprobs": "engine", "loss_backend": "torch"}, 0),

@@ -21,7 +21,7 @@ from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.policy import saving
 from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.saving import save_checkpoint
-from megatron_ibpo.weights.formats.retention import Keep, partial_of
+from megatron_ibpo.weights.formats.run_state import Keep, partial_of
 from support import planned
 from support.layouts import layout
 from support.ranks import run_ranks

@@ -59,7 +59,7 @@ from megatron_ibpo.report.run_report import count_lines
 from megatron_ibpo.report.stages import StartLines
 from megatron_ibpo.report.summary import COUNTS
 from megatron_ibpo.run.settings import parse_config
-from megatron_ibpo.weights.formats.retention import checkpoint_bytes, export_bytes
+from megatron_ibpo.weights.formats.run_state import checkpoint_bytes, export_bytes
 from support.eval_samples import judged
 from support.paths import ROOT
 from support.run_pages import response, sequence

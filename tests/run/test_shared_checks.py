@@ -21,8 +21,7 @@ from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.supervised import open_supervised
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
-from megatron_ibpo.weights.formats.expected_entries import check_checkpoint
-from megatron_ibpo.weights.formats.hugging_face import Checkpoint
+from megatron_ibpo.weights.formats.hugging_face import Checkpoint, check_checkpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support.layouts import layout
 from support.live_loop import StandIns, config_of, in_place

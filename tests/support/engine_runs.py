@@ -12,8 +12,8 @@ from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.weights.transfer.link import UpdateOrder
 from megatron_ibpo.weights.transfer.update import open_transport, update_engines
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from support.weight_sources import DividedWeights
 
 CONTEXT = 256

@@ -19,7 +19,7 @@ from megatron_ibpo.cluster.deaths import ProcessDiedError
 from megatron_ibpo.cluster.placement import Node, plan_placement
 from megatron_ibpo.engines.registry import on_device
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.policy.reports import About
+from megatron_ibpo.policy.group import About
 from megatron_ibpo.rewards import Outcome, Verifier, open_pool
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.settings import parse_config

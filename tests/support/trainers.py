@@ -23,7 +23,7 @@ def built(world, hf_dir, config, *, value=False, **how):
     from megatron_ibpo.models import read_hf_config
     from megatron_ibpo.policy import parallel
     from megatron_ibpo.policy.model import build_model, build_value_model
-    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.formats.hf_models import load_hf
 
     shape = read_hf_config(Path(hf_dir))
     parallel.initialize(config.parallel, world, seed=0)
@@ -35,9 +35,9 @@ def built(world, hf_dir, config, *, value=False, **how):
 def open_trainer(world, hf_dir, config, reference=None):
     from megatron_ibpo.models.backends import LOCAL
     from megatron_ibpo.policy.mtp import build_mtp
-    from megatron_ibpo.policy.reference import load_reference
+    from megatron_ibpo.policy.residence import load_reference
     from megatron_ibpo.policy.trainer import Trainer
-    from megatron_ibpo.weights.formats.load import load_mtp
+    from megatron_ibpo.weights.formats.hf_models import load_mtp
     from megatron_ibpo.weights.layout.export import HFExport
 
     (chunks, shape), mtp = built(world, hf_dir, config), None

@@ -26,15 +26,14 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.run.cost import Spent
-from megatron_ibpo.weights.formats import directories, retention
+from megatron_ibpo.weights.formats import directories, run_state
+from megatron_ibpo.weights.formats.checkpoint_files import changed_files, check_integrity, write_integrity
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.directories import DiskSpaceError, publish
+from megatron_ibpo.weights.formats.hf_models import check_finite, is_finite
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
-from megatron_ibpo.weights.formats.integrity import changed_files, check_integrity, write_integrity
-from megatron_ibpo.weights.formats.load import check_finite, is_finite
 from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
-from megatron_ibpo.weights.formats.retention import Keep
-from megatron_ibpo.weights.formats.run_state import find_stored, load_run_state, read_layout
+from megatron_ibpo.weights.formats.run_state import Keep, find_stored, load_run_state, read_layout
 from megatron_ibpo.weights.formats.torch_dist import Block, DistcpFile, StoredCheckpoint, read_metadata
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
@@ -556,7 +555,7 @@ def test_a_directory_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
 def test_training_never_resumes_from_damaged_checkpoints(world, tmp_path):
     from megatron_ibpo.policy.checkpoint import load_checkpoint
     from megatron_ibpo.policy.saving import save_checkpoint
-    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.formats.hf_models import load_hf
 
     def refused(checkpoint, words):
         with pytest.raises(CheckpointError, match=f"^[^\n]*({words})[^\n]*$"):
@@ -600,14 +599,14 @@ def test_retention_keeps_the_newest_and_regular_checkpoints_only(tmp_path):
         (Keep(2, every=4), 10, [2, 6]),
         (Keep(1), 6, [2, 4]),  # what a run wrote before it went back is left alone
     ):
-        assert retention.superseded([10, 2, 8, 4, 6], last, keep) == gone
+        assert run_state.superseded([10, 2, 8, 4, 6], last, keep) == gone
     names = {"step_000001", "step_000002", "step_000003", "step_final", ".step_000004.partial"}
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text("1")
-    retention.remove_superseded(tmp_path, 3, Keep(1))
+    run_state.remove_superseded(tmp_path, 3, Keep(1))
     assert {path.name for path in tmp_path.iterdir()} == names - {"step_000001", "step_000002"}
-    retention.remove_leftovers(tmp_path)
+    run_state.remove_leftovers(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"step_000003", "step_final"}
 
 
@@ -621,4 +620,4 @@ def test_the_disk_holds_retained_checkpoints_and_the_next_one():
         ({"export_interval": 25}, (3, 5)),
     ):
         run = replace(Config().run, **{"num_rollout": 100, "keep_checkpoints": 2, **changes})
-        assert retention.kept_at_once(run) == kept
+        assert run_state.kept_at_once(run) == kept

@@ -20,11 +20,11 @@ from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import pipeline_layers, read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
 from megatron_ibpo.weights.formats import convert, mapped_tensors
+from megatron_ibpo.weights.formats.checkpoint_files import changed_files
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
+from megatron_ibpo.weights.formats.hf_models import save_hf
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint, trained_elements
-from megatron_ibpo.weights.formats.integrity import changed_files
 from megatron_ibpo.weights.formats.run_state import find_stored
-from megatron_ibpo.weights.formats.save import save_hf
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
 from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import checkpoint_bytes, planned, tiny_models
@@ -362,7 +362,7 @@ def test_a_saved_export_is_complete_and_respects_free_space(world, models, tmp_p
         save_hf(export, world, tmp_path / "full", models["dense"])
     assert refused.type.__name__ == ("DiskSpaceError" if world.is_rank_0 else "RemoteError")
     assert not list(tmp_path.glob("*full*"))
-    with mock.patch("megatron_ibpo.weights.formats.save.SHARD_BYTES", 300_000):
+    with mock.patch("megatron_ibpo.weights.formats.hf_models.SHARD_BYTES", 300_000):
         for _ in range(2):
             save_hf(export, world, out_dir, origin)
 
@@ -380,7 +380,7 @@ def test_a_saved_export_is_complete_and_respects_free_space(world, models, tmp_p
 
 @pytest.mark.world(1)
 def test_bad_checkpoints_are_not_loaded(world, models, tmp_path):
-    from megatron_ibpo.weights.formats.load import load_hf
+    from megatron_ibpo.weights.formats.hf_models import load_hf
 
     origin, whole = models["dense"], tensors_of(models["dense"])
     chunks, shape = loaded(world, origin)

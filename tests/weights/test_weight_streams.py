@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unwatched
 
 from megatron_ibpo.engines.registry import TRANSPORTS
-from megatron_ibpo.weights.layout import gather
+from megatron_ibpo.weights.layout import export
 from megatron_ibpo.weights.layout.regions import pack
+from megatron_ibpo.weights.transfer.link import UpdateOrder
 from megatron_ibpo.weights.transfer.update import open_transport, update_engines
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
 from megatron_ibpo.weights.transfer.wire import checksum
 from support import transfer_stand_ins
 from support.engine_runs import WORLD
@@ -193,14 +193,14 @@ class Wire:
 @pytest.mark.parametrize("own_stream", [True, False])
 def test_a_gathering_races_unless_it_has_its_own_stream(device, packed_tensor, monkeypatch, own_stream):
     source, other = halves(0), OtherRank(device)
-    monkeypatch.setattr(gather, "dist", other)
+    monkeypatch.setattr(export, "dist", other)
     wire = Wire(device)
     with device:
-        other.gather = tensors = gather.Gather(source, to=0, bucket_bytes=BUCKET, device="cpu")
+        other.gather = tensors = export.Gather(source, to=0, bucket_bytes=BUCKET, device="cpu")
         for tensor in source.tensors.values():
             tensor.mul_(1)
         if own_stream:
-            tensors = gather.on_one_stream(tensors, torch.cuda.Stream())
+            tensors = export.on_one_stream(tensors, torch.cuda.Stream())
         packed_tensor.packed_nccl_broadcast_producer(
             iterator=iter(tensors), group=wire, src=0, post_iter_func=lambda item: item[1],
             buffer_size_bytes=BUCKET, num_buffers=2,

@@ -32,7 +32,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from megatron_ibpo.basics.distributed import World, open_store, own_address
 from megatron_ibpo.basics.rendezvous import listen
-from megatron_ibpo.weights.layout.gather import Gather, on_one_stream
+from megatron_ibpo.weights.layout.export import Gather, on_one_stream
 from megatron_ibpo.weights.layout.regions import TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start, without
 from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, run_join, say_lost

@@ -30,8 +30,7 @@ from megatron_ibpo.engines.vllm.fixes import repack_tied_heads
 from megatron_ibpo.weights.layout.regions import Need, TensorMeta
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
 from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, run_join
-from megatron_ibpo.weights.transfer.rehearsal import Rehearsal
-from megatron_ibpo.weights.transfer.wire import Answer, checksum
+from megatron_ibpo.weights.transfer.wire import Answer, Rehearsal, checksum
 
 
 @dataclass

@@ -12,7 +12,7 @@ from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.needs import VARIABLE, kv_cache_bytes, uses_second_runner, vllm_parameters
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.weights.transfer.update_order import TransportName
+from megatron_ibpo.weights.transfer.link import TransportName
 
 START_S = 600.0
 """Seconds that an engine may take to start, in addition to reading its weights."""

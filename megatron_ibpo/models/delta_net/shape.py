@@ -1,5 +1,13 @@
-"""Dimensions of a model that mixes gated delta nets with attention, the cost of a layer's mixer, and the
-entries of the weight map that such families share."""
+"""The common parts of families that mix gated delta nets with attention: dimensions, the cost of a layer's
+mixer, entries of the weight map, and the layers' classes.
+
+A layer is attention or a gated delta net, and a dense MLP or experts:
+
+| part                           | on GPUs                                     | local               |
+|--------------------------------|---------------------------------------------|---------------------|
+| gated delta net                | FlashGatedDeltaNet (flash-linear-attention) | PackedGatedDeltaNet |
+| norm of the delta net's output | TEGatedNorm (Transformer Engine)            | GatedNorm           |
+"""
 
 from __future__ import annotations
 
@@ -7,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_ibpo.models import shared_entries, spec
 from megatron_ibpo.models.cost import MixerCost, attention_cost
 from megatron_ibpo.models.shape import Fields, ModelShape, common_fields
-from megatron_ibpo.models.shared_entries import attention, dense_mlp, moe
 from megatron_ibpo.models.weight_map import COLUMNS, ROWS, Cut, Entry, Piece
 
 if TYPE_CHECKING:
@@ -118,13 +126,11 @@ def delta_net_cost(shape: DeltaNetShape) -> MixerCost:
 
 
 def mixed_entries(shape: DeltaNetShape, layer: int, in_proj: Entry) -> list[Entry]:
-    """Return the entries of a layer: attention or a gated delta net, and a dense MLP or experts.
-
-    Args:
-        in_proj: the delta net's `in_projection`.
-    """
-    mixer = attention(shape) if shape.full_attention[layer] else _gated_delta_net(shape, in_proj)
-    return [*mixer, *_mlp(shape)]
+    """Return the entries of a layer: attention or a gated delta net, and a dense MLP or experts. `in_proj` is
+    the delta net's `in_projection`."""
+    full_attention = shape.full_attention[layer]
+    mixer = shared_entries.attention(shape) if full_attention else _delta_net_entries(shape, in_proj)
+    return [*mixer, *shared_entries.mlp(shape)]
 
 
 def in_projection(
@@ -147,7 +153,7 @@ def in_projection(
     )
 
 
-def _gated_delta_net(shape: DeltaNetShape, in_proj: Entry) -> list[Entry]:
+def _delta_net_entries(shape: DeltaNetShape, in_proj: Entry) -> list[Entry]:
     hidden, keys, values = shape.hidden_size, shape.gdn_keys, shape.gdn_values
     return [
         Entry("self_attention.in_proj.layer_norm_weight", (Piece("input_layernorm.weight", (hidden,)),)),
@@ -173,10 +179,6 @@ def _gated_delta_net(shape: DeltaNetShape, in_proj: Entry) -> list[Entry]:
     ]
 
 
-def _mlp(shape: DeltaNetShape) -> list[Entry]:
-    return moe(shape) if shape.is_moe else dense_mlp(shape)
-
-
 def mtp_entries(shape: DeltaNetShape, layer: int) -> list[Entry]:
     """Return the entries of multi-token prediction: embedding and hidden state, each normed, are projected to
     one vector that goes through an attention layer. HF has the projection and norms once, for any number of
@@ -189,5 +191,45 @@ def mtp_entries(shape: DeltaNetShape, layer: int) -> list[Entry]:
         Entry("eh_proj.weight", (Piece("mtp.fc.weight", (hidden, 2 * hidden), ROWS),)),
         Entry("final_layernorm.weight", (Piece("mtp.norm.weight", (hidden,)),)),
     ]
-    inner = [entry.within("transformer_layer.", prefix) for entry in (*attention(shape), *_mlp(shape))]
-    return [entry.within(prefix, "") for entry in (*around, *inner)]
+    inner = (*shared_entries.attention(shape), *shared_entries.mlp(shape))
+    inside = [entry.within("transformer_layer.", prefix) for entry in inner]
+    return [entry.within(prefix, "") for entry in (*around, *inside)]
+
+
+def layer_spec(shape: DeltaNetShape, layer: int, backend: spec.Backend) -> spec.LayerSpec:
+    mixer = spec.attention(backend) if shape.full_attention[layer] else _delta_net_spec(backend)
+    return spec.transformer_layer(mixer, spec.mlp(shape, backend))
+
+
+def mtp_layer_spec(shape: DeltaNetShape, backend: spec.Backend) -> spec.LayerSpec:
+    """Return the decoder layer inside the multi-token prediction layer: always attention."""
+    return spec.transformer_layer(spec.attention(backend), spec.mlp(shape, backend))
+
+
+def _delta_net_spec(backend: spec.Backend) -> spec.LayerSpec:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_ibpo.models.delta_net import layer
+
+    libraries = backend.libraries
+    return ModuleSpec(
+        module=layer.FlashGatedDeltaNet if libraries.flash_linear_attention else layer.PackedGatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=backend.norm_column_linear,
+            out_norm=layer.TEGatedNorm if libraries.transformer_engine else layer.GatedNorm,
+            out_proj=backend.row_linear,
+        ),
+    )
+
+
+def megatron_fields(shape: DeltaNetShape) -> dict[str, Any]:
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [0 if full else 1 for full in shape.full_attention],
+        "linear_conv_kernel_dim": shape.gdn_conv_kernel,
+        "linear_key_head_dim": shape.gdn_key_dim,
+        "linear_value_head_dim": shape.gdn_value_dim,
+        "linear_num_key_heads": shape.gdn_key_heads,
+        "linear_num_value_heads": shape.gdn_value_heads,
+    }

@@ -22,23 +22,16 @@ from torch import Tensor
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
-from megatron_ibpo.models import (
-    ModelShape,
-    check_layout,
-    least_world,
-    padded_vocab_size,
-    pipeline_layers,
-    read_hf_config,
-)
+from megatron_ibpo.models import ModelShape, check_layout, least_world, padded_vocab_size, read_hf_config
 from megatron_ibpo.models.weight_map import Entry, is_carried
-from megatron_ibpo.weights.formats.directories import write_directory
-from megatron_ibpo.weights.formats.expected_entries import model_entries
-from megatron_ibpo.weights.formats.file_jobs import Item, Job, Result, WorkingMemory, run_jobs
+from megatron_ibpo.weights.formats import directories
+from megatron_ibpo.weights.formats.directories import Item, Job, Result, WorkingMemory
 from megatron_ibpo.weights.formats.hugging_face import (
     Checkpoint,
     SafetensorsFile,
     copy_all_but_weights,
     file_names,
+    model_entries,
     write_index,
 )
 from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE, load_run_state, read_layout
@@ -108,7 +101,7 @@ def hf_to_megatron(
 
     overhead = 2048 * sum(len(share.entry.blocks()) for mine in shares.values() for share in mine)
     write = partial(_run_share, jobs, world, report, partial(_write_distcp, checkpoint))
-    write_directory(target, world, sum(job.num_bytes for job in jobs) + overhead, write, finish)
+    directories.write_directory(target, world, sum(job.num_bytes for job in jobs) + overhead, write, finish)
 
 
 def megatron_to_hf(
@@ -138,7 +131,9 @@ def megatron_to_hf(
     stored = StoredCheckpoint(stored_dir)
     entries = model_entries(shape, stored)
     stored.check(entries)
-    carried, source = _carried(origin, shape, entries, converted=_is_conversion(stored_dir))
+    # `hf_to_megatron` leaves nothing out
+    converted = (stored_dir / RUN_STATE).is_file() and load_run_state(stored_dir)["step"] == 0
+    carried, source = _carried(origin, shape, entries, converted=converted)
     from_origin = {entry.name for entry in carried}
     if carried:
         names = listed(sorted(piece.name for entry in carried for piece in entry.pieces))
@@ -166,16 +161,13 @@ def megatron_to_hf(
         return {name: digest for part in parts for name, digest in part.items()}
 
     write = partial(_run_share, jobs, world, report, partial(_write_safetensors, metas, parameter))
-    write_directory(target, world, sum(job.num_bytes for job in jobs), write, finish)
+    directories.write_directory(target, world, sum(job.num_bytes for job in jobs), write, finish)
 
 
 def model_of(stored_dir: Path, origin: Path | None = None) -> tuple[Path, ModelShape]:
     """Return the directory with configuration and tokenizer of a Megatron checkpoint, and the model's
-    dimensions.
-
-    Raises:
-        CheckpointError: the checkpoint has neither and no `origin` is given, or it holds only adapters.
-    """
+    dimensions. Raises CheckpointError if the checkpoint has neither and no `origin` is given, or if it holds
+    only adapters."""
     if read_layout(stored_dir).get("lora"):
         raise CheckpointError(
             f"{stored_dir} holds adapters only. Its run exports merged weights (every --export-interval, "
@@ -200,11 +192,8 @@ def differing_tensors(
     report: Report = lambda num_bytes, total: None,
 ) -> list[str]:
     """Return the names of HF tensors that differ in any bit from the Megatron checkpoint; both are read from
-    disk. Collective: the ranks divide the work.
-
-    Raises:
-        CheckpointError: one of the two lacks tensors of the model that `hf_dir`'s config.json describes.
-    """
+    disk. Collective: the ranks divide the work. Raises CheckpointError if one of the two lacks tensors of the
+    model that `hf_dir`'s config.json describes."""
     shape = read_hf_config(hf_dir)
     checkpoint, stored = Checkpoint(hf_dir, allow_pickle=allow_pickle), StoredCheckpoint(stored_dir)
     entries = model_entries(shape, stored)
@@ -239,13 +228,7 @@ def _check_target(target: Path) -> None:
 
 
 def _check_layout(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int) -> list[Holding]:
-    problems = check_layout(shape, parallel, least_world(parallel))
-    if not problems:
-        try:
-            pipeline_layers(shape.num_layers, parallel, virtual_stages)
-        except ValueError as error:
-            problems = [str(error)]
-    if problems:
+    if problems := check_layout(shape, parallel, least_world(parallel), virtual_stages):
         raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
     return holdings_of(shape, parallel, virtual_stages)
 
@@ -266,11 +249,6 @@ def _stored_dtypes(checkpoint: Checkpoint, entries: list[Entry]) -> dict[str, to
                 )
         dtypes[entry.name] = by_key[key][0]
     return dtypes
-
-
-def _is_conversion(stored_dir: Path) -> bool:
-    """Return whether `hf_to_megatron` wrote the checkpoint and left nothing out."""
-    return (stored_dir / RUN_STATE).is_file() and load_run_state(stored_dir)["step"] == 0
 
 
 def _carried(
@@ -317,7 +295,7 @@ def _run_share(
     with the bytes of each finished parameter."""
     mine = jobs[world.rank :: world.size]
     total = sum(job.num_bytes for job in mine)
-    results = run_jobs(
+    results = directories.run_jobs(
         mine, lambda job, memory: work(directory, job, memory, lambda num_bytes: report(num_bytes, total))
     )
     return {job.file: result for job, result in zip(mine, results, strict=True)}

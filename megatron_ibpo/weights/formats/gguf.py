@@ -11,6 +11,7 @@ import torch
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.families import FAMILIES
 from megatron_ibpo.weights.formats.directories import publish
+from megatron_ibpo.weights.formats.run_state import partial_of
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 LONGEST = 300
@@ -45,7 +46,7 @@ def gguf_to_hf(gguf: Path, target: Path) -> None:
         raise CheckpointError(
             f"{gguf} cannot be read; it is damaged, or of a kind that transformers does not know: {message}"
         ) from error
-    partial = target.with_name(f".{target.name}.partial")
+    partial = partial_of(target)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         model.save_pretrained(partial)

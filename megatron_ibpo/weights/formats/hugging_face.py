@@ -1,4 +1,5 @@
-"""Checkpoints in Hugging Face format on disk: tensors are read in parts, files written tensor by tensor."""
+"""Checkpoints in Hugging Face format on disk: tensors are read in parts, compared with those that a model
+must have, and files are written tensor by tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,14 +23,16 @@ from megatron_ibpo.models.weight_map import (
     HEAD,
     Entry,
     Piece,
+    carried_entry,
     embedding_piece,
     is_carried,
     is_ignored,
+    mtp_layers,
+    weight_map,
 )
+from megatron_ibpo.weights.formats.checkpoint_files import INDEX, MANIFEST, SINGLE, find_weights
 from megatron_ibpo.weights.formats.directories import HashedFile
-from megatron_ibpo.weights.formats.integrity import MANIFEST
 from megatron_ibpo.weights.formats.mapped_tensors import BLOCKS, SCALES, OpenFiles, PackedSlice
-from megatron_ibpo.weights.formats.weight_files import INDEX, SINGLE, find_weights
 from megatron_ibpo.weights.layout.regions import TensorMeta
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
@@ -203,10 +206,6 @@ class Checkpoint:
                 f"weights must be one of {', '.join(DTYPES)}"
             )
 
-    def elements(self) -> dict[str, int]:
-        """Return the number of elements of each tensor, by name; reads only headers."""
-        return {name: math.prod(self.shape_of(name)) for name in self.file_of}
-
     def shape_of(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
@@ -231,31 +230,26 @@ class Checkpoint:
         name, tensor = self._reader_of(piece)
         fused = piece.fused if name != piece.name else None
         dim = piece.cut.dim if piece.cut else 0
-        cuts = [self._cut(tensor, piece, fused, dim, *span) for span in ranges or [(0, 0)]]
+        cuts = []
+        for start, length in ranges or [(0, 0)]:
+            index = [slice(0, size) for size in piece.shape]
+            index[dim] = slice(start, start + length)
+            if fused:
+                index[0] = slice(fused.first_row + index[0].start, fused.first_row + index[0].stop)
+                cuts.append(tensor[(slice(fused.expert, fused.expert + 1), *index)][0])
+            else:
+                cuts.append(tensor[tuple(index)])
         self._files.count(sum(cut.nbytes for cut in cuts))
         return torch.cat(cuts, dim=dim) if len(cuts) > 1 else cuts[0]
-
-    @staticmethod
-    def _cut(tensor: Any, piece: Piece, fused: Any, dim: int, start: int, length: int) -> Tensor:
-        index = [slice(0, size) for size in piece.shape]
-        index[dim] = slice(start, start + length)
-        if fused:
-            index[0] = slice(fused.first_row + index[0].start, fused.first_row + index[0].stop)
-            return tensor[(slice(fused.expert, fused.expert + 1), *index)][0]
-        return tensor[tuple(index)]
 
 
 def trained_elements(hf_dir: Path, shape: ModelShape) -> dict[str, int]:
     """Return the number of elements of every trained tensor, by its name in the checkpoint, whatever its
-    dtype. Reads only headers.
-
-    Raises:
-        CheckpointError: no weights are there, files that cannot be read, or weights in MXFP4.
-    """
+    dtype. Reads only headers. Raises CheckpointError if no weights are there, for files that cannot be read,
+    and for weights in MXFP4."""
     checkpoint = Checkpoint(hf_dir)
     checkpoint.refuse_packed()
-    elements = checkpoint.elements()
-    return {name: count for name, count in elements.items() if not is_ignored(shape, name)}
+    return {name: math.prod(checkpoint.shape_of(name)) for name in checkpoint if not is_ignored(shape, name)}
 
 
 class _PickledFile:
@@ -364,3 +358,41 @@ def copy_all_but_weights(origin: Path, target: Path, dtype: torch.dtype) -> None
         named.pop("quantization_config", None)
         named["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+class Tensors(Protocol):
+    """A checkpoint of either format."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of its tensors."""
+
+    def shape_of(self, name: str) -> tuple[int, ...]: ...
+
+
+def model_entries(shape: ModelShape, tensors: Tensors, vocab_rows: int | None = None) -> list[Entry]:
+    """Return the entries that a checkpoint with these tensors must hold, every HF tensor once.
+
+    Args:
+        vocab_rows: as in `weight_map`.
+
+    Raises:
+        CheckpointError: it has more multi-token prediction layers than can be converted.
+    """
+    layers = mtp_layers(tensors) if shape.mtp_in_checkpoints else 0
+    if layers > 1:
+        raise CheckpointError(
+            f"mtp.layers.1 to mtp.layers.{layers - 1}: only one multi-token prediction layer can be "
+            "converted, since Hugging Face checkpoints have one mtp.fc for all of them"
+        )
+    entries = weight_map(shape, layers, vocab_rows)
+    if shape.tie_word_embeddings:
+        del entries["output_layer.weight"]
+    carried = sorted(name for name in tensors if name.startswith(shape.carried))
+    return [*entries.values(), *(carried_entry(name, tensors.shape_of(name)) for name in carried)]
+
+
+def check_checkpoint(hf_dir: Path, shape: ModelShape) -> None:
+    """Compare the tensors of a checkpoint with the model of its config.json, before allocating memory for
+    them. Raises CheckpointError as `Checkpoint.check` does."""
+    checkpoint = Checkpoint(hf_dir)
+    checkpoint.check(shape, model_entries(shape, checkpoint))

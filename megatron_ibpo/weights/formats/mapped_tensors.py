@@ -1,4 +1,5 @@
-"""Tensors saved by `torch.save` inside a larger file, as views of the mapped file.
+"""The content of a Megatron checkpoint's files: tensors saved by `torch.save` inside a larger file, as views
+of the mapped file; and checks of the rest, before anything unpickles it.
 
 `torch.load` can map whole files only. Otherwise it copies to fresh memory, which takes longer than reading a
 file that the system has cached.
@@ -6,21 +7,37 @@ file that the system has cached.
 Weights in MXFP4 are read so too: 4-bit numbers, in groups of 32 that share a power of two ("OCP Microscaling
 Formats (MX) Specification", version 1.0, 2023). gpt-oss is published with its experts in it; it is never
 written.
+
+Scalars of the optimizer, the schedule, a tool's arguments, random states and Transformer Engine's
+`_extra_state` are stored as pickles. torch's distributed reader unpickles every entry that `.metadata` calls
+bytes with `weights_only=False`, so a checkpoint could run code. Here torch's restricted unpickler reads the
+same bytes first. It knows tensors and plain containers, and is given the other classes that Megatron-LM
+stores.
 """
 
+from __future__ import annotations
+
+import argparse
 import io
 import mmap
 import pickle
+import re
+import signal
 import threading
+import types
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from pathlib import Path, PosixPath
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy._core.multiarray import _reconstruct
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_ibpo.basics.user_files import check_user_file
+from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file, read_user_file
+from megatron_ibpo.weights.weight_errors import CheckpointError, listed
 
 MAPPED_BYTES = 64 * 1024**2
 """Bytes read from files before they are unmapped: pages that were read count as this process's memory."""
@@ -62,11 +79,8 @@ class MappedFiles:
         self._files = OpenFiles(self._map)
 
     def tensor(self, file: str, offset: int, length: int) -> Tensor:
-        """Return the tensor saved in these bytes, a view of the file.
-
-        Raises:
-            ValueError: the bytes are not there, or are not a plainly saved float tensor.
-        """
+        """Return the tensor saved in these bytes, a view of the file. Raises ValueError if the bytes are not
+        there, or are not a plainly saved float tensor."""
         mapping = self._files.get(file)
         if offset + length > len(mapping):
             raise ValueError(f"{length} bytes at {offset} wanted, the file ends at {len(mapping)}")
@@ -183,10 +197,7 @@ class PackedSlice:
     as [experts, out, …]."""
 
     def __init__(self, blocks: Any, scales: Any):
-        """
-        Raises:
-            ValueError: these are not two such parts.
-        """
+        """Raise ValueError if these are not two such parts."""
         self._blocks, self._scales = blocks, scales
         sizes, shared = list(blocks.get_shape()), list(scales.get_shape())
         dtypes = {blocks.get_dtype(), scales.get_dtype()}
@@ -204,3 +215,100 @@ class PackedSlice:
         experts, columns, rows = index
         weights = dequantised(self._blocks[experts, rows], self._scales[experts, rows])
         return weights.transpose(1, 2)[:, columns]
+
+
+_COMMON_FILE = "common.pt"
+"""File in which older versions of Megatron keep everything but tensors."""
+
+_HARMLESS: dict[str, Callable[..., Any]] = {
+    "_io.BytesIO": io.BytesIO,
+    "argparse.Namespace": argparse.Namespace,
+    "builtins.bytes": bytes,
+    "numpy._core.multiarray._reconstruct": _reconstruct,
+    "numpy.core.multiarray._reconstruct": _reconstruct,
+    "numpy.dtype": np.dtype,
+    "numpy.dtypes.UInt32DType": np.dtypes.UInt32DType,
+    "numpy.ndarray": np.ndarray,
+    "pathlib.PosixPath": PosixPath,
+    "pathlib._local.PosixPath": PosixPath,
+    "signal.Signals": signal.Signals,
+    "torch._C.Generator": torch._C.Generator,
+    "types.SimpleNamespace": types.SimpleNamespace,
+}
+_OF_MEGATRON = (
+    "megatron.core.enums.ModelType",
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphModule",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.InferenceCudaGraphScope",
+)
+"""Together, what `megatron.core.safe_globals` allows. By name, since tools run without Megatron."""
+
+
+class _StandIn:
+    """A stand-in for an object of Megatron's; accepts the arguments and state that belong to it."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _StandIn:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def check_byte_entries(directory: Path, metadata: Metadata) -> None:
+    """Unpickle everything in `directory` that is not a tensor, with an unpickler that cannot run code.
+
+    Args:
+        metadata: metadata of the directory, whose files all exist.
+
+    Raises:
+        CheckpointError: an entry is damaged or needs a class that is not allowed; names file and entry.
+    """
+    allowed = {**_HARMLESS, **dict.fromkeys(_OF_MEGATRON, _StandIn)}
+    # pairs: given bare classes, torch would forget at the end those that Megatron has allowed for itself
+    with torch.serialization.safe_globals([(allowed_class, name) for name, allowed_class in allowed.items()]):
+        for path, entry, data in _entries(directory, metadata):
+            try:
+                torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{path}: {entry} is damaged or unsafe, and was not read: {_reason(error)}; "
+                    "take another copy of the checkpoint, or save it anew without this entry"
+                ) from None
+
+
+def _entries(directory: Path, metadata: Metadata) -> Iterator[tuple[Path, str, bytes]]:
+    """Yield file, name and bytes of each pickle."""
+    for index, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata):
+            continue  # read with weights_only=True by all readers
+        path = directory / place.relative_path
+        if place.transform_descriptors:
+            raise CheckpointError(
+                f"{path}: {index.fqn} is stored through the transforms "
+                f"{listed(place.transform_descriptors)}; save the checkpoint without transforms"
+            )
+        check_user_file(path)
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            yield path, index.fqn, file.read(place.length)
+    common = directory / _COMMON_FILE
+    if common.is_file():
+        yield common, "the common state", read_user_file(common, RECORD_BYTES)
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason without torch's advice, which is to allow what was refused."""
+    refused_global = re.search(r"GLOBAL (\S+)", str(error))
+    return (
+        f"it asks for {refused_global[1]}"
+        if refused_global
+        else f"not a pickle of plain data ({type(error).__name__})"
+    )

@@ -46,11 +46,8 @@ class Adapters:
 
 
 def save_peft(adapters: Adapters, directory: Path) -> None:
-    """Write the adapters to `directory`, which must not exist, from rank 0. Collective.
-
-    Raises:
-        OSError: on rank 0, after all ranks have done their part.
-    """
+    """Write the adapters to `directory`, which must not exist, from rank 0. Collective. Raises OSError on
+    rank 0, after all ranks have done their part."""
     factors = {name: tensor.cpu() for name, tensor in adapters.export if tensor is not None}
     if factors:
         directory.mkdir()
@@ -115,11 +112,8 @@ whole."""
 
 
 def describe_adapters(model: ModelConfig) -> dict[str, Any] | None:
-    """Return the description of a run's adapters for `layout.json`; None if it has none.
-
-    Raises:
-        ConfigError: a target that the model lacks.
-    """
+    """Return the description of a run's adapters for `layout.json`; None if it has none. Raises ConfigError
+    for a target that the model lacks."""
     if model.lora_rank is None or model.hf_checkpoint is None:
         return None
     lora = chosen_lora(model, read_hf_config(model.hf_checkpoint))

@@ -1,13 +1,17 @@
-"""This project's own files in a checkpoint, and the search for the checkpoint that a path means. Needs no
-torch."""
+"""A run's checkpoints: this project's own files in them, the search for the one that a path means, which of
+them stay, and how much a run writes. Needs no torch."""
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import KIB, read_json_file, read_user_file
+from megatron_ibpo.config import Config
+from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.weights.weight_errors import CheckpointError
 
 RUN_STATE = "run_state.json"
@@ -23,10 +27,7 @@ HF_FILES = "hf"
 
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint that `--load PATH` means: PATH itself, or the newest in PATH or PATH/checkpoints.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    Raises CheckpointError if there is none."""
     if (path / RUN_STATE).is_file():
         return path
     if (newest := newest_step(path)) is None:
@@ -38,11 +39,7 @@ def find_checkpoint(path: Path) -> Path:
 
 def find_stored(path: Path) -> Path:
     """Return the checkpoint directory that `path` means: itself, the newest step of a training run, or the
-    one that Megatron-LM's tracker file names.
-
-    Raises:
-        CheckpointError: there is no such directory.
-    """
+    one that Megatron-LM's tracker file names. Raises CheckpointError if there is no such directory."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory")
     if (path / CONFIG).is_file():
@@ -57,11 +54,8 @@ def find_stored(path: Path) -> Path:
 
 
 def load_run_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the loop's own part of a checkpoint, `step` included.
-
-    Raises:
-        CheckpointError: the file is missing or malformed.
-    """
+    """Return the loop's own part of a checkpoint, `step` included. Raises CheckpointError if the file is
+    missing or malformed."""
     path = checkpoint / RUN_STATE
     with _naming(path):
         state = _object(path)
@@ -71,11 +65,8 @@ def load_run_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_layout(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of `layout.json`; empty for checkpoints without one.
-
-    Raises:
-        CheckpointError: the file is malformed.
-    """
+    """Return the content of `layout.json`; empty for checkpoints without one. Raises CheckpointError if the
+    file is malformed."""
     path = checkpoint / LAYOUT
     if not path.exists():
         return {}
@@ -126,5 +117,99 @@ def _naming(path: Path) -> Iterator[None]:
 
 def newest_step(path: Path) -> Path | None:
     """Return the last step that a training run has saved in `path` or `path`/checkpoints."""
-    steps = [*path.glob("step_*"), *path.glob("checkpoints/step_*")]
+    steps = [*path.glob(f"{PREFIX}*"), *path.glob(f"checkpoints/{PREFIX}*")]
     return max((step for step in steps if (step / RUN_STATE).is_file()), key=lambda p: p.name, default=None)
+
+
+PREFIX = "step_"
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A rule for the checkpoints that a run keeps."""
+
+    newest: int
+    """Number of latest checkpoints to keep."""
+    every: int | None = None
+    """Also keep the checkpoints of all steps that are multiples of this."""
+
+
+def step_name(step: int) -> str:
+    """Return the directory name of a step's checkpoint."""
+    return f"{PREFIX}{step:06d}"
+
+
+def partial_of(final: Path) -> Path:
+    """Return the directory in which the checkpoint is written before it gets its name. A later run removes
+    what a killed one leaves there."""
+    return final.with_name(f".{final.name}.partial")
+
+
+def superseded(steps: Iterable[int], last: int, keep: Keep) -> list[int]:
+    """Return the steps whose checkpoints can go once that of step `last` has its name.
+
+    Later ones belong to a run that resumed here before: they are neither counted nor removed.
+    """
+    present = sorted(step for step in steps if step <= last)
+    old = present[: max(0, len(present) - keep.newest)]
+    return [step for step in old if keep.every is None or step % keep.every]
+
+
+def remove_superseded(directory: Path, last: int, keep: Keep) -> None:
+    """Remove superseded checkpoints from `directory`. None is ever partly there under its name."""
+    directories = {
+        int(number): path
+        for path in directory.glob(f"{PREFIX}*")
+        if path.is_dir() and (number := path.name.removeprefix(PREFIX)).isdigit()
+    }
+    for step in superseded(directories, last, keep):
+        renamed = directories[step].with_name(f".{directories[step].name}.removed")
+        directories[step].rename(renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what a killed run had begun to write or to remove."""
+    for ending in ("partial", "removed"):
+        for path in directory.glob(f".{PREFIX}*.{ending}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def checkpoint_bytes(num_parameters: int, *, bf16: bool) -> int:
+    """Return the bytes of one Megatron checkpoint: the weights, fp32 master weights if the weights are bf16,
+    and Adam's two fp32 moments."""
+    weight = 2 if bf16 else 4
+    master = 4 if bf16 else 0
+    return num_parameters * (weight + master + 8)
+
+
+def export_bytes(num_parameters: int, *, bf16: bool) -> int:
+    """Return the bytes of one Hugging Face export."""
+    return num_parameters * (2 if bf16 else 4)
+
+
+def kept_bytes(config: Config, *, parameters: int, trained: int) -> int:
+    """Return the most bytes that a run keeps on disk at one time; 0 if it saves nothing.
+
+    Args:
+        config: a precision that is not resolved yet counts as bf16, whose checkpoints are the larger.
+        parameters: of the model, which an export holds.
+        trained: parameters in a checkpoint: the adapters' with --lora-rank, otherwise the model's.
+    """
+    if not config.run.save:
+        return 0
+    bf16 = config.model.bf16 is not False
+    checkpoints, exports = kept_at_once(config.run)
+    saved = config.algorithm.num_models * checkpoint_bytes(trained, bf16=bf16)
+    return checkpoints * saved + exports * export_bytes(parameters, bf16=bf16)
+
+
+def kept_at_once(run: RunConfig) -> tuple[int, int]:
+    """Return the most (Megatron checkpoints, Hugging Face exports) that a run holds at one time: those it
+    keeps, and one more that is written before an older one goes."""
+    # the number of steps per time interval is not known
+    interval = 1 if run.save_interval_minutes is not None else run.save_interval or run.num_rollout
+    saves = -(-run.num_rollout // interval)
+    forever = run.num_rollout // run.keep_checkpoint_every if run.keep_checkpoint_every else 0
+    exports = run.num_rollout // run.export_interval if run.export_interval else 0
+    return min(saves, run.keep_checkpoints + 1 + forever), exports + 1

@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file, read_json_file
 from megatron_ibpo.models.weight_map import Block, Entry
-from megatron_ibpo.weights.formats.byte_entries import check_byte_entries
+from megatron_ibpo.weights.formats.checkpoint_files import is_inside
 from megatron_ibpo.weights.formats.directories import HashedFile, disk_error
-from megatron_ibpo.weights.formats.integrity import is_inside
-from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
+from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles, check_byte_entries
 from megatron_ibpo.weights.formats.run_state import CONFIG, METADATA
+from megatron_ibpo.weights.layout.regions import Box, cut, intersect
 from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
 COMMON = "common_state/shard_0_1"
@@ -62,11 +62,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Return the directory's `.metadata`, read by a restricted unpickler.
-
-    Raises:
-        CheckpointError: not a torch_dist checkpoint, or its metadata is damaged or asks for code.
-    """
+    """Return the directory's `.metadata`, read by a restricted unpickler. Raises CheckpointError if this is
+    no torch_dist checkpoint, or its metadata is damaged or asks for code."""
     config = directory / CONFIG
     if not config.is_file() or not (directory / METADATA).is_file():
         if any(directory.glob("mp_rank_*")):
@@ -186,14 +183,14 @@ class StoredCheckpoint:
         dtype."""
         missing, known_keys = [], set()
         for entry in entries:
-            blocks = [self._find(block) for block in entry.blocks()]
-            missing += [block.key for block, at in zip(entry.blocks(), blocks, strict=True) if at is None]
             dtypes = set()
-            for block in blocks:
-                if block is not None:
-                    known_keys.add(block.key)
-                    self._check_tensor(block)
-                    dtypes.add(self.tensors[block.key].properties.dtype)
+            for block in entry.blocks():
+                if (stored := self._find(block)) is None:
+                    missing.append(block.key)
+                    continue
+                known_keys.add(stored.key)
+                self._check_tensor(stored)
+                dtypes.add(self.tensors[stored.key].properties.dtype)
             if len(dtypes) > 1:
                 raise CheckpointError(
                     f"{self.directory}: the parts of {entry.name} have different types: {dtypes}"
@@ -208,11 +205,7 @@ class StoredCheckpoint:
 
     def check_vocabulary(self, vocab_size: int, keys: Sequence[str] = ROWS_MAY_BE_PADDED) -> None:
         """Raise CheckpointError if embedding or head have fewer rows than the vocabulary; Megatron would add
-        0s.
-
-        Args:
-            keys: the tensors that have a row for each token.
-        """
+        0s. `keys` are the tensors that have a row for each token."""
         for key in keys:
             if key in self.tensors and (rows := self.tensors[key].size[0]) < vocab_size:
                 raise CheckpointError(
@@ -283,10 +276,7 @@ class StoredCheckpoint:
 
     def view(self, entry: Entry) -> Tensor | None:
         """Return a parameter as a view of a file; None unless it is stored there in one contiguous piece.
-
-        Raises:
-            CheckpointError: see `read`.
-        """
+        Raises CheckpointError as `read` does."""
         first, *further_blocks = entry.blocks()
         stored = self._stored_block(first)
         exact = self._exact(stored)
@@ -297,15 +287,14 @@ class StoredCheckpoint:
 
     def _read_block(self, block: Block, out: Tensor) -> None:
         stored = self._stored_block(block)
-        target = out.view(stored.sizes)
-        covered = 0
+        target, box, covered = out.view(stored.sizes), _box_of(stored), 0
         exact = self._exact(stored)
         for chunk in self._chunks[stored.key].values() if exact is None else [exact]:
-            overlap = _overlap(stored, chunk)
-            if overlap is not None:
-                ours, theirs = overlap
-                target[ours].copy_(self._load(stored.key, chunk)[theirs])
-                covered += target[ours].numel()
+            chunk_box = _box_of(chunk)
+            if (overlap := intersect(box, chunk_box)) is not None:
+                part = cut(target, box, overlap)
+                part.copy_(cut(self._load(stored.key, chunk), chunk_box, overlap))
+                covered += part.numel()
         if covered != target.numel():
             raise CheckpointError(f"{self.directory}: {METADATA} names no place for parts of {stored.key}")
 
@@ -340,18 +329,8 @@ def _own_dims(block: Block) -> tuple[int, ...]:
     return block.sizes[1:] if ".experts.experts." in block.key else block.sizes
 
 
-def _overlap(block: Block, chunk: ChunkStorageMetadata) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the overlap of both, as indices into the block and into the chunk."""
-    ours, theirs = [], []
-    for start, size, chunk_start, length in zip(
-        block.offsets, block.sizes, chunk.offsets, chunk.sizes, strict=True
-    ):
-        first, last = max(start, chunk_start), min(start + size, chunk_start + length)
-        if first >= last:
-            return None
-        ours.append(slice(first - start, last - start))
-        theirs.append(slice(first - chunk_start, last - chunk_start))
-    return tuple(ours), tuple(theirs)
+def _box_of(piece: Block | ChunkStorageMetadata) -> Box:
+    return tuple((first, first + size) for first, size in zip(piece.offsets, piece.sizes, strict=True))
 
 
 # ----------------------------------------------------------------------------------------------- writing

@@ -44,23 +44,24 @@ class Holding:
         return self.etp_rank, self.etp_size
 
 
-def my_holding(shape: ModelShape, layers: tuple[range, ...], vocab_rows: int) -> Holding:
-    """Return this rank's part, from Megatron's groups; `layers` and `vocab_rows` are what `layers_of` and
-    `vocab_rows_of` return for its model."""
+def my_holding(shape: ModelShape, chunks: Sequence[Any]) -> Holding:
+    """Return this rank's part, from Megatron's groups and the rank's model chunks, wrapped by DDP or not."""
     from megatron.core import parallel_state as groups
 
+    models = [unwrapped(chunk) for chunk in chunks]
+    numbers = [[layer.layer_number for layer in model.decoder.layers] for model in models]
     experts = shape.num_experts // groups.get_expert_model_parallel_world_size()
     return Holding(
         tp_rank=groups.get_tensor_model_parallel_rank(),
         tp_size=groups.get_tensor_model_parallel_world_size(),
         etp_rank=groups.get_expert_tensor_parallel_rank(),
         etp_size=groups.get_expert_tensor_parallel_world_size(),
-        layers=layers,
+        layers=tuple(range(of_chunk[0] - 1, of_chunk[-1]) for of_chunk in numbers),  # Megatron counts from 1
         first_expert=groups.get_expert_model_parallel_rank() * experts,
         experts=experts,
         is_first_stage=groups.is_pipeline_first_stage(),
         is_last_stage=groups.is_pipeline_last_stage(),
-        vocab_rows=vocab_rows,
+        vocab_rows=models[0].vocab_size,
     )
 
 
@@ -91,23 +92,7 @@ def holdings_of(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int
     ]
 
 
-def layers_of(chunks: Sequence[Any]) -> tuple[range, ...]:
-    """Return the layers of the whole model that each model chunk of a rank holds."""
-    return tuple(_layers(_unwrapped(chunk)) for chunk in chunks)
-
-
-def vocab_rows_of(chunks: Sequence[Any]) -> int:
-    """Return the rows of embedding and head over all tensor-parallel ranks, padding included."""
-    rows: int = _unwrapped(chunks[0]).vocab_size
-    return rows
-
-
-def _layers(chunk: Any) -> range:
-    numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1
-    return range(numbers[0], numbers[-1] + 1)
-
-
-def _unwrapped(chunk: Any) -> Any:
+def unwrapped(chunk: Any) -> Any:
     """Return the chunk without its DDP wrapper, if it has one."""
     while hasattr(chunk, "module"):
         chunk = chunk.module

@@ -14,8 +14,6 @@ from torch import Tensor
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) along each dimension of a tensor."""
-Buckets = list[range]
-"""Consecutive tensors, by number, that travel together."""
 LocalBoxes = Mapping[Box, Tensor]
 """Boxes of one tensor that a rank holds."""
 Sender = tuple[int, Box]
@@ -118,8 +116,9 @@ def need_all(metas: Sequence[TensorMeta]) -> list[Need | None]:
     return [Need(meta.dtype, (full_box(meta.shape),)) for meta in metas]
 
 
-def plan_buckets(metas: Sequence[TensorMeta], limit: int) -> Buckets:
-    """Fill buckets of at most `limit` bytes in order; a larger tensor has a bucket of its own."""
+def plan_buckets(metas: Sequence[TensorMeta], limit: int) -> list[range]:
+    """Fill buckets of at most `limit` bytes in order: consecutive tensors, by number, that travel together. A
+    larger tensor has a bucket of its own."""
     return consecutive_runs([meta.num_bytes for meta in metas], limit)
 
 
@@ -180,11 +179,8 @@ def messages(
 
 
 def pack(message: Message, local: Mapping[int, LocalBoxes], room: Tensor | None = None) -> Tensor:
-    """Return the message as bytes, uint8 [num_bytes], from this rank's parts of the bucket's tensors.
-
-    Args:
-        room: memory to write it to, uint8 [num_bytes]; None: fresh memory.
-    """
+    """Return the message as bytes, uint8 [num_bytes], from this rank's parts of the bucket's tensors. `room`
+    is memory to write it to, uint8 [num_bytes]; None: fresh memory."""
     if room is None:
         room = receive_buffer(message, next(iter(local[message.parts[0].number].values())).device)
     for view, part in zip(unpack(message, room), local_parts(message, local), strict=True):
@@ -194,7 +190,7 @@ def pack(message: Message, local: Mapping[int, LocalBoxes], room: Tensor | None 
 
 def local_parts(message: Message, local: Mapping[int, LocalBoxes]) -> list[Tensor]:
     """Return the message's parts as this rank holds them, in the source's dtype."""
-    return [_cut(local[part.number][part.region], part.region, part.box) for part in message.parts]
+    return [cut(local[part.number][part.region], part.region, part.box) for part in message.parts]
 
 
 def receive_buffer(message: Message, device: torch.device | str) -> Tensor:
@@ -215,11 +211,8 @@ def parts_by_tensor(
     flats: Mapping[int, Tensor],
     local: Mapping[int, LocalBoxes] = {},
 ) -> dict[int, list[tuple[Box, Tensor]]]:
-    """Return the parts of each tensor of a bucket that have arrived.
-
-    Args:
-        flats: the messages' bytes by sender; a sender without any is this rank, which holds `local`.
-    """
+    """Return the parts of each tensor of a bucket that have arrived. `flats` are the messages' bytes by
+    sender; a sender without any is this rank, which holds `local`."""
     parts: dict[int, list[tuple[Box, Tensor]]] = {number: [] for number in bucket}
     for sender, message in by_sender.items():
         views = unpack(message, flats[sender]) if sender in flats else local_parts(message, local)
@@ -233,10 +226,8 @@ def assemble(
 ) -> Tensor:
     """Return a tensor of `shape` in which the boxes of `need` are filled.
 
-    If one part is the whole tensor, it is returned without a copy.
-
-    Args:
-        blank: fill the rest with NaN, which cannot be mistaken for weights, instead of leaving it undefined.
+    If one part is the whole tensor, it is returned without a copy. With `blank` the rest is filled with NaN,
+    which cannot be mistaken for weights, instead of being undefined.
     """
     parts = list(arrived)
     if len(parts) == 1 and parts[0][0] == full_box(shape):
@@ -246,7 +237,7 @@ def assemble(
     if blank and need.dtype.is_floating_point:
         tensor.fill_(math.nan)
     for box, part in parts:
-        _cut(tensor, full_box(shape), box).copy_(part)
+        cut(tensor, full_box(shape), box).copy_(part)
     return tensor
 
 
@@ -254,7 +245,7 @@ def _shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def _cut(tensor: Tensor, region: Box, box: Box) -> Tensor:
+def cut(tensor: Tensor, region: Box, box: Box) -> Tensor:
     """Return the part `box` of a tensor that covers `region`."""
     inside = (slice(s - h, e - h) for (s, e), (h, _) in zip(box, region, strict=True))
     return tensor[tuple(inside)]

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
 from typing import Any
@@ -19,19 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ibpo.basics.distributed import World, open_store, own_address
-from megatron_ibpo.weights.layout.regions import (
-    Message,
-    Need,
-    Sender,
-    TensorMeta,
-    WeightSource,
-    assemble,
-    choose_senders,
-    messages,
-    pack,
-    parts_by_tensor,
-    plan_buckets,
-)
+from megatron_ibpo.weights.formats.directories import huge_pages
+from megatron_ibpo.weights.layout import regions
+from megatron_ibpo.weights.layout.regions import Message, Need, Sender, TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start
 from megatron_ibpo.weights.transfer.wire import WirePlan, part_checksums, read_answers
 
@@ -43,6 +32,8 @@ MOMENT_S = 0.1
 """Seconds that each engine gets at least, even if another one has used up the time."""
 MEET_TIMEOUT = timedelta(seconds=60)
 """Time for both sides to meet; both are known to be running then."""
+Workers = Sequence[tuple[int, int]]
+"""(engine, number of its worker) of each."""
 UNUSED = 3
 """References to an unused block: the list's, the loop's and `getrefcount`'s own."""
 
@@ -57,11 +48,7 @@ class Memory:
     """
 
     def __init__(self, step: int) -> None:
-        """
-        Args:
-            step: blocks are multiples of this many bytes, so that a later message fits in an earlier one's
-                place.
-        """
+        """Blocks are multiples of `step` bytes, so that a later message fits in an earlier one's place."""
         self._step = max(1, step)
         self._blocks: list[mmap.mmap] = []
 
@@ -73,24 +60,9 @@ class Memory:
         if not fitting:
             # free blocks that do not fit make room
             self._blocks = [block for block in self._blocks if not any(block is unused for unused in free)]
-            fitting = [_huge_pages(size)]
+            fitting = [huge_pages(size)]
             self._blocks += fitting
         return torch.frombuffer(fitting[0], dtype=torch.uint8, count=num_bytes)
-
-
-def _huge_pages(num_bytes: int) -> mmap.mmap:
-    block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    block.madvise(mmap.MADV_HUGEPAGE)
-    return block
-
-
-@dataclass(frozen=True)
-class _Delivery:
-    """One message of one bucket, and the workers that need exactly it."""
-
-    message: Message
-    workers: tuple[tuple[int, int], ...]
-    """(engine, number of its worker)"""
 
 
 class GlooTransport:
@@ -111,23 +83,26 @@ class GlooTransport:
         self._metas: list[TensorMeta] = []
         self._senders: list[tuple[Sender, ...]] = []
         self._buckets: list[range] = []
-        self._deliveries: list[list[_Delivery]] = []
-        """Deliveries of this rank in each bucket."""
+        self._deliveries: list[Mapping[Message, Workers]] = []
+        """This rank's messages in each bucket, with the workers that need exactly them."""
 
     def connect(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
     ) -> Failures:
-        """Learn which parts of the source's tensors `engines` need, plan, and form groups with them.
-
-        Raises:
-            WeightPlanError: on every rank, if tensors and engines do not fit each other.
-        """
+        """Learn which parts of the source's tensors `engines` need, plan, and form groups with them. Raises
+        WeightPlanError on every rank if tensors and engines do not fit each other."""
         if source.metadata() != self._metas:
             self._needs.clear()
         self._metas = source.metadata()
-        self._senders = choose_senders(self._metas, source.regions())
-        self._buckets = plan_buckets(self._metas, self._bucket_bytes)
-        failures = self._ask_needs(links)
+        self._senders = regions.choose_senders(self._metas, source.regions())
+        self._buckets = regions.plan_buckets(self._metas, self._bucket_bytes)
+        failures: Failures = {}
+        # the engines rehearse an update, and all ranks learn what they need
+        metas = pickle.dumps(self._metas)
+        replies = ask(links, failures, self._timeout, "rehearse_weight_update", metas)
+        for part in self._world.all_gather(replies):
+            for engine, answer in part.items():
+                self._needs[engine] = read_answers(engine, answer, self._metas)
         failures |= self._meet(links, engines, failures)
         self._deliveries = [self._deliveries_of(bucket) for bucket in self._buckets]
         return failures
@@ -138,18 +113,18 @@ class GlooTransport:
         """Send one pass over `source` to `engines`; the source must be as it was at `connect`."""
         failures = start(links, "update_weights", lambda _: ({},))
         groups = {engine: group for engine, group in self._groups.items() if engine in engines}
-        outbox = _Outbox(groups, self._first_worker, self._timeout)
+        outbox = _Outbox(groups, len(self._ranks), self._timeout)
         memory = Memory(self._bucket_bytes // BLOCKS_IN_A_BUCKET)
         local = source.local()
         sums: dict[str, int] = {}
         for number, (bucket, deliveries) in enumerate(zip(self._buckets, self._deliveries, strict=True)):
             bucket_boxes = dict(zip(bucket, islice(local, len(bucket)), strict=True))
             outbox.wait(BUCKETS_UNDERWAY)
-            for delivery in deliveries:
-                flat = pack(delivery.message, bucket_boxes, memory.take(delivery.message.num_bytes))
+            for message, workers in deliveries.items():
+                flat = regions.pack(message, bucket_boxes, memory.take(message.num_bytes))
                 if check:
-                    sums |= part_checksums(delivery.message, flat, self._metas)
-                outbox.send(number, flat, delivery.workers)
+                    sums |= part_checksums(message, flat, self._metas)
+                outbox.send(number, flat, workers)
         outbox.wait(0)
         collect(links, failures, self._timeout)
         for engine in outbox.failures:
@@ -162,26 +137,13 @@ class GlooTransport:
         """Trainer ranks that send; their places in the groups are those in this list."""
         return sorted({rank for senders in self._senders for rank, _ in senders})
 
-    @property
-    def _first_worker(self) -> int:
-        return len(self._ranks)
-
-    def _ask_needs(self, links: Mapping[int, EngineLink]) -> Failures:
-        """Have the engines rehearse an update, and tell all ranks their needs."""
-        failures: Failures = {}
-        metas = pickle.dumps(self._metas)
-        replies = ask(links, failures, self._timeout, "rehearse_weight_update", metas)
-        for part in self._world.all_gather(replies):
-            for engine, answer in part.items():
-                self._needs[engine] = read_answers(engine, answer, self._metas)
-        return failures
-
     def _meet(self, links: Mapping[int, EngineLink], engines: Sequence[int], absent: Failures) -> Failures:
         """Form the groups of those `engines` that have not failed on any rank."""
         missing = {engine for part in self._world.all_gather(list(absent)) for engine in part}
         present = [engine for engine in engines if engine not in missing]
         host = self._world.on_rank_0(own_address)
-        stores = {engine: _listen(host) for engine in present} if self._world.is_rank_0 else {}
+        listening = present if self._world.is_rank_0 else []
+        stores = {engine: open_store(host, 0, MEET_TIMEOUT) for engine in listening}
         ports = self._world.on_rank_0(lambda: {engine: store.port for engine, store in stores.items()})
         ranks = self._ranks
         size = len(ranks) + self._workers
@@ -214,15 +176,15 @@ class GlooTransport:
         collect(met, failures, self._timeout)
         return unmet | failures
 
-    def _deliveries_of(self, bucket: range) -> list[_Delivery]:
+    def _deliveries_of(self, bucket: range) -> Mapping[Message, Workers]:
         """Return this rank's messages in `bucket`; workers that need the same share a message."""
         workers: dict[Message, list[tuple[int, int]]] = {}
         for engine in self._needs:
             for number, needs in enumerate(self._needs[engine]):
-                message = messages(bucket, self._senders, needs).get(self._world.rank)
+                message = regions.messages(bucket, self._senders, needs).get(self._world.rank)
                 if message is not None:
                     workers.setdefault(message, []).append((engine, number))
-        return [_Delivery(message, tuple(receivers)) for message, receivers in workers.items()]
+        return workers
 
     def _needed(self, engines: Sequence[int]) -> int:
         """Return the bytes that the workers of `engines` need of one pass."""
@@ -242,7 +204,7 @@ class _Outbox:
         self.failures: Failures = {}
         self.num_bytes = 0
 
-    def send(self, bucket: int, flat: torch.Tensor, workers: Sequence[tuple[int, int]]) -> None:
+    def send(self, bucket: int, flat: torch.Tensor, workers: Workers) -> None:
         """Start sending `flat` to those of the workers' engines that have not failed."""
         works = []
         for engine, worker in workers:
@@ -270,11 +232,8 @@ class _Outbox:
 
 
 def open_group(store: Any, rank: int, size: int) -> Any:
-    """Open a gloo group, beside any other that the process has; its members meet in `store`.
-
-    Raises:
-        RuntimeError: the others did not come in time.
-    """
+    """Open a gloo group, beside any other that the process has; its members meet in `store`. Raises
+    RuntimeError if the others did not come in time."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address())]
     options._timeout = MEET_TIMEOUT
@@ -300,7 +259,8 @@ class GlooReceiver:
         self._bucket_bytes = plan.bucket_bytes
         self._needs = needs
         self._timeout = timedelta(seconds=timeout)
-        self._buckets = [(bucket, messages(bucket, plan.senders, needs)) for bucket in plan.buckets]
+        buckets = regions.plan_buckets(plan.metas, plan.bucket_bytes)
+        self._buckets = [(bucket, regions.messages(bucket, plan.senders, needs)) for bucket in buckets]
 
     def tensors(self, receipt: dict[str, int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of one pass, in the plan's order. In a tensor that is needed in part, the rest is
@@ -334,12 +294,15 @@ class GlooReceiver:
         if receipt is not None:
             for sender, flat in flats.items():
                 receipt |= part_checksums(by_sender[sender], flat, self._metas)
-        parts = parts_by_tensor(bucket, by_sender, flats)
+        parts = regions.parts_by_tensor(bucket, by_sender, flats)
         flats.clear()
         for number in bucket:
             need, meta = self._needs[number], self._metas[number]
             if need is not None:
-                yield meta.name, assemble(meta.shape, need, parts.pop(number), blank=receipt is not None)
+                yield (
+                    meta.name,
+                    regions.assemble(meta.shape, need, parts.pop(number), blank=receipt is not None),
+                )
 
     def _post(self, place: int, memory: Memory) -> dict[int, tuple[torch.Tensor, Any]]:
         """Start receiving the messages of a bucket: (buffer, work) by sender."""
@@ -348,10 +311,6 @@ class GlooReceiver:
             flat = memory.take(message.num_bytes)
             posted[sender] = (flat, self._group.recv([flat], sender, place))
         return posted
-
-
-def _listen(host: str) -> Any:
-    return open_store(host, 0, MEET_TIMEOUT)
 
 
 def _find(host: str, port: int) -> Any:

@@ -1,8 +1,9 @@
-"""Calls of a weight update to the engines that a rank owns: call all, then wait for all."""
+"""Orders for a weight update, which the driver gives, and its calls to the engines that a rank owns: call
+all, then wait for all. Needs no torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 Failures = dict[int, Exception]
 """Index of an engine → why it no longer takes part in the update."""
@@ -36,28 +37,22 @@ class WeightReceiver(Protocol):
     def rehearse_weight_update(self, tensors: bytes) -> list[bytes]:
         """Return, for each worker, what it takes of these tensors: pickled `TensorMeta`s in, `wire.Answer`s
         out. Only gloo calls this, before the first update."""
-        ...
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Join the trainers' group, or agree on buffers; the transport defines the content of `init_info`."""
-        ...
 
     def start_weight_update(self, check: bool) -> None:
         """Stop sampling and prepare for new weights; with `check` keep checksums of what arrives. An update
         that was not finished is given up."""
-        ...
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load tensors; the transport defines the content of `update_info`."""
-        ...
 
     def missing_weights(self) -> list[list[str]]:
         """Return the tensors that each worker still lacks."""
-        ...
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
         """Go on sampling with the weights as policy `version`; return each worker's checksums by tensor."""
-        ...
 
 
 class EngineLink(Protocol):
@@ -107,3 +102,21 @@ def ask(
 def without(links: Mapping[int, EngineLink], failures: Failures) -> dict[int, EngineLink]:
     """Return the engines that have not failed."""
     return {engine: link for engine, link in links.items() if engine not in failures}
+
+
+TransportName = Literal["gloo", "ipc", "nccl"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOrder:
+    """An order to update the engines: which version, and how."""
+
+    version: int
+    """Version of the policy whose weights are sent."""
+    sleeping: bool
+    """True if the engines sleep. They wake in the order that needs the least memory: weights, update, KV
+    cache."""
+    check: bool
+    """True to compare checksums of everything as sent and as received."""
+    timeout: float
+    """Seconds that each step may take."""

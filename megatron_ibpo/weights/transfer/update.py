@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Protocol
 
 from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.weights.layout.regions import WeightSource
-from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, without
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, UpdateOrder, ask, without
 from megatron_ibpo.weights.transfer.wire import compare_checksums
 from megatron_ibpo.weights.weight_errors import WeightPlanError, listed
 
@@ -19,11 +18,8 @@ class Transport(Protocol):
     def connect(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
     ) -> Failures:
-        """Plan the update of `engines`, which are new; `links` are those of them that this rank owns.
-
-        Raises:
-            WeightPlanError: on every rank, if the source's tensors are not those that the engines load.
-        """
+        """Plan the update of `engines`, which are new; `links` are those of them that this rank owns. Raises
+        WeightPlanError on every rank if the source's tensors are not those that the engines load."""
 
     def send(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
@@ -42,10 +38,7 @@ def open_transport(
         bucket_bytes: the update uses at most twice this much memory beside the model.
         timeout: seconds that a step of an update may take.
     """
-    module, _, kind = path.partition(":")
-    transport: Transport = getattr(import_module(module), kind)(
-        world, workers_per_engine, bucket_bytes, timeout
-    )
+    transport: Transport = resolve_name(path)(world, workers_per_engine, bucket_bytes, timeout)
     return transport
 
 
@@ -80,7 +73,8 @@ def update_engines(
     must_repeat = True
     while must_repeat:
         ask(links, failures, order.timeout, "start_weight_update", order.check)
-        present = _agreed(world, engines, failures)
+        failed = {engine for part in world.all_gather(list(failures)) for engine in part}
+        present = [engine for engine in engines if engine not in failed]
         sent = transport.send(source, without(links, failures), present, check=order.check)
         failures = sent.failures | failures  # the earlier failure is the cause
         must_repeat = sent.must_repeat
@@ -98,17 +92,8 @@ def update_engines(
     return replace(sent, failures=failures)
 
 
-def _agreed(world: World, engines: Sequence[int], failures: Failures) -> list[int]:
-    """Return those of `engines` that failed on no rank."""
-    failed = {engine for part in world.all_gather(list(failures)) for engine in part}
-    return [engine for engine in engines if engine not in failed]
-
-
 def _refuse_incomplete(world: World, missing: Mapping[int, Sequence[Sequence[str]]]) -> None:
-    """
-    Args:
-        missing: by engine, the tensors that each of its workers lacks.
-    """
+    """Refuse engines with `missing` tensors, which are those that each of their workers lacks."""
     mine = {
         engine: sorted({name for worker in workers for name in worker}) for engine, workers in missing.items()
     }

@@ -1,23 +1,22 @@
-"""Messages between trainers and the workers of an engine before a weight update. They go through vLLM
-pickled: vLLM's processes pass bytes on unchanged. Checksums of one pass over a tensor in place compare what
-both sides hold."""
+"""Messages between trainers and the workers of an engine before a weight update, and the rehearsal that they
+are about: the parts of each tensor that a model's loader takes.
 
+Messages go through vLLM pickled: vLLM's processes pass bytes on unchanged. Checksums of one pass over a
+tensor in place compare what both sides hold. A tensor-parallel worker copies its shard out of every tensor
+that it gets. Which part that is shows only in the copying itself, and is learnt from tensors of zeros that
+record reads.
+"""
+
+import math
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from megatron_ibpo.weights.layout.regions import (
-    Buckets,
-    Message,
-    Need,
-    Sender,
-    TensorMeta,
-    box_name,
-    plan_buckets,
-    unpack,
-)
+from megatron_ibpo.weights.layout import regions
+from megatron_ibpo.weights.layout.regions import Box, Message, Need, Sender, TensorMeta
 from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError, listed
 
 
@@ -29,10 +28,6 @@ class WirePlan:
     senders: Sequence[tuple[Sender, ...]]
     """Senders of each tensor: (rank in the group, region)."""
     bucket_bytes: int
-
-    @property
-    def buckets(self) -> Buckets:
-        return plan_buckets(self.metas, self.bucket_bytes)
 
 
 @dataclass(frozen=True)
@@ -50,11 +45,8 @@ class Answer:
 def read_answers(
     engine: int, pickled: Sequence[bytes], metas: Sequence[TensorMeta]
 ) -> list[list[Need | None]]:
-    """Return the needs of each worker of `engine`.
-
-    Raises:
-        WeightPlanError: names the tensors that no worker knows and the parameters that no tensor reaches.
-    """
+    """Return the needs of each worker of `engine`. Raises WeightPlanError, which names the tensors that no
+    worker knows and the parameters that no tensor reaches."""
     replies: list[Answer] = [pickle.loads(answer) for answer in pickled]
     for answer in replies:
         if answer.error:
@@ -97,8 +89,8 @@ def checksum(tensor: torch.Tensor) -> int:
 def part_checksums(message: Message, flat: torch.Tensor, metas: Sequence[TensorMeta]) -> dict[str, int]:
     """Return the checksum of each part of a message, by its tensor's name and bounds."""
     return {
-        box_name(metas[part.number].name, part.box, metas[part.number].shape): checksum(view)
-        for part, view in zip(message.parts, unpack(message, flat), strict=True)
+        regions.box_name(metas[part.number].name, part.box, metas[part.number].shape): checksum(view)
+        for part, view in zip(message.parts, regions.unpack(message, flat), strict=True)
     }
 
 
@@ -119,3 +111,141 @@ def compare_checksums(sent: Mapping[str, int], receipts: Sequence[Mapping[str, i
             f"{len(wrong)} of {len(sent)} tensors of a weight update reached the engine changed or not at "
             f"all: {listed(sorted(wrong))}"
         )
+
+
+HARMLESS = {
+    "__get__", "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size",
+    "is_contiguous", "is_floating_point", "is_complex", "ndimension", "get_device", "untyped_storage",
+    "__len__", "requires_grad_",
+}  # fmt: skip
+"""Tensor functions that do not read its values."""
+
+
+@dataclass
+class _Reads:
+    """A record of what was read of one tensor."""
+
+    meta: TensorMeta
+    boxes: set[Box] = field(default_factory=set)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    """Dtypes that it was copied into."""
+
+    def note(self, view: torch.Tensor, dtype: torch.dtype | None) -> None:
+        self.boxes.add(_box_of(view, self.meta))
+        self.dtypes.add(self.meta.dtype if dtype is None else dtype)
+
+    def need(self) -> Need | None:
+        if not self.boxes:
+            return None
+        boxes = tuple(sorted(self.boxes))
+        if any(regions.intersect(a, b) for number, a in enumerate(boxes) for b in boxes[:number]):
+            boxes = (regions.full_box(self.meta.shape),)
+        dtype = next(iter(self.dtypes)) if len(self.dtypes) == 1 else self.meta.dtype
+        narrower = dtype.is_floating_point and dtype.itemsize < self.meta.dtype.itemsize
+        return Need(dtype if narrower else self.meta.dtype, boxes)
+
+
+class Rehearsal:
+    """Zeros under the names and shapes of tensors to come, and a record of what was read of them.
+
+    A plain copy is recorded with its bounds and with its target precision, in which the tensor may then
+    travel. Any other operation on values counts as reading all of its operand.
+    """
+
+    def __init__(self, metas: Sequence[TensorMeta]) -> None:
+        self._reads = [_Reads(meta) for meta in metas]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors for a model's `load_weights`. They take no memory: they are never written to."""
+        for reads in self._reads:
+            zeros = torch.zeros(reads.meta.shape, dtype=reads.meta.dtype)
+            yield reads.meta.name, _watched(zeros, reads)
+
+    def needs(self) -> list[Need | None]:
+        """Return, for each tensor, what was read; None if nothing was."""
+        return [reads.need() for reads in self._reads]
+
+
+class _Watched(torch.Tensor):
+    """A tensor that records reads of it and of its views."""
+
+    reads: _Reads
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        watched = list(_watched_in((args, kwargs)))
+        if func is torch.Tensor.copy_ and not isinstance(args[0], cls):
+            for source in watched:
+                source.reads.note(source, args[0].dtype)
+            return result
+        views = _views(result, watched)
+        if views is not None:
+            return views
+        if getattr(func, "__name__", "") not in HARMLESS:
+            for source in watched:
+                source.reads.note(source, None)
+        return result
+
+
+def _watched(tensor: torch.Tensor, reads: _Reads) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        view = tensor.as_subclass(_Watched)
+    view.reads = reads
+    return view
+
+
+def _watched_in(arguments: Any) -> Iterator[_Watched]:
+    """Yield the watched tensors among arguments, at any depth."""
+    if isinstance(arguments, _Watched):
+        yield arguments
+    elif isinstance(arguments, dict):
+        yield from _watched_in(list(arguments.values()))
+    elif isinstance(arguments, tuple | list):
+        for item in arguments:
+            yield from _watched_in(item)
+
+
+def _views(result: Any, watched: list[_Watched]) -> Any:
+    """Return the result, watched, if it is one or several views of a watched tensor; otherwise None."""
+    if isinstance(result, tuple | list):
+        views = [_views(item, watched) for item in result]
+        return type(result)(views) if views and all(view is not None for view in views) else None
+    if not isinstance(result, torch.Tensor):
+        return None
+    for source in watched:
+        if _address(result) == _address(source):
+            return _watched(result, source.reads)
+    return None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
+
+
+def _box_of(view: torch.Tensor, meta: TensorMeta) -> Box:
+    """Return the bounds of a view in the contiguous tensor that it was cut from; if it is no box, the rows
+    that it touches."""
+    with torch._C.DisableTorchFunctionSubclass():
+        dtype, sizes, strides = view.dtype, tuple(view.shape), view.stride()
+        offset = int(view.storage_offset())
+    if dtype != meta.dtype or not meta.shape or 0 in sizes:
+        return regions.full_box(meta.shape)
+    rows = math.prod(meta.shape[1:])
+    steps = [math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
+    if list(strides) == steps and len(sizes) == len(meta.shape):
+        box, remaining = [], offset
+        for step, size, limit in zip(steps, sizes, meta.shape, strict=True):
+            start, remaining = divmod(remaining, step)
+            if start + size > limit:
+                break
+            box.append((start, start + size))
+        else:
+            return tuple(box)
+    last = offset + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+    return ((offset // rows, last // rows + 1), *regions.full_box(meta.shape[1:]))

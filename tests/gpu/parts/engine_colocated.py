@@ -19,7 +19,7 @@ from vllm_engine import (
 )
 
 from megatron_ibpo.engines.registry import TRANSPORTS
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from megatron_ibpo.weights.transfer.link import UpdateOrder
 
 
 def run(job):

@@ -14,7 +14,7 @@ from training import start_policy
 from vllm_engine import TIMEOUT_S, config_of, open_engine, requests_of, sequences_of, transport_of
 
 from megatron_ibpo.engines.registry import TRANSPORTS
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from megatron_ibpo.weights.transfer.link import UpdateOrder
 
 REQUESTS = 32
 MOMENT = 0.3  # share of the undisturbed time after which the update begins

@@ -41,7 +41,7 @@ def step_difference(before, after, again):
 
 
 def save_and_go_on(config, sequences, directory):
-    from megatron_ibpo.weights.formats.retention import Keep, step_name
+    from megatron_ibpo.weights.formats.run_state import Keep, step_name
 
     policy, rank = start_policy(config)
     for _ in range(2):

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from training import set_up, start_policy
 
 from megatron_ibpo.engines.registry import TRANSPORTS
-from megatron_ibpo.weights.transfer.update_order import UpdateOrder
+from megatron_ibpo.weights.transfer.link import UpdateOrder
 from megatron_ibpo.weights.transfer.wire import checksum
 
 
