@@ -7,14 +7,17 @@ from typing import Literal
 from megatron_ibpo.config import DataConfig, EnvironmentConfig
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
 from megatron_ibpo.data.held_out import file_prompts
-from megatron_ibpo.data.left_out import Tally
 from megatron_ibpo.data.order import mixed
 from megatron_ibpo.data.pass_rates import PassRates, open_pass_rates
-from megatron_ibpo.data.prompts import PromptSource, in_environment
-from megatron_ibpo.data.response_text import ResponseText
+from megatron_ibpo.data.prompts import (
+    CorrectionTemplate,
+    PromptSource,
+    PromptSuffixes,
+    ResponseText,
+    in_environment,
+)
 from megatron_ibpo.data.row_prompts import OWN_SCHEME, Reader, own_rows, prompts_of_rows, read_prompts
-from megatron_ibpo.data.sources import read_spec
-from megatron_ibpo.data.templates import CorrectionTemplate, PromptSuffixes
+from megatron_ibpo.data.sources import Tally, read_spec
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer, TokenTexts, load_tokenizer
 
 __all__ = [

@@ -26,9 +26,9 @@ from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.config import nearest
-from megatron_ibpo.data.left_out import TOO_LONG, Tally
 from megatron_ibpo.data.prompts import PromptSource, TooLongError, chat_prompt, check_prompt, plain_prompt
 from megatron_ibpo.data.row_prompts import Reader, template_settings, with_system_prompt
+from megatron_ibpo.data.sources import TOO_LONG, Tally
 from megatron_ibpo.data.tokenizer import DataError
 
 SCHEME = "reasoning_gym://"

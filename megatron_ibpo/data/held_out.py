@@ -21,9 +21,9 @@ from megatron_ibpo.data.files import (
     small_rows,
 )
 from megatron_ibpo.data.large_files import prompts_of_table
-from megatron_ibpo.data.left_out import Division, question_hash
 from megatron_ibpo.data.prompts import PromptSource
 from megatron_ibpo.data.row_prompts import Reader, Rows, read_prompts
+from megatron_ibpo.data.sources import Division, question_hash
 from megatron_ibpo.data.tables import Row
 from megatron_ibpo.data.tokenizer import DataError
 

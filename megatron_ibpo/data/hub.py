@@ -1,4 +1,5 @@
-"""Models and data sets of the Hugging Face Hub, downloaded into huggingface_hub's own cache.
+"""Models and data sets of the Hugging Face Hub, downloaded into huggingface_hub's own cache; and the upload
+of the policy that a run exports.
 
 The cache's rules hold: HF_HOME places it, HF_HUB_OFFLINE uses only what it has, HF_TOKEN opens what is
 private or gated, HF_ENDPOINT names another Hub. What comes back is the directory of a snapshot, whose path
@@ -17,7 +18,9 @@ from typing import Any
 from megatron_ibpo.basics.text import listed
 from megatron_ibpo.config import Config, HubId, hub_id
 from megatron_ibpo.config.paths import relocated
+from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.data.files import HELD_OUT, SUFFIXES
+from megatron_ibpo.data.tables import first_line
 
 _OF_MODELS = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files of a model's top folder that a run may read besides the weights: configuration, tokenizer."""
@@ -202,17 +205,13 @@ def _answer(repo_id: HubId, kind: str, ask: Callable[[], Any]) -> Any:
         notice = (
             "HF_HUB_OFFLINE is set"
             if constants.HF_HUB_OFFLINE
-            else f"{constants.ENDPOINT} does not answer ({_first_line(error.__cause__ or error)})"
+            else f"{constants.ENDPOINT} does not answer ({first_line(error.__cause__ or error)})"
         )
         raise HubError(
             f"{subject} {notice}, and the cache in {constants.HF_HUB_CACHE} lacks the {kind}, or a part of it"
         ) from error
     except (HTTPError, ConnectionError) as error:
-        raise HubError(f"{subject} {constants.ENDPOINT} does not give it: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200] or type(error).__name__
+        raise HubError(f"{subject} {constants.ENDPOINT} does not give it: {first_line(error)}") from error
 
 
 def with_local_copies(config: Config) -> Config:
@@ -240,3 +239,60 @@ def with_local_copies(config: Config) -> Config:
     if held_out is not None:
         held_out = relocated(held_out, lambda spec: local_source(spec, pins))
     return replace(config, data=replace(config.data, prompt_data=prompts, eval_prompt_data=held_out))
+
+
+class UploadError(RuntimeError):
+    """The Hub did not take a run's export; the message says why and how to upload it later."""
+
+
+def prepare_upload(run: RunConfig) -> None:
+    """Make sure, before a run starts, that the Hub will take its export (--push-to-hub). A repository that
+    does not exist is created, and is private.
+
+    Raises:
+        HubError: no token, no right to write there, no such owner, or the Hub cannot be reached.
+    """
+    if run.push_to_hub is None or run.dry_run:
+        return
+    from httpx2 import HTTPError
+    from huggingface_hub import HfApi, constants, get_token
+
+    api, flag = HfApi(), f"--push-to-hub {run.push_to_hub}"
+    if constants.HF_HUB_OFFLINE:
+        raise HubError(f"{flag}: HF_HUB_OFFLINE is set, and nothing can be uploaded; unset it")
+    if get_token() is None:
+        raise HubError(f"{flag}: no token; `hf auth login` stores one, or set HF_TOKEN")
+    try:
+        api.create_repo(run.push_to_hub, private=True, exist_ok=True)
+        api.auth_check(run.push_to_hub, write=True)
+    except (HTTPError, OSError) as error:
+        raise HubError(f"{flag}: nothing can be uploaded to {api.endpoint}: {_reason(error)}") from error
+
+
+def upload_export(run: RunConfig, *, stopped: bool) -> None:
+    """Upload a run's export (--push-to-hub), unless the run was stopped. The export stays where it is.
+
+    Raises:
+        UploadError: the Hub did not take it.
+    """
+    if run.push_to_hub is None:
+        return
+    export, flag = run.run_dir / "hf", f"--push-to-hub {run.push_to_hub}"
+    if stopped:
+        print(f"{flag}: the run was stopped before its end, so nothing is uploaded", file=sys.stderr)
+        return
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().upload_folder(repo_id=run.push_to_hub, folder_path=export, commit_message="Trained by IBPO")
+    except Exception as error:  # the library's errors and those of its transports have no common base
+        raise UploadError(
+            f"{flag}: not uploaded: {_reason(error)}; the policy is in {export}, and "
+            f"`hf upload {run.push_to_hub} {export}` tries again"
+        ) from error
+    print(f"uploaded {export} to {HfApi().endpoint}/{run.push_to_hub}", file=sys.stderr, flush=True)
+
+
+def _reason(error: Exception) -> str:
+    """Return what the Hub says, or else the first line of the error."""
+    return first_line(getattr(error, "server_message", None) or error)

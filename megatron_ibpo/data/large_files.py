@@ -14,10 +14,10 @@ from rich.progress import track
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.data.layouts import known_layout
-from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, Tally
 from megatron_ibpo.data.order import Place, TableOrder
 from megatron_ibpo.data.prompts import PromptSource
 from megatron_ibpo.data.row_prompts import Reader, layout_notes, normalised
+from megatron_ibpo.data.sources import BAD_ROW, DUPLICATE, Tally
 from megatron_ibpo.data.tables import Row, RowCounts, Table, WithoutRows
 from megatron_ibpo.data.tokenizer import DataError
 

@@ -20,7 +20,7 @@ from megatron_ibpo.basics.strict_json import json_value, read_json
 from megatron_ibpo.basics.text import listed
 from megatron_ibpo.data.tables import Row
 from megatron_ibpo.data.tokenizer import DataError, Message
-from megatron_ibpo.rewards.final_answer import final_boxes
+from megatron_ibpo.rewards.response import final_boxes
 
 COLUMNS = ("task", "metadata", "rm_type", "id", "reward_model", "data_source", "extra_info")
 """Columns that may be read besides question and label."""

@@ -17,7 +17,7 @@ from megatron_ibpo.basics.record_lines import record_lines
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.config import Config
-from megatron_ibpo.data.left_out import NOT_MEASURED, PASS_RATE
+from megatron_ibpo.data.sources import NOT_MEASURED, PASS_RATE
 from megatron_ibpo.data.tokenizer import DataError
 
 

@@ -30,7 +30,6 @@ from megatron_ibpo.data.layouts import (
     layout_said,
     plain_row,
 )
-from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, HELD_OUT, NOT_CHOSEN, TOO_LONG, Division, Tally
 from megatron_ibpo.data.order import shuffled
 from megatron_ibpo.data.pass_rates import PassRates
 from megatron_ibpo.data.prompts import (
@@ -41,7 +40,16 @@ from megatron_ibpo.data.prompts import (
     check_size,
     plain_prompt,
 )
-from megatron_ibpo.data.sources import SourceSpec
+from megatron_ibpo.data.sources import (
+    BAD_ROW,
+    DUPLICATE,
+    HELD_OUT,
+    NOT_CHOSEN,
+    TOO_LONG,
+    Division,
+    SourceSpec,
+    Tally,
+)
 from megatron_ibpo.data.tables import LONGEST_LINE, Row, check_encoding, num_brackets, parsed_row
 from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer
 

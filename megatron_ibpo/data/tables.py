@@ -88,6 +88,11 @@ def check_encoding(path: Path, start: bytes) -> None:
         raise DataError(f"{path}: is UTF-16, expected UTF-8; `iconv -f UTF-16 -t UTF-8` converts it")
 
 
+def first_line(error: object) -> str:
+    """Return the first line of what an error or a server says, shortened, or else the error's type."""
+    return str(error).partition("\n")[0][:200] or type(error).__name__
+
+
 class JsonLines:
     """A JSONL file in stretches of bytes: a row belongs to the block in which its line starts."""
 

@@ -13,11 +13,18 @@ from typing import Any
 
 from megatron_ibpo.data.prompts import check_shown
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer, decoder_with, id_of
-from megatron_ibpo.environments.families import family_readers
-from megatron_ibpo.environments.hermes import ReadCall, as_text, policy_message, read_text, tools_text
 from megatron_ibpo.environments.protocol import Message, Tool
-from megatron_ibpo.environments.tagged_calls import GLM4_5, QWEN3_5
-from megatron_ibpo.rewards.thinking import open_at_end
+from megatron_ibpo.environments.tool_calls import (
+    GLM4_5,
+    QWEN3_5,
+    ReadCall,
+    as_text,
+    family_readers,
+    policy_message,
+    read_text,
+    tools_text,
+)
+from megatron_ibpo.rewards.response import open_at_end
 
 _MARKER = "MARKERc9f0f895fb98ab91"
 _USER: Message = {"role": "user", "content": "Hello."}

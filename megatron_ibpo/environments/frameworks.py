@@ -7,11 +7,13 @@ environments draw from these."""
 
 import asyncio
 import inspect
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from numpy import random as numpy_random  # loaded here, once; numpy itself would load it in each episode
+
 from megatron_ibpo.basics.reward_value import read_reward
-from megatron_ibpo.environments.episode import seed_generators
 from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Turn
 from megatron_ibpo.environments.trl import RewardFunctions, call_reward_functions, trl_tools
 
@@ -238,6 +240,12 @@ def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dic
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators, so that an environment that uses them starts alike each time."""
+    random.seed(seed)
+    numpy_random.seed(seed % 2**32)
 
 
 def _seeded(seed: int) -> int:

@@ -1,4 +1,9 @@
-"""The episodes of one node, each in a process of its own that can be killed at any time."""
+"""The episodes of one node, each in a process of its own that can be killed at any time.
+
+--environment-sandbox puts bubblewrap around the zygote of an environment, and so around its episodes. A
+program that a model wrote gets less than this from `rewards.sandbox`. An environment is code that the user
+chose, and needs Python's packages, files and child processes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import asyncio
 import errno
 import json
 import logging
+import os
 import socket
 import sys
 import threading
@@ -13,16 +19,16 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.supervised import Supervised
-from megatron_ibpo.config import ConfigError, EnvironmentConfig
+from megatron_ibpo.config import ConfigError, EnvironmentConfig, user_directory
 from megatron_ibpo.environments.protocol import EpisodeFaultError, FaultKind
-from megatron_ibpo.environments.sandbox import OWNER, TEMPORARY, sandboxed
-from megatron_ibpo.environments.session import ProcessSession
+from megatron_ibpo.environments.session import Owner, ProcessSession
 from megatron_ibpo.rewards.sandbox import SandboxError
+from megatron_ibpo.rewards.sandbox.bubblewrap import bubblewrap
 
 _START_TIMEOUT = 120.0
 """Seconds that the import of an environment may take."""
@@ -108,7 +114,14 @@ class EnvironmentPool:
         except BaseException:
             self._places.give_back()
             raise
-        owner = _Owner(self, zygote, self._config.step_timeout, self._config.episode_timeout)
+
+        def give_back_place(hangs: bool) -> None:
+            if hangs:
+                zygote.kill()
+            self._places.give_back()
+
+        timeouts = self._config.step_timeout, self._config.episode_timeout
+        owner = Owner(*timeouts, lambda kind, text: self._fault(kind, target, text), give_back_place)
         session = ProcessSession(connection, owner)
         try:
             await session.reset(question, label, metadata, seed)
@@ -339,24 +352,6 @@ class _Zygote:
         self._control.close()
 
 
-@dataclass(frozen=True)
-class _Owner:
-    """The part of a pool that a session needs."""
-
-    pool: EnvironmentPool
-    zygote: _Zygote
-    step_timeout: float
-    episode_timeout: float
-
-    def fault(self, kind: FaultKind, text: str) -> EpisodeFaultError:
-        return self.pool._fault(kind, self.zygote.target, text)
-
-    def give_back_place(self, *, hangs: bool) -> None:
-        if hangs:
-            self.zygote.kill()
-        self.pool._places.give_back()
-
-
 class _Places:
     """A limit of what runs at once: first come, first served, across event loops."""
 
@@ -394,3 +389,34 @@ class _Places:
                     place.set_result(None)
                     return
             self._free += 1
+
+
+TEMPORARY = "/tmp"
+"""Temporary directory inside, in memory."""
+OWNER = "1"
+"""Process id, inside, of the parent of the command."""
+_HIDDEN = (TEMPORARY, "/var/tmp", "/run")
+"""Directories that hold sockets of other programs, which a read-only file system does not keep from use."""
+
+
+def sandboxed(command: list[str]) -> list[str]:
+    """Return the command that runs another one in the sandbox: without network and other processes, and with
+    a file system that is read-only except for an empty temporary directory.
+
+    Raises:
+        SandboxError: bubblewrap is not installed.
+    """
+    wrapped = [bubblewrap(), "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
+    wrapped += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    for path in filter(os.path.isdir, _HIDDEN):
+        wrapped += ["--tmpfs", path]
+    for path in _needed():
+        wrapped += ["--ro-bind", path, path]
+    return [*wrapped, "--setenv", "TMPDIR", TEMPORARY, "--", *command]
+
+
+def _needed() -> list[str]:
+    """Return the hidden directories from which Python imports."""
+    directories = {os.path.abspath(path) for path in [sys.prefix, str(user_directory()), *sys.path]}
+    hidden = [path for path in sorted(directories) if any(map(Path(path).is_relative_to, _HIDDEN))]
+    return [path for path in hidden if os.path.exists(path) and path not in _HIDDEN]

@@ -32,9 +32,9 @@ from megatron_ibpo.basics.reward_value import ResponseError
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards.executors import Executor, long_integer, open_executor
 from megatron_ibpo.rewards.rebinding import with_rebinding
+from megatron_ibpo.rewards.response import after_thinking
 from megatron_ibpo.rewards.sandbox import Limits, SandboxError
 from megatron_ibpo.rewards.sandbox.inside import needed_names
-from megatron_ibpo.rewards.thinking import after_thinking
 
 SETTINGS = "code_execution"
 """Key of the metadata under which `score` is told how programs are run."""

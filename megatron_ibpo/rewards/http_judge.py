@@ -16,8 +16,8 @@ from megatron_ibpo.basics.reward_value import LARGEST_REWARD
 from megatron_ibpo.basics.text import listed
 from megatron_ibpo.basics.user_files import KIB, read_user_file
 from megatron_ibpo.config import ConfigError, DataConfig
-from megatron_ibpo.rewards.final_answer import final_part
-from megatron_ibpo.rewards.http_wire import UNREADABLE, Question, reward_url
+from megatron_ibpo.rewards.http_score import UNREADABLE, Question, reward_url
+from megatron_ibpo.rewards.response import final_part
 
 _TEMPLATE_BYTES = 256 * KIB
 _PLACEHOLDER = re.compile(r"\{\{\s*+(\w++)\s*+\}\}")

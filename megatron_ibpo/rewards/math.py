@@ -21,11 +21,18 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from sympy import Expr
 
 from megatron_ibpo.basics.reward_value import RESPONSE_ERROR, LabelError, ResponseError
-from megatron_ibpo.rewards.exact import compare, decimal_comma, normal, unwrapped, without_fonts
-from megatron_ibpo.rewards.final_answer import final_boxes, final_part, stated_answer
+from megatron_ibpo.rewards.exact import (
+    compare,
+    decimal_comma,
+    latex,
+    normal,
+    text_form,
+    unwrapped,
+    without_fonts,
+)
 from megatron_ibpo.rewards.labels import accepted_answers
 from megatron_ibpo.rewards.limits import cpu_limit, in_batches
-from megatron_ibpo.rewards.spelling import latex, text_form
+from megatron_ibpo.rewards.response import final_boxes, final_part, stated_answer
 
 # math-verify asks for a time-out of the caller's own when its alarm signal is off; `cpu_limit` is that
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -10,10 +10,17 @@ from typing import Any
 from megatron_ibpo.basics.reward_value import WRONG, LabelError
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config import nearest
-from megatron_ibpo.rewards.final_answer import final_boxes, final_part
+from megatron_ibpo.rewards.response import final_boxes, final_part
 from megatron_ibpo.rewards.sandbox import SandboxError
-from megatron_ibpo.rewards.scorer_sandbox import Task, Verdict, judge_answers, open_scorers
-from megatron_ibpo.rewards.scorer_texts import GRADABLE, is_expression, unfit_row
+from megatron_ibpo.rewards.scorer_sandbox import (
+    GRADABLE,
+    Task,
+    Verdict,
+    is_expression,
+    judge_answers,
+    open_scorers,
+    unfit_row,
+)
 
 UNGRADABLE = {
     "boxnet": "its items have no answer (None), and its scorer gives marks for parts of a plan",

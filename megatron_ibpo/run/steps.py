@@ -16,8 +16,7 @@ from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import Credit
 from megatron_ibpo.credit.explanation import GroupExplanation
-from megatron_ibpo.data.hub import with_local_copies
-from megatron_ibpo.data.hub_upload import prepare_upload, upload_export
+from megatron_ibpo.data.hub import prepare_upload, upload_export, with_local_copies
 from megatron_ibpo.run import loop, observers, saving, step_report
 from megatron_ibpo.run import open as opening
 from megatron_ibpo.run.checks import check_installed, check_settings

@@ -18,7 +18,7 @@ from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import DataError, arrow_tables, open_source, tables
-from megatron_ibpo.data.arrow_sizes import is_compressed, largest_row
+from megatron_ibpo.data.arrow_tables import is_compressed, largest_row
 from megatron_ibpo.data.row_prompts import MOST_LINES
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.evaluate import sets

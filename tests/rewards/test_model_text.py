@@ -23,7 +23,7 @@ from megatron_ibpo.rewards import (
     reasoning_gym,
     thinking,
 )
-from megatron_ibpo.rewards.http_wire import Question
+from megatron_ibpo.rewards.http_score import Question
 
 
 def labels_read(text):
