@@ -6,6 +6,7 @@ buffers, which are unpacked as soon as they are read. So sizes are found before 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,7 +30,36 @@ _ARROW_MAGIC, _ARROW_PADDING = b"ARROW1", 8
 """Beginning of an Arrow file that is no stream, and where its messages start."""
 
 
-class Parquet:
+class _Blocks(ABC):
+    """A file in blocks: the parts of it that are read at one time."""
+
+    def __init__(self, path: Path, block_rows: Sequence[int], most_blocks: int | None = None):
+        """
+        Args:
+            block_rows: rows of each block.
+            most_blocks: blocks that may be held at one time; None: any number.
+        """
+        self.path = path
+        self._first = np.concatenate([[0], np.cumsum(block_rows, dtype=np.int64)])
+        self.num_blocks = len(block_rows)
+        windows = round(WINDOW_ROWS * self.num_blocks / max(1, int(self._first[-1])))
+        self.window = min(max(1, windows), max(1, self.num_blocks), most_blocks or self.num_blocks or 1)
+        self._block = lru_cache(maxsize=self.window + 1)(self._read_block)
+
+    @abstractmethod
+    def _read_block(self, block: int) -> _Block: ...
+
+    def count(self, block: int) -> int:
+        return int(self._first[block + 1] - self._first[block])
+
+    def row(self, block: int, number: int) -> Row:
+        return self._block(block).row(number)
+
+    def location(self, block: int, number: int) -> str:
+        return f"{self.path}, row {self._first[block] + number}"
+
+
+class Parquet(_Blocks):
     """A parquet file in row groups."""
 
     def __init__(self, path: Path, columns: Sequence[str] | None = None):
@@ -55,21 +85,9 @@ class Parquet:
             present = ", ".join(names[:20])
             raise DataError(f"{path}: has none of the columns {', '.join(columns)} (found: {present})")
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-        self._first = np.concatenate([[0], np.cumsum([group.num_rows for group in groups], dtype=np.int64)])
-        self.num_blocks = len(groups)
         largest = max(map(self._checked_bytes, range(len(groups)), groups), default=1)
         fitting = max(1, WINDOW_BYTES // max(1, largest) - 1)
-        self.window = min(_window(self.num_blocks, int(self._first[-1])), fitting)
-        self._group = lru_cache(maxsize=self.window + 1)(self._read_group)
-
-    def count(self, block: int) -> int:
-        return int(self._first[block + 1] - self._first[block])
-
-    def row(self, block: int, number: int) -> Row:
-        return self._group(block).row(number)
-
-    def location(self, block: int, number: int) -> str:
-        return f"{self.path}, row {self._first[block] + number}"
+        super().__init__(path, [group.num_rows for group in groups], fitting)
 
     def _checked_bytes(self, number: int, group: Any) -> int:
         """Return the decompressed bytes of a row group's columns that may be needed."""
@@ -98,7 +116,7 @@ class Parquet:
             )
         return size
 
-    def _read_group(self, block: int) -> _Block:
+    def _read_block(self, block: int) -> _Block:
         import pyarrow
 
         try:
@@ -108,7 +126,7 @@ class Parquet:
             raise DataError(f"row group {block} cannot be read ({first_line(error)})") from error
 
 
-class ArrowFile:
+class ArrowFile(_Blocks):
     """An Arrow file of a Hugging Face data set on disk, in record batches. It is mapped, not read."""
 
     def __init__(self, path: Path, columns: Sequence[str]):
@@ -118,29 +136,14 @@ class ArrowFile:
         """
         import pyarrow
 
-        self.path = path
         try:
             self._batches = _record_batches(path)
         except (pyarrow.ArrowException, OSError, EOFError, IndexError, ValueError, MemoryError) as error:
             raise DataError(f"{path}: not an Arrow file, or cut off ({first_line(error)})") from error
         self._columns = columns
-        self._first = np.concatenate(
-            [[0], np.cumsum([len(batch) for batch in self._batches], dtype=np.int64)]
-        )
-        self.num_blocks = len(self._batches)
-        self.window = _window(self.num_blocks, int(self._first[-1]))
-        self._batch = lru_cache(maxsize=self.window + 1)(self._validated)
+        super().__init__(path, [len(batch) for batch in self._batches])
 
-    def count(self, block: int) -> int:
-        return len(self._batches[block])
-
-    def row(self, block: int, number: int) -> Row:
-        return self._batch(block).row(number)
-
-    def location(self, block: int, number: int) -> str:
-        return f"{self.path}, row {self._first[block] + number}"
-
-    def _validated(self, block: int) -> _Block:
+    def _read_block(self, block: int) -> _Block:
         """Return the batch after checking that none of its offsets point outside; the library trusts what it
         maps."""
         import pyarrow
@@ -194,10 +197,6 @@ def _record_batches(path: Path) -> list[Any]:
         return list(pyarrow.ipc.open_stream(mapped))
     reader = pyarrow.ipc.open_file(mapped)
     return [reader.get_batch(number) for number in range(reader.num_record_batches)]
-
-
-def _window(num_blocks: int, rows: int) -> int:
-    return min(max(1, round(WINDOW_ROWS * num_blocks / max(1, rows))), max(1, num_blocks))
 
 
 UNBOUNDED = 2**62

@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.data.files import (
-    LazyRow,
-    as_lazy_row,
-    chosen_files,
-    each_row,
-    open_table,
-    small_rows,
-)
+from megatron_ibpo.data.files import LazyRow, as_lazy_row, chosen_files, each_row, open_table, small_rows
 from megatron_ibpo.data.large_files import prompts_of_table
 from megatron_ibpo.data.prompts import PromptSource
 from megatron_ibpo.data.row_prompts import Reader, Rows, read_prompts

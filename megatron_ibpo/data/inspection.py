@@ -22,14 +22,7 @@ from megatron_ibpo.config import DataConfig, EnvironmentConfig
 from megatron_ibpo.data.files import LazyRow, as_lazy_row, chosen_files, each_row
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
 from megatron_ibpo.data.pass_rates import PassRates
-from megatron_ibpo.data.row_prompts import (
-    OWN_SCHEME,
-    FirstPlaces,
-    Reader,
-    normalised,
-    own_rows,
-    unique_id,
-)
+from megatron_ibpo.data.row_prompts import OWN_SCHEME, FirstPlaces, Reader, normalised, own_rows, unique_id
 from megatron_ibpo.data.sources import DUPLICATE, Tally, read_spec
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer
 from megatron_ibpo.rewards import CHECKED_AT_START

@@ -220,12 +220,7 @@ def template_settings(data: DataConfig) -> dict[str, Any]:
 
 
 def prompts_of_rows(
-    rows: Rows,
-    tokenizer: Tokenizer,
-    data: DataConfig,
-    *,
-    spec: str,
-    max_prompt_len: int | None,
+    rows: Rows, tokenizer: Tokenizer, data: DataConfig, *, spec: str, max_prompt_len: int | None
 ) -> PromptSource:
     """Return `read_prompts` of the rows of a source without settings, in their own order.
 

@@ -8,6 +8,7 @@ file.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
@@ -31,8 +32,8 @@ _MOST_BLOCKS = 2**16
 _WINDOW_BLOCKS = 64
 """Blocks per window of JSONL: 16 MiB from as many places in the file."""
 _READ_BYTES = 4096
-_NEWLINE = 10
-_BLANKS = np.frombuffer(b" \t\r\n\v\f", np.uint8)
+_LINE_START = re.compile(rb"\n[ \t\r\v\f]*+(?=[^ \t\r\v\f\n])")
+"""The newline before a line that is not blank."""
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -141,35 +142,15 @@ class JsonLines:
         """Return the offsets at which the lines that are not blank start."""
         first = block * self._block_bytes
         last = min(first + self._block_bytes, self._size)
-        offset = max(0, first - 1)  # a line starts after another one's newline
-        stretch = os.pread(self._file, last - offset, offset)
-        if not stretch.strip():  # quick, since a file may have gigabytes of this
-            return self._start_after_blanks(stretch, offset, is_first=block == 0)
-        content = np.frombuffer(stretch, np.uint8)
-        starts = np.flatnonzero(content[:-1] == _NEWLINE) + offset + 1
-        if block == 0:
-            starts = np.concatenate([[0], starts])
-        return starts[~self._are_blank(starts, content, offset)]
-
-    def _start_after_blanks(self, stretch: bytes, offset: int, *, is_first: bool) -> npt.NDArray[np.int64]:
-        """Return the offset of the one line that may not be blank: the last, if it goes on in the next
-        block."""
-        newline = stretch.rfind(b"\n", 0, -1)
-        starts = [offset + newline + 1] if newline >= 0 or is_first else []
-        return np.array([start for start in starts if not self._is_blank(start)], np.int64)
-
-    def _are_blank(
-        self, starts: npt.NDArray[np.int64], content: npt.NDArray[np.uint8], offset: int
-    ) -> npt.NDArray[np.bool_]:
-        """Return whether each line is blank: whether nothing else stands before the next line."""
-        if not np.isin(content[starts - offset], _BLANKS).any():
-            return np.zeros(len(starts), np.bool_)
-        letters = np.append(np.flatnonzero(~np.isin(content, _BLANKS)), len(content)) + offset
-        next_letters = letters[np.searchsorted(letters, starts)]
-        blank = next_letters >= np.append(starts[1:], offset + len(content))
-        if len(starts) and blank[-1]:  # the last line goes on in the next block
-            blank[-1] = self._is_blank(int(starts[-1]))
-        return blank
+        content = os.pread(self._file, last - max(0, first - 1), max(0, first - 1))
+        stretch = content if block else b"\n" + content  # a line starts after another one's newline
+        # quick where all is blank, since a file may have gigabytes of this
+        matches = _LINE_START.finditer(stretch) if stretch.strip() else ()
+        starts = [first + match.start() for match in matches]
+        lines, newline, cut_line = stretch.rpartition(b"\n")
+        if newline and cut_line and not cut_line.strip() and not self._is_blank(first + len(lines)):
+            starts.append(first + len(lines))  # it goes on in the next block
+        return np.array(starts, np.int64)
 
     def _is_blank(self, start: int) -> bool:
         try:

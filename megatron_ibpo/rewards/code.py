@@ -422,11 +422,7 @@ def _is_real(value: Any) -> bool:
 def offered_imports(program: str) -> str:
     """Return the imports that a program uses and lacks, as LiveCodeBench adds them, and the limits on
     recursion and digits. Only names in use are imported: importing all takes longer than most programs."""
-    lines = [
-        "import sys",
-        "sys.setrecursionlimit(50000)",
-        f"sys.set_int_max_str_digits({_MOST_DIGITS})",
-    ]
+    lines = ["import sys", "sys.setrecursionlimit(50000)", f"sys.set_int_max_str_digits({_MOST_DIGITS})"]
     try:
         missing = needed_names(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

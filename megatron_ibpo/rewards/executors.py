@@ -31,15 +31,7 @@ _LARGEST_ANSWER = 64 << 20
 _LONG = "\ue000"
 _LONG_INTEGER = re.compile(r'"\\ue000(-?\d+)"')
 """A long integer in JSON, where `json.dumps` can write text alone."""
-_FAULTS_OF_SERVER = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
+_FAULTS_OF_SERVER = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors of a server that cannot be reached, or whose answer does not follow the protocol."""
 
 

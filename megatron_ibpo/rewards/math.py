@@ -20,7 +20,7 @@ from zlib import crc32
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import Expr
 
-from megatron_ibpo.basics.reward_value import RESPONSE_ERROR, LabelError, ResponseError
+from megatron_ibpo.basics.reward_value import WRONG, LabelError, ResponseError
 from megatron_ibpo.rewards.exact import (
     compare,
     decimal_comma,
@@ -31,7 +31,7 @@ from megatron_ibpo.rewards.exact import (
     without_fonts,
 )
 from megatron_ibpo.rewards.labels import accepted_answers
-from megatron_ibpo.rewards.limits import cpu_limit, in_batches
+from megatron_ibpo.rewards.limits import cpu_limit
 from megatron_ibpo.rewards.response import final_boxes, final_part, stated_answer
 
 # math-verify asks for a time-out of the caller's own when its alarm signal is off; `cpu_limit` is that
@@ -84,15 +84,24 @@ _AND = re.compile(r",?\s++and\b")
 _DIGIT = re.compile(r"\d")
 
 
-def _reward(prompt: str, response: str, label: str, _: dict[str, Any]) -> Any:
-    """Return 1 for a response whose answer equals its label, else 0, also if it has no answer."""
+def score(
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    labels: Sequence[str],
+    metadata: Sequence[dict[str, Any]],
+) -> list[Any]:
+    """Return 1 for each response whose answer equals its label, else 0, also if it has no answer."""
+    return [_reward(*texts) for texts in zip(prompts, responses, labels, strict=True)]
+
+
+score.batched = True  # type: ignore[attr-defined]
+
+
+def _reward(prompt: str, response: str, label: str) -> Any:
     try:
         return float(is_right(response, label, prompt))
     except ResponseError:
-        return {"score": 0.0, RESPONSE_ERROR: 1.0}
-
-
-score = in_batches(_reward)
+        return WRONG
 
 
 def is_right(response: str, label: str, prompt: str = "") -> bool:
