@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Literal
 
 from megatron_ibpo.config import DataConfig, EnvironmentConfig
@@ -31,7 +32,6 @@ __all__ = [
     "Tokenizer",
     "load_tokenizer",
     "open_pass_rates",
-    "open_source",
     "open_sources",
     "prompts_of_rows",
 ]
@@ -53,75 +53,30 @@ def open_sources(
     settings name no verifier is graded by reasoning_gym.
 
     Args:
-        reader_type: what rows of files and functions hold: prompts, or demonstrations.
-        environment: names the environment of all rows that name none, and those that rows may name.
-
-    Raises:
-        DataError: see `open_source`.
-    """
-    environment = environment or EnvironmentConfig()
-    sources = [read_spec(spec) for spec in specs]
-    if len(sources) > 1:
-        sources = [
-            replace(source, rm_type="reasoning_gym")
-            if source.location.startswith(SCHEME) and source.rm_type is None
-            else source
-            for source in sources
-        ]
-    readers = [
-        reader_type(
-            tokenizer,
-            data,
-            source,
-            Tally(source.location),
-            max_prompt_len,
-            rates,
-            environment=environment,
-            split=split,
-        )
-        for source in sources
-    ]
-    opened = [_opened(reader, holds_out=holds_out) for reader in readers]
-    source = opened[0] if len(opened) == 1 else mixed(opened, [source.weight for source in sources])
-    return in_environment(source, environment.environment)
-
-
-def open_source(
-    spec: str,
-    tokenizer: Tokenizer,
-    data: DataConfig,
-    *,
-    split: Literal["train", "eval"],
-    max_prompt_len: int | None = None,
-    rates: PassRates | None = None,
-    holds_out: bool = False,
-    environment: EnvironmentConfig | None = None,
-) -> PromptSource:
-    """Open a file or directory, `reasoning_gym://TASK?parameter=value…` or
-    `import://package.module:function`.
-
-    Args:
+        specs: files or directories, `reasoning_gym://TASK?parameter=value…` or
+            `import://package.module:function`.
         split: training prompts come in an order drawn by `data.data_seed`; a file's evaluation prompts come
             in the file's order. Generated splits never share a question; for files that is up to the user.
         max_prompt_len: tokens that a prompt may have, so that a response still fits the context.
         rates: pass rates for --filter-pass-rate.
-        holds_out: both splits are opened from this source, so rows of a file that names no part for
+        reader_type: what rows of files and functions hold: prompts, or demonstrations.
+        holds_out: both splits are opened from these sources, so rows of a file that names no part for
             evaluation are divided between them.
-        environment: as in `open_sources`.
+        environment: names the environment of all rows that name none, and those that rows may name.
 
     Raises:
-        DataError: the source or one of its prompts cannot be used.
+        DataError: a source or one of its prompts cannot be used.
     """
-    return open_sources(
-        (spec,),
-        tokenizer,
-        data,
-        split=split,
-        max_prompt_len=max_prompt_len,
-        rates=rates,
-        holds_out=holds_out,
-        environment=environment,
-    )
+    environment = environment or EnvironmentConfig()
+    opened, weights = list[PromptSource](), list[Fraction]()
+    for source in [read_spec(spec) for spec in specs]:
+        if len(specs) > 1 and source.location.startswith(SCHEME) and source.rm_type is None:
+            source = replace(source, rm_type="reasoning_gym")
+        settings = tokenizer, data, source, Tally(source.location), max_prompt_len, rates
+        reader = reader_type(*settings, environment=environment, split=split)
+        opened.append(_opened(reader, holds_out=holds_out))
+        weights.append(source.weight)
+    return in_environment(opened[0] if len(opened) == 1 else mixed(opened, weights), environment.environment)
 
 
 def _opened(reader: Reader, *, holds_out: bool) -> PromptSource:

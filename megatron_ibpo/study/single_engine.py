@@ -15,7 +15,7 @@ from megatron_ibpo.data import (
     ResponseText,
     Tokenizer,
     load_tokenizer,
-    open_source,
+    open_sources,
 )
 from megatron_ibpo.engines import Engine, ThreadedEngine
 from megatron_ibpo.engines.registry import (
@@ -64,8 +64,8 @@ def held_out_prompts(config: Config, tokenizer: Tokenizer, max_context: int, cou
     if spec is None:
         raise ValueError("the recipe names no prompts: --prompt-data or --eval-prompt-data")
     room = max_context - config.rollout.rollout_max_response_len
-    source = open_source(
-        spec,
+    source = open_sources(
+        [spec],
         tokenizer,
         data,
         split="eval",

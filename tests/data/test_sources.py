@@ -20,7 +20,7 @@ from tiny_tokenizer import make_tiny_tokenizer
 from megatron_ibpo.basics.record_lines import append_record, open_records
 from megatron_ibpo.commands import data as data_command
 from megatron_ibpo.config import Config, DataConfig
-from megatron_ibpo.data import DataError, PassRates, open_pass_rates, open_source, open_sources, tables
+from megatron_ibpo.data import DataError, PassRates, open_pass_rates, open_sources, tables
 from megatron_ibpo.data.layouts import plain_row
 from megatron_ibpo.data.order import cycle_counts, interleaved
 from megatron_ibpo.data.pass_rates import Rate, policy_fingerprint, prompt_fingerprint, rate_record
@@ -61,7 +61,7 @@ def write(path, content):
 
 
 def opened(path, *, split="train", data=None, tokenizer=TINY, **more):
-    return open_source(str(path), tokenizer, data or DataConfig(), split=split, **more)
+    return open_sources([str(path)], tokenizer, data or DataConfig(), split=split, **more)
 
 
 def labels(source, count, step=0):
