@@ -49,6 +49,8 @@ LONGEST_PROGRAM = 200_000
 64 kB, and the checks that read a program before it runs take 400 bytes of memory per character."""
 _MOST_DIGITS = 1_000_000
 """Digits of integers that a program may print; Python's own limit is 4,300."""
+_NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""Errors of `ast.parse` for a text that is no Python, or too much of it."""
 _PYTHON = {"", "python", "python3", "py"}
 _OFFERED = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
@@ -165,7 +167,7 @@ def extract_answer(response: str) -> str | None:
         if block is not None and language.lower() in _PYTHON:
             (marked if language else unmarked).append(block)
     if not has_fence:
-        return answer if _is_python(answer) else None
+        return answer if len(answer) <= LONGEST_PROGRAM and _statements(answer) else None
     blocks = marked or unmarked
     programs = (block for block in reversed(blocks) if not _is_output(block, is_marked=bool(marked)))
     return next(programs, blocks[-1] if blocks else None)
@@ -176,15 +178,20 @@ def _is_output(block: str, *, is_marked: bool) -> bool:
     as Python, no Python."""
     if len(block) > LONGEST_PROGRAM:
         return False
-    try:
-        statements = ast.parse(block).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    statements = _statements(block)
+    if statements is None:
         return not is_marked
-    return all(isinstance(statement, ast.Expr) and not _calls(statement) for statement in statements)
+    nodes = (node for statement in statements for node in ast.walk(statement))
+    are_values = all(isinstance(statement, ast.Expr) for statement in statements)
+    return are_values and not any(isinstance(node, ast.Call | ast.Await) for node in nodes)
 
 
-def _calls(statement: ast.Expr) -> bool:
-    return any(isinstance(node, ast.Call | ast.Await) for node in ast.walk(statement))
+def _statements(text: str) -> list[ast.stmt] | None:
+    """Return the statements of a program; None if it is no Python."""
+    try:
+        return ast.parse(text).body
+    except _NO_PYTHON:
+        return None
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str | None]]:
@@ -260,7 +267,7 @@ def _asserts(content: dict[str, Any]) -> Problem:
         raise ValueError("`test` must be Python source, and `entry_point` a name or null")
     try:
         tree = ast.parse(test)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except _NO_PYTHON as error:
         raise ValueError(f"`test` is no Python: {str(error) or 'nested too deeply'}") from None
     if entry_point and not any(
         isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body
@@ -273,12 +280,8 @@ def _asserts(content: dict[str, Any]) -> Problem:
 
 def _pairs(content: dict[str, Any]) -> Problem:
     inputs, outputs, function = content["inputs"], content["outputs"], content.get("fn_name")
-    if (
-        not isinstance(inputs, list)
-        or not isinstance(outputs, list)
-        or len(inputs) != len(outputs)
-        or not inputs
-    ):
+    are_lists = isinstance(inputs, list) and isinstance(outputs, list)
+    if not are_lists or len(inputs) != len(outputs) or not inputs:
         raise ValueError("`inputs` and `outputs` must be lists of the same length, of one test or more")
     tolerance = content.get("float_tolerance")
     if tolerance is not None and not (_is_real(tolerance) and 0 <= tolerance < 1):
@@ -366,13 +369,13 @@ def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:
     Source: LiveCodeBench, grade_stdio.
     """
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (output, expected))
-    return len(ours) == len(theirs) and all(map(partial(_same_line, tolerance=tolerance), ours, theirs))
+    return len(ours) == len(theirs) and all(
+        line == expected_line or _same_words(line.split(), expected_line.split(), tolerance)
+        for line, expected_line in zip(ours, theirs, strict=True)
+    )
 
 
-def _same_line(output: str, expected: str, tolerance: float) -> bool:
-    if output == expected:
-        return True
-    ours, theirs = output.split(), expected.split()
+def _same_words(ours: list[str], theirs: list[str], tolerance: float) -> bool:
     return len(ours) == len(theirs) and all(map(partial(_same_word, tolerance=tolerance), ours, theirs))
 
 
@@ -425,7 +428,7 @@ def offered_imports(program: str) -> str:
     lines = ["import sys", "sys.setrecursionlimit(50000)", f"sys.set_int_max_str_digits({_MOST_DIGITS})"]
     try:
         missing = needed_names(program)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except _NO_PYTHON:
         missing = set()
     return "\n".join([*lines, *sorted({_offered()[name] for name in missing if name in _offered()})])
 
@@ -441,12 +444,3 @@ def _offered() -> dict[str, str]:
         )
         offered |= {attribute: f"from {name} import {attribute}" for attribute in public}
     return offered | {name: f"import {name}" for name in _OFFERED}
-
-
-def _is_python(text: str) -> bool:
-    if len(text) > LONGEST_PROGRAM:
-        return False
-    try:
-        return bool(ast.parse(text).body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,10 @@ _LONG_INTEGER = re.compile(r'"\\ue000(-?\d+)"')
 """A long integer in JSON, where `json.dumps` can write text alone."""
 _FAULTS_OF_SERVER = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors of a server that cannot be reached, or whose answer does not follow the protocol."""
+
+
+ArgumentLists = Sequence[list[Any]]
+"""The arguments of each of several calls."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +64,12 @@ class Executor(Protocol):
         ...
 
     def call(
-        self,
-        program: str,
-        first: str,
-        name: str,
-        arguments: Sequence[list[Any]],
-        limits: Limits,
-        total: float,
+        self, program: str, first: str, name: str, arguments: ArgumentLists, limits: Limits, total: float
     ) -> Iterator[Call]:
         """Call one function repeatedly, or a method of `Solution` if the program has such a class. Ends after
         a call that the program did not answer.
 
         Args:
-            arguments: the arguments of each call.
             limits: limits of one call.
             total: seconds for all calls.
         """
@@ -90,41 +88,28 @@ class LocalExecutor:
         Args:
             isolated: run each program in its own sandbox. Otherwise only its resource limits hold it.
         """
-        self._isolated = isolated
+        self._process = partial(Process, isolated=isolated)
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
         stdin_bytes = stdin.encode(errors="surrogatepass")
-        with Process(
-            "program", program, [first], stdin=stdin_bytes, limits=limits, isolated=self._isolated
-        ) as process:
+        with self._process("program", program, [first], stdin=stdin_bytes, limits=limits) as process:
             return process.finish()
 
     def call(
-        self,
-        program: str,
-        first: str,
-        name: str,
-        arguments: Sequence[list[Any]],
-        limits: Limits,
-        total: float,
+        self, program: str, first: str, name: str, arguments: ArgumentLists, limits: Limits, total: float
     ) -> Iterator[Call]:
         requests = _requests(arguments)
         longest = replace(limits, seconds=min(total, limits.seconds * len(arguments)))
-        with Process(
-            "calls", program, [first, name], stdin=requests, limits=longest, isolated=self._isolated
-        ) as process:
-            read = 0
+        with self._process("calls", program, [first, name], stdin=requests, limits=longest) as process:
+            start = 0
             for _ in arguments:
-                start = read
-
-                def has_line(output: bytearray, start: int = start) -> bool:
-                    return output.find(b"\n", start) >= 0
-
-                if not process.read(has_line, time.monotonic() + limits.seconds):
+                deadline = time.monotonic() + limits.seconds
+                if not process.read(lambda output, start=start: output.find(b"\n", start) >= 0, deadline):
                     yield Call(returned=False, reached=process.reached)
                     return
-                read = process.stdout.index(b"\n", start) + 1
-                yield _answer(bytes(process.stdout[start:read]))
+                end = process.stdout.index(b"\n", start) + 1
+                yield _answer(bytes(process.stdout[start:end]))
+                start = end
 
     def check(self, program: str, tests: str, entry_point: str | None, limits: Limits) -> Execution:
         """Run tests as `Executor` says. The tests and the program are in two sandboxes, joined by a socket
@@ -132,16 +117,10 @@ class LocalExecutor:
         decides."""
         ours, theirs = socket.socketpair()
         with ours, theirs:  # noqa: SIM117 (the code between the two closes what matters)
-            with Process("serve", program, stdin=theirs.fileno(), limits=limits, isolated=self._isolated):
+            with self._process("serve", program, stdin=theirs.fileno(), limits=limits):
                 theirs.close()
-                with Process(
-                    "check",
-                    tests,
-                    [entry_point or ""],
-                    stdin=ours.fileno(),
-                    limits=limits,
-                    isolated=self._isolated,
-                ) as checker:
+                check = self._process("check", tests, [entry_point or ""], stdin=ours.fileno(), limits=limits)
+                with check as checker:
                     ours.close()
                     return _passed(checker.finish())
 
@@ -166,13 +145,7 @@ class RemoteExecutor:
         return self._post(_script("program", program, first), stdin, limits)
 
     def call(
-        self,
-        program: str,
-        first: str,
-        name: str,
-        arguments: Sequence[list[Any]],
-        limits: Limits,
-        total: float,
+        self, program: str, first: str, name: str, arguments: ArgumentLists, limits: Limits, total: float
     ) -> Iterator[Call]:
         """Call as `Executor` says. All calls are made before the first result is known."""
         longest = replace(limits, seconds=min(total, limits.seconds * len(arguments)))
@@ -199,18 +172,18 @@ class RemoteExecutor:
             "files": {},
             "fetch_files": [],
         }
-        wait = _FIRST_WAIT
-        for attempt in range(1, _ATTEMPTS + 1):
+        attempt = 1
+        while True:
             try:
                 return _execution(self._ask(body, limits.seconds + _SERVER_SLACK))
             except (*_FAULTS_OF_SERVER, SandboxError) as error:
-                if attempt == _ATTEMPTS or _is_final(error):
+                is_final = isinstance(error, urllib.error.HTTPError) and not is_transient(error.code)
+                if is_final or attempt == _ATTEMPTS:
                     raise SandboxError(
                         f"--code-executor {self._url}: {type(error).__name__}: {error} (attempt {attempt})"
                     ) from None
-            time.sleep(wait)
-            wait *= 2
-        raise AssertionError("unreachable")
+            time.sleep(_FIRST_WAIT * 2 ** (attempt - 1))
+            attempt += 1
 
     def _ask(self, body: dict[str, Any], timeout: float) -> Any:
         request = urllib.request.Request(
@@ -221,11 +194,6 @@ class RemoteExecutor:
         if len(content) > _LARGEST_ANSWER:
             raise ValueError("the answer is too long")
         return json.loads(content)
-
-
-def _is_final(error: Exception) -> bool:
-    """Return whether the server would answer the same if asked again."""
-    return isinstance(error, urllib.error.HTTPError) and not is_transient(error.code)
 
 
 def _execution(answer: Any) -> Execution:
@@ -240,7 +208,7 @@ def _execution(answer: Any) -> Execution:
     return Execution(stdout, stderr, int(result["return_code"]))
 
 
-def _requests(arguments: Sequence[list[Any]]) -> bytes:
+def _requests(arguments: ArgumentLists) -> bytes:
     lines = (
         json.dumps(call_arguments, default=lambda digits: f"{_LONG}{digits}") for call_arguments in arguments
     )
@@ -342,15 +310,10 @@ def check_isolation() -> None:
     """
     limits = Limits()
     with tempfile.NamedTemporaryFile() as file:
-        probe = _PROBE % {
-            "nobody": NOBODY,
-            "file": file.name,
-            "memory": limits.memory_bytes,
-            "tasks": limits.tasks,
-        }
+        values = {"nobody": NOBODY, "file": file.name}
+        probe = _PROBE % (values | {"memory": limits.memory_bytes, "tasks": limits.tasks})
         try:
-            with Process("program", probe, [""], limits=Limits(seconds=30)) as process:
-                execution = process.finish()
+            execution = LocalExecutor().run(probe, "", "", Limits(seconds=30))
         except SandboxError as error:
             raise SandboxError(f"{error}. {_HINT}") from None
     try:
