@@ -6,8 +6,8 @@ from fractions import Fraction
 from typing import Literal
 
 from megatron_ibpo.config import DataConfig, EnvironmentConfig
+from megatron_ibpo.data.file_prompts import file_prompts
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
-from megatron_ibpo.data.held_out import file_prompts
 from megatron_ibpo.data.order import mixed
 from megatron_ibpo.data.pass_rates import PassRates, open_pass_rates
 from megatron_ibpo.data.prompts import (
