@@ -199,14 +199,11 @@ def _names_in(path: Path, key: str) -> list[str]:
     return names
 
 
-def _stem(file: Path) -> str:
-    return next(file.name.removesuffix(suffix) for suffix in SUFFIXES if file.name.endswith(suffix))
-
-
 def _split_of(file: Path, root: Path) -> str:
     """Return the split in a file's name: train for data/train-00000-of-00002.parquet, train.jsonl and
     train/a.parquet."""
-    stem = _SHARD.sub("", _stem(file))
+    stem = next(file.name.removesuffix(suffix) for suffix in SUFFIXES if file.name.endswith(suffix))
+    stem = _SHARD.sub("", stem)
     splits = ("train", *HELD_OUT)
     if stem in splits or file.parent == root or file.parent.name not in splits:
         return stem

@@ -1,10 +1,10 @@
 """Inspection of a source: prompts as the policy will see them, and what is left out and why."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -106,7 +106,7 @@ def inspect_source(
     inspection = Inspection(source.location, tally=reader.tally)
     entries = _generated(reader) if source.location.startswith(SCHEME) else _read(reader, inspection)
     seen: set[str] = set()
-    for row_location, prompt in islice(entries, most_rows):
+    for row_location, prompt in itertools.islice(entries, most_rows):
         inspection.rows += 1
         if prompt is None:
             continue
@@ -179,10 +179,8 @@ Entry = tuple[Callable[[], str], Prompt | None]
 
 def _generated(reader: Reader) -> Iterator[Entry]:
     source = generated_prompts(reader)
-    index = 0
-    while True:
+    for index in itertools.count():
         yield partial("item {}".format, index), source.at(index)
-        index += 1
 
 
 def _read(reader: Reader, inspection: Inspection) -> Iterator[Entry]:

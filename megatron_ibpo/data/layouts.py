@@ -187,13 +187,9 @@ def _is_empty(value: Any) -> bool:
     return value is None or value == "" or value == b""
 
 
-def is_rl_layout(row: Row, label_key: str) -> bool:
-    """Return whether the ground truth is in `reward_model`, as existing RL data sets have it."""
-    return _ground_truth(row, label_key) is not None
-
-
 def _ground_truth(row: Row, label_key: str) -> dict[str, Any] | None:
-    """Return the object `reward_model` of a row, which may be there as JSON text; None in other layouts."""
+    """Return the object `reward_model` of a row, in which RL data sets have the ground truth, perhaps as JSON
+    text; None in other layouts."""
     truth = row.get("reward_model")
     if label_key in row or not isinstance(truth, dict | str):
         return None
@@ -214,7 +210,7 @@ def known_layout(row: Row, input_key: str, label_key: str) -> Layout | None:
 def layout_said(row: Row, input_key: str, label_key: str) -> str | None:
     """Return the line to print about the layout of a row; None for plain fields."""
     layout = known_layout(row, input_key, label_key)
-    if is_rl_layout(row, label_key):
+    if _ground_truth(row, label_key) is not None:
         return "the layout of RL data sets; labels are reward_model.ground_truth"
     if layout is None:
         return None

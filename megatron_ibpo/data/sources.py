@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from megatron_ibpo.basics.seeds import derive_seed
@@ -64,17 +65,9 @@ def read_spec(spec: str) -> SourceSpec:
     elif theirs:
         name = theirs[0][0]
         raise DataError(f"{spec}: a file has no setting {name!r}{nearest(name, _NAMES)}")
-    return SourceSpec(
-        location,
-        weight=_weight(ours.get("weight", "1"), spec),
-        task=ours.get("task"),
-        suffix=ours.get("suffix", ""),
-        rm_type=ours.get("rm_type"),
-        split=ours.get("split"),
-        only=_only(ours["only"], spec) if "only" in ours else None,
-        input_key=ours.get("input_key"),
-        label_key=ours.get("label_key"),
-    )
+    parsers: dict[str, Callable[[str, str], Any]] = {"weight": _weight, "only": _only}
+    parsed = {name: parse(ours[name], spec) for name, parse in parsers.items() if name in ours}
+    return SourceSpec(location, **(ours | parsed))
 
 
 def _only(text: str, spec: str) -> tuple[str, str]:

@@ -292,7 +292,8 @@ def _same_mathematics(label: str, context: str, is_box: bool) -> bool:
     gold = _gold(label)
     if len(context) > _END:
         raise ResponseError(f"a formula of more than {_END:,} characters")
-    if _depth(context) > _DEEPEST:
+    depths = accumulate((brace == "{") - (brace == "}") for brace in context)
+    if max(depths, default=0) > _DEEPEST:
         raise ResponseError(f"braces are nested more than {_DEEPEST} deep")
     if _ENDLESS.search(context):
         raise ResponseError("a formula with a number of more than 100 digits")
@@ -384,7 +385,3 @@ def _plain(text: str) -> str:
     text = text.replace("\\$", "").replace("\\fbox", "\\boxed").replace("\\varnothing", "\\emptyset")
     text = _SCALE.sub(lambda match: f" \\times 10^{{{_ZEROS[match[1] or match[2]]}}}", text)
     return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
-
-
-def _depth(text: str) -> int:
-    return max(accumulate((brace == "{") - (brace == "}") for brace in text), default=0)

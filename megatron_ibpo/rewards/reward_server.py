@@ -222,8 +222,12 @@ class RewardServer:
             call.outcome.cancel()
         elif isinstance(error := reading.exception(), Exception):
             call.fail(error)
+        elif reading.result().details.get(UNREADABLE) and call.is_repeated:
+            self._doubtful.append((call, answer))
         elif reading.result().details.get(UNREADABLE):
-            self._take_unreadable(call, answer)
+            call.is_repeated = True
+            self._alone.append(call)
+            self._start_asking()
         else:
             read = reading.result()
             details = read.details | {RETRIES: float(call.retries)}
@@ -232,14 +236,6 @@ class RewardServer:
                 self._has_scored, self._unread_in_a_row = True, 0
             call.settle(Outcome(read.value, read.error, details))
         self._settle_doubtful()
-
-    def _take_unreadable(self, call: _Call, answer: Any) -> None:
-        if call.is_repeated:
-            self._doubtful.append((call, answer))
-            return
-        call.is_repeated = True
-        self._alone.append(call)
-        self._start_asking()
 
     def _settle_doubtful(self) -> None:
         """Settle the calls that the server has refused twice to score. The response is the cause, and the

@@ -15,7 +15,6 @@ import functools
 import pickle
 import re
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -170,7 +169,7 @@ class ScorerSandbox:
     def _judge(self, task: Task, attempts: Sequence[bytes]) -> list[Verdict]:
         reuses_judge = task.name in EVALUATE_NOTHING
         request = pickle.dumps((task.name, reuses_judge, task.parameters, attempts))
-        max_bytes = len(attempts) * (_HEAD.size + judges.LONGEST_TEXT)
+        max_bytes = len(attempts) * (judges.HEAD.size + judges.LONGEST_TEXT)
         seconds = len(attempts) * (judges.CREATE_S + judges.JUDGE_S + 2 * judges.WALL_S)
         try:
             self._send(request, seconds)
@@ -184,12 +183,12 @@ class ScorerSandbox:
 
     def _send(self, content: bytes, seconds: float) -> None:
         self._socket.settimeout(seconds)
-        self._socket.sendall(_LENGTH.pack(len(content)) + content)
+        self._socket.sendall(judges.LENGTH.pack(len(content)) + content)
 
     def _receive(self, seconds: float, max_bytes: int) -> bytes:
         self._socket.settimeout(seconds)
         try:
-            size = _LENGTH.unpack(self._read(_LENGTH.size))[0]
+            size = judges.LENGTH.unpack(self._read(judges.LENGTH.size))[0]
             if size > max_bytes:
                 raise SandboxError("the sandbox of scorers says too much")
             return self._read(size)
@@ -212,9 +211,6 @@ class ScorerSandbox:
         self._process.end()
 
 
-_LENGTH, _HEAD = struct.Struct("<I"), struct.Struct("<cH")
-
-
 def _first_pickled(attempts: Sequence[Attempt]) -> list[bytes]:
     """Return as many of the first attempts, pickled, as one request may have; at least one."""
     pickled, size = list[bytes](), 0
@@ -229,10 +225,11 @@ def _first_pickled(attempts: Sequence[Attempt]) -> list[bytes]:
 def _verdicts(content: bytes, count: int) -> list[Verdict]:
     verdicts = []
     while content:
-        if len(content) < _HEAD.size:
+        if len(content) < judges.HEAD.size:
             raise ValueError("half a verdict")
-        kind, length = _HEAD.unpack_from(content)
-        text, content = content[_HEAD.size : _HEAD.size + length], content[_HEAD.size + length :]
+        kind, length = judges.HEAD.unpack_from(content)
+        content = content[judges.HEAD.size :]
+        text, content = content[:length], content[length:]
         if kind not in _NAMES or len(text) < length:
             raise ValueError("no verdict")
         reason = "".join(
