@@ -52,11 +52,8 @@ def chosen_files(path: Path, role: str, split: str | None) -> list[Path]:
 
 
 def small_rows(files: Sequence[Path], columns: Sequence[str]) -> Rows | None:
-    """Return the rows if they are few enough to be checked whole, else None.
-
-    Raises:
-        DataError: a file is damaged.
-    """
+    """Return the rows if they are few enough to be checked whole, else None. Raises DataError if a file is
+    damaged."""
     size = sum(file.stat().st_size for file in files)
     if any(file.name.endswith(".gz") for file in files):
         if size > LARGEST_COMPRESSED:

@@ -251,11 +251,7 @@ def _optional(row: Row, key: str, kind: str) -> Any:
 
 
 def checked(value: Any, key: str, kind: str) -> Any:
-    """Return the value of a field.
-
-    Raises:
-        DataError: it is empty or not of this kind (`_KINDS`).
-    """
+    """Return the value of a field. Raises DataError if it is empty or not of this kind (`_KINDS`)."""
     if not isinstance(value, _KINDS[kind]) or isinstance(value, bool):
         raise DataError(f"field {key!r} must be {kind}, found {type(value).__name__}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -266,11 +262,8 @@ def checked(value: Any, key: str, kind: str) -> Any:
 
 
 def as_messages(question: str | list[Any], input_key: str) -> list[Message]:
-    """Return a question as chat messages: a text is the user's.
-
-    Raises:
-        DataError: a message without a role or content.
-    """
+    """Return a question as chat messages: a text is the user's. Raises DataError for a message without a role
+    or content."""
     if isinstance(question, str):
         return [{"role": "user", "content": question}]
     for number, message in enumerate(question):

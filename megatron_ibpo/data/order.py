@@ -129,11 +129,8 @@ class TableOrder:
         self._rows = lru_cache(maxsize=2)(self._shuffled_window)
 
     def place(self, position: int) -> Place:
-        """Return the row at a position of the endless order.
-
-        Raises:
-            DataError: the table is damaged, or has no rows.
-        """
+        """Return the row at a position of the endless order. Raises DataError if the table is damaged, or has
+        no rows."""
         epoch, place = 0, position
         while (window := self._window(epoch, place)) is None:
             total = self.counted.total

@@ -107,11 +107,8 @@ class Reader:
         return layout_said(row, self.input_key, self.label_key)
 
     def question(self, row: Row) -> str:
-        """Return the text by which the row's question is compared.
-
-        Raises:
-            DataError: it has none, or the row is not chosen by only=.
-        """
+        """Return the text by which the row's question is compared. Raises DataError if it has none, or if the
+        row is not chosen by only=."""
         if self.source.only is not None and not has_value(row, *self.source.only):
             raise DataError(NOT_CHOSEN)
         return normalised(plain_row(row, self.input_key, self.label_key).messages[-1]["content"])
@@ -150,11 +147,7 @@ class Reader:
         return prompt
 
     def of_row(self, row: Row) -> Prompt:
-        """Return the prompt of a row, with `index` 0.
-
-        Raises:
-            DataError: the row cannot be used.
-        """
+        """Return the prompt of a row, with `index` 0. Raises DataError if the row cannot be used."""
         prompt = self._prompt_of(plain_row(row, self.input_key, self.label_key))
         check_prompt(prompt.token_ids, self.tokenizer, self.max_prompt_len)
         return prompt
@@ -191,11 +184,8 @@ class Reader:
             raise DataError(str(error)) from None
 
     def with_context(self, messages: Iterable[Message]) -> list[Message]:
-        """Return the messages with the source's suffix, and with the system prompt if they have none.
-
-        Raises:
-            DataError: a part of the question is no text.
-        """
+        """Return the messages with the source's suffix, and with the system prompt if they have none. Raises
+        DataError if a part of the question is no text."""
         chat = list(messages)
         check_placeholders(chat, self.input_key)
         if self.source.suffix:

@@ -46,11 +46,9 @@ _NAMES = ("weight", "task", "suffix", "rm_type", "split", "only", "input_key", "
 
 
 def read_spec(spec: str) -> SourceSpec:
-    """Parse a source as the user wrote it. Parameters of a generated task stay with its location.
-
-    Raises:
-        DataError: an unknown setting of a file, with the nearest; a weight that is not a positive number.
-    """
+    """Parse a source as the user wrote it. Parameters of a generated task stay with its location. Raises
+    DataError for an unknown setting of a file, with the nearest, and for a weight that is not a positive
+    number."""
     location, mark, query = spec.partition("?")
     try:
         settings = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))

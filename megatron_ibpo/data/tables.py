@@ -58,11 +58,8 @@ class Table(Protocol):
 
 
 def parsed_row(line: bytes) -> Row:
-    """Return the object on a line of JSONL.
-
-    Raises:
-        DataError: the line is not a JSON object, or has too many brackets.
-    """
+    """Return the object on a line of JSONL. Raises DataError if it is not a JSON object, or has too many
+    brackets."""
     if num_brackets(line) > _MOST_BRACKETS:
         raise DataError(f"the row has more than {_MOST_BRACKETS:,} brackets")
     try:

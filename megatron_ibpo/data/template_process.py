@@ -48,11 +48,8 @@ class TemplateProcess:
         self._condemned: str | None = None
 
     def render(self, *arguments: Any) -> str:
-        """Return the text for these arguments of `render`.
-
-        Raises:
-            TemplateError: the template refuses them, or takes too much time, memory or text.
-        """
+        """Return the text for these arguments of `render`. Raises TemplateError if the template refuses them,
+        or takes too much time, memory or text."""
         request = pickle.dumps(arguments)
         if len(request) > LONGEST_TEXT:
             raise TemplateError(

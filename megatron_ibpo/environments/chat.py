@@ -116,11 +116,8 @@ class TemplateChat:
     def __init__(
         self, tokenizer: Tokenizer, ends: Collection[int], settings: Mapping[str, Any] | None = None
     ) -> None:
-        """Try the template on short conversations.
-
-        Raises:
-            DataError: there is no template, or it refuses conversations or does not show turns as they are.
-        """
+        """Try the template on short conversations. Raises DataError if there is none, or if it refuses
+        conversations or does not show turns as they are."""
         self._tokenizer, self._ends, self._settings = tokenizer, ends, settings or {}
         self._same_ends = {tuple(id_of(mark, tokenizer) for mark in pair) for pair in _SAME_ENDS}
         self._marks_call = self._shows_tools = False

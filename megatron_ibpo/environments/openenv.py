@@ -140,11 +140,8 @@ class OpenEnvironment:
                 self._socket.send(json.dumps({"type": "close"}))
 
     def check(self, seconds: float) -> None:
-        """Connect, and ask for the state, which an OpenEnv server answers before a reset too.
-
-        Raises:
-            EpisodeFaultError: something else is there, or it does not answer within this time.
-        """
+        """Connect, and ask for the state, which an OpenEnv server answers before a reset too. Raises
+        EpisodeFaultError if something else is there, or does not answer within this time."""
         self._connect()
         try:
             self._ask("state", seconds=seconds)

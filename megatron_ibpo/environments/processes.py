@@ -266,11 +266,7 @@ class _Zygote:
         self._ready = False
 
     def await_ready(self) -> None:
-        """Wait until it has imported the environment.
-
-        Raises:
-            ConfigError: it cannot be imported.
-        """
+        """Wait until it has imported the environment. Raises ConfigError if it cannot be imported."""
         self._control.settimeout(_START_TIMEOUT)
         with self._control.makefile("rb") as file:
             try:
@@ -310,11 +306,8 @@ class _Zygote:
             return False
 
     async def fork(self) -> socket.socket:
-        """Have it fork a process; return the connection to that.
-
-        Raises:
-            OSError: it has died, or hangs and is killed.
-        """
+        """Have it fork a process; return the connection to that. Raises OSError if it has died, or hangs and
+        is killed."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -401,11 +394,8 @@ _HIDDEN = (TEMPORARY, "/var/tmp", "/run")
 
 def sandboxed(command: list[str]) -> list[str]:
     """Return the command that runs another one in the sandbox: without network and other processes, and with
-    a file system that is read-only except for an empty temporary directory.
-
-    Raises:
-        SandboxError: bubblewrap is not installed.
-    """
+    a file system that is read-only except for an empty temporary directory. Raises SandboxError if bubblewrap
+    is not installed."""
     wrapped = [bubblewrap(), "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
     wrapped += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     for path in filter(os.path.isdir, _HIDDEN):

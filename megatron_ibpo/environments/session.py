@@ -171,11 +171,8 @@ class ProcessSession:
 
 
 def line(*parts: Any) -> bytes:
-    """Return the line of a message.
-
-    Raises:
-        TypeError, ValueError: a part is not JSON, or the line is too long.
-    """
+    """Return the line of a message. Raises TypeError or ValueError if a part is not JSON, or the line is too
+    long."""
     try:
         text = json.dumps(parts, allow_nan=False, separators=(",", ":"))
     except RecursionError:
@@ -186,11 +183,8 @@ def line(*parts: Any) -> bytes:
 
 
 def _answer_in(received: bytes) -> Any:
-    """Return the value of an answer.
-
-    Raises:
-        EpisodeFaultError: it is a fault, the process has died, or it wrote something else.
-    """
+    """Return the value of an answer. Raises EpisodeFaultError if it is a fault, the process has died, or it
+    wrote something else."""
     _, died, exit_reason = received.rpartition(DEATH)
     if died:
         raise EpisodeFaultError("death", f"its process died ({exit_reason.decode(errors='replace').strip()})")

@@ -303,11 +303,8 @@ print(json.dumps({
 
 
 def check_isolation() -> None:
-    """Run a program in a sandbox that tries each forbidden action. Takes about 0.2 s.
-
-    Raises:
-        SandboxError: one succeeded, or there is no sandbox; with what to do.
-    """
+    """Run a program in a sandbox that tries each forbidden action. Takes about 0.2 s. Raises SandboxError
+    with what to do if one succeeded, or if there is no sandbox."""
     limits = Limits()
     with tempfile.NamedTemporaryFile() as file:
         values = {"nobody": NOBODY, "file": file.name}

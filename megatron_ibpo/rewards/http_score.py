@@ -76,22 +76,16 @@ class Wire(Protocol):
 
 
 def reward_url(data: DataConfig) -> str:
-    """Return --rm-url without a slash at its end.
-
-    Raises:
-        ConfigError: --rm-url is missing, or `server_url` refuses it.
-    """
+    """Return --rm-url without a slash at its end. Raises ConfigError if it is missing, or `server_url`
+    refuses it."""
     if data.rm_url is None:
         raise ConfigError("--rm-url: required for http_judge and http_score; http://HOST:PORT/… or https://…")
     return server_url("--rm-url", data.rm_url)
 
 
 def server_url(flag: str, url: str) -> str:
-    """Return the URL without a slash at its end.
-
-    Raises:
-        ConfigError: it is not an http(s) URL, or has a password, which logs would show.
-    """
+    """Return the URL without a slash at its end. Raises ConfigError if it is not an http(s) URL, or has a
+    password, which logs would show."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{flag} {url}: expected http://HOST:PORT or https://…")

@@ -70,11 +70,7 @@ class _Item:
 
     @classmethod
     def from_row(cls, prompt: str, label: str, metadata: dict[str, Any]) -> _Item:
-        """Return the item of a prompt.
-
-        Raises:
-            LabelError: it is none whose scorer may run.
-        """
+        """Return the item of a prompt. Raises LabelError if it is none whose scorer may run."""
         name, parameters = metadata.get("source_dataset"), metadata.get("parameters", {})
         if name is None:
             raise LabelError("it is no item of reasoning_gym; use the --rm-type that grades it, such as math")

@@ -21,11 +21,8 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def with_rebinding(tests: str) -> str:
-    """Return the tests with an assignment after each statement that passes a name to a call.
-
-    Raises:
-        SyntaxError: the tests are not Python.
-    """
+    """Return the tests with an assignment after each statement that passes a name to a call. Raises
+    SyntaxError if the tests are not Python."""
     tree = ast.parse(tests)
     _rebind(tree.body, [_bound_in(tree)], set())
     return ast.unparse(ast.fix_missing_locations(tree))

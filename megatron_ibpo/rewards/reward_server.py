@@ -295,11 +295,8 @@ class RewardServer:
 
 
 def check_server(wire: Wire) -> None:
-    """Make one request, so that a server that is missing or wrong is found before the run.
-
-    Raises:
-        ConfigError: the server does not answer, or not as it must.
-    """
+    """Make one request, so that a server that is missing or wrong is found before the run. Raises ConfigError
+    if the server does not answer, or not as it must."""
     url, body = wire.trial()
     try:
         content = asyncio.run(_tried(url, body))

@@ -74,11 +74,8 @@ Attempt = tuple[str, dict[str, Any]]
 
 
 def judge_answers(task: Task, attempts: Sequence[Attempt]) -> list[Verdict]:
-    """Return the verdict of the task's scorer on each answer.
-
-    Raises:
-        SandboxError: there is no sandbox, and the scorer needs one, with what to do; or the sandbox fails.
-    """
+    """Return the verdict of the task's scorer on each answer. Raises SandboxError with what to do if there is
+    no sandbox, and the scorer needs one; or if the sandbox fails."""
     needs_it = task.name not in EVALUATE_NOTHING - READ_PARAMETERS
     sandbox = open_scorers(retries=needs_it)
     if isinstance(sandbox, ScorerSandbox):
@@ -125,11 +122,7 @@ class ScorerSandbox:
     """A sandbox in which reasoning_gym's scorers judge answers."""
 
     def __init__(self) -> None:
-        """Start it, which takes a second.
-
-        Raises:
-            SandboxError: it cannot be built, or does not isolate.
-        """
+        """Start it, which takes a second. Raises SandboxError if it cannot be built, or does not isolate."""
         ours, theirs = socket.socketpair()
         self._socket = ours
         try:
@@ -156,11 +149,7 @@ class ScorerSandbox:
             raise
 
     def judge(self, task: Task, attempts: Sequence[Attempt]) -> list[Verdict]:
-        """Return the verdict on each answer.
-
-        Raises:
-            SandboxError: the sandbox failed, and is closed.
-        """
+        """Return the verdict on each answer. Raises SandboxError if the sandbox failed, and is closed."""
         verdicts: list[Verdict] = []
         while len(verdicts) < len(attempts):
             verdicts += self._judge(task, _first_pickled(attempts[len(verdicts) :]))

@@ -75,11 +75,8 @@ def _check(prefix: str, unread: str, outcome: Outcome, prompt: Prompt, logs: Pat
 
 
 def extraction(target: str, response: str, metadata: dict[str, Any]) -> float:
-    """Call `extract_answer` of a function's module, in a worker, since it may hang.
-
-    Raises:
-        whatever it raises.
-    """
+    """Call `extract_answer` of a function's module, in a worker, since it may hang. Raises whatever it
+    raises."""
     extract = getattr(load_module("--rm-type", target), "extract_answer", None)
     if extract is not None:
         answer = extract(*(response, metadata)[: len(inspect.signature(extract).parameters)])

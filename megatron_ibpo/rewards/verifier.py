@@ -240,11 +240,8 @@ def open_verifier(data: DataConfig) -> Verifier:
 
 
 def check_servers(data: DataConfig, rm_types: Iterable[str] = ()) -> None:
-    """Make one request to the server that `data.rm_type` or `rm_types` need, if there is one.
-
-    Raises:
-        ConfigError: as `reward_functions`; or the server cannot be used, with the reason.
-    """
+    """Make one request to the server that `data.rm_type` or `rm_types` need, if there is one. Raises
+    ConfigError as `reward_functions`, or with the reason why the server cannot be used."""
     for target in reward_functions(data, rm_types):
         if target in WIRES:
             from megatron_ibpo.rewards.reward_server import check_server
@@ -295,11 +292,8 @@ def reward_functions(data: DataConfig, rm_types: Iterable[str] = ()) -> list[str
 
 
 def rm_type_of(prompt: Prompt, data: DataConfig) -> str:
-    """Return the name of a prompt's verifier.
-
-    Raises:
-        ConfigError: its row names an import path that the user did not allow.
-    """
+    """Return the name of a prompt's verifier. Raises ConfigError if its row names an import path that the
+    user did not allow."""
     return rm_type_in(prompt.metadata, data)
 
 
@@ -309,11 +303,8 @@ def main_rm_type(data: DataConfig) -> str:
 
 
 def functions_of(prompt: Prompt, data: DataConfig) -> list[str]:
-    """Return module:function of a prompt's verifier, or of its parts.
-
-    Raises:
-        ConfigError: as `rm_type_of`, or an unknown name (with the nearest).
-    """
+    """Return module:function of a prompt's verifier, or of its parts. Raises ConfigError as `rm_type_of`, or
+    for an unknown name (with the nearest)."""
     return [_function(part.name) for part in parts_of(rm_type_of(prompt, data), data)]
 
 
@@ -421,11 +412,8 @@ def _problem_line(prompt: Prompt, error: str) -> str:
 
 
 def problem(target: str, label: str, metadata: dict[str, Any]) -> float:
-    """Check one label, in a worker, since this check may hang as a reward function may.
-
-    Raises:
-        LabelError: the module of `target` refuses the label.
-    """
+    """Check one label, in a worker, since this check may hang as a reward function may. Raises LabelError if
+    the module of `target` refuses the label."""
     module = load_module("--rm-type", target)
     ask = getattr(module, "label_problem", None)
     if ask is not None and (reason := ask(label, metadata)) is not None:

@@ -40,11 +40,7 @@ class SandboxError(Exception):
 
 
 def bubblewrap() -> str:
-    """Return the path of bwrap.
-
-    Raises:
-        SandboxError: it is not installed.
-    """
+    """Return the path of bwrap. Raises SandboxError if it is not installed."""
     path = shutil.which("bwrap", path=os.environ.get("PATH", os.defpath) + ":/usr/bin:/usr/local/bin")
     if path is None:
         raise SandboxError(f"the sandbox needs the program bwrap, which is not on the PATH: {INSTALL}")
@@ -139,11 +135,8 @@ def _standard_library() -> frozenset[str]:
 
 
 def packages_of(name: str) -> tuple[str, ...]:
-    """Return the files and directories of an installed distribution and of those that it requires.
-
-    Raises:
-        SandboxError: it is not installed as files of its own.
-    """
+    """Return the files and directories of an installed distribution and of those that it requires. Raises
+    SandboxError if it is not installed as files of its own."""
     pending, visited, paths = [name], set[str](), set[str]()
     while pending:
         try:
