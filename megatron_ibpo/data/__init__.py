@@ -1,14 +1,20 @@
-"""Prompts and tokenizers: everything between files (or generated tasks) and token ids."""
+"""Prompts and tokenizers: everything between files (or generated tasks) and token ids.
 
+Sources of prompts are opened here, several as one, in which the position alone determines the source and its
+row."""
+
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
+import numpy as np
+
+from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import DataConfig, EnvironmentConfig
 from megatron_ibpo.data.file_prompts import file_prompts
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
-from megatron_ibpo.data.order import mixed
 from megatron_ibpo.data.pass_rates import PassRates, open_pass_rates
 from megatron_ibpo.data.prompts import (
     CorrectionTemplate,
@@ -35,6 +41,9 @@ __all__ = [
     "open_sources",
     "prompts_of_rows",
 ]
+
+LONGEST_CYCLE = 10_000
+"""Longest cycle of the pattern of sources, in positions; shares are exact to this fraction."""
 
 
 def open_sources(
@@ -76,7 +85,7 @@ def open_sources(
         reader = reader_type(*settings, environment=environment, split=split)
         opened.append(_opened(reader, holds_out=holds_out))
         weights.append(source.weight)
-    return in_environment(opened[0] if len(opened) == 1 else mixed(opened, weights), environment.environment)
+    return in_environment(opened[0] if len(opened) == 1 else _mixed(opened, weights), environment.environment)
 
 
 def _opened(reader: Reader, *, holds_out: bool) -> PromptSource:
@@ -97,3 +106,82 @@ def _opened(reader: Reader, *, holds_out: bool) -> PromptSource:
         return opened
     note = f"{location}: no --eval-prompt-data is given, so evaluation is on {held_out}"
     return replace(opened, notes=(*opened.notes, note))
+
+
+def _mixed(sources: Sequence[PromptSource], weights: Sequence[Fraction]) -> PromptSource:
+    """Mix the prompts of all sources in proportion to the weights, each source in its own order.
+
+    The pattern repeats after a cycle. Within it, each share is off by at most one prompt of a source per
+    other source.
+    """
+    counts = cycle_counts(weights)
+    cycle = np.array(interleaved(counts))
+    length = len(cycle)
+    rank = np.zeros(length, np.int64)
+    """Number of earlier positions in the cycle with the same source, by position."""
+    for number in range(len(sources)):
+        from_source = cycle == number
+        rank[from_source] = np.arange(from_source.sum())
+
+    def at(position: int) -> Prompt:
+        turn, place = divmod(position, length)
+        number = int(cycle[place])
+        source_position = turn * counts[number] + int(rank[place])
+        return replace(sources[number].at(source_position), index=position)
+
+    def count() -> int:
+        """Return the positions until every source has given all its prompts; 0 if one never does."""
+        sizes = [source.num_prompts() for source in sources]
+        if not all(sizes):
+            return 0
+        return max(_position_of(size - 1, cycle, number) + 1 for number, size in enumerate(sizes))
+
+    return PromptSource(
+        at,
+        count=count,
+        notes=tuple(note for source in sources for note in source.notes),
+        tallies=tuple(tally for source in sources for tally in source.tallies),
+        ready=min(
+            (
+                _position_of(source.ready, cycle, number)
+                for number, source in enumerate(sources)
+                if source.ready is not None
+            ),
+            default=None,
+        ),
+        grows=any(source.grows for source in sources),
+    )
+
+
+def cycle_counts(weights: Sequence[Fraction]) -> list[int]:
+    """Return how often each source comes in a cycle. The shares are exact if a cycle of at most LONGEST_CYCLE
+    can hold them, else rounded (largest remainder); every source comes at least once."""
+    total = sum(weights, Fraction(0))
+    shares = [weight / total for weight in weights]
+    length = math.lcm(*(share.denominator for share in shares))
+    if length <= LONGEST_CYCLE:
+        return [int(share * length) for share in shares]
+    counts = [max(1, math.floor(share * LONGEST_CYCLE)) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * LONGEST_CYCLE)
+    for number in by_remainder[: max(0, LONGEST_CYCLE - sum(counts))]:
+        counts[number] += 1
+    return counts
+
+
+def interleaved(counts: Sequence[int]) -> list[int]:
+    """Return an order with source i counts[i] times, spread evenly: each next position goes to the source
+    that is furthest behind (smooth weighted round robin)."""
+    length, behind, order = sum(counts), [0] * len(counts), []
+    for _ in range(length):
+        behind = [value + count for value, count in zip(behind, counts, strict=True)]
+        chosen = max(range(len(counts)), key=behind.__getitem__)
+        behind[chosen] -= length
+        order.append(chosen)
+    return order
+
+
+def _position_of(place_in_source: int, cycle: np.ndarray, source: int) -> int:
+    """Return the position at which prompt `place_in_source` of a source comes."""
+    places = np.flatnonzero(cycle == source)
+    turn, rank = divmod(place_in_source, len(places))
+    return turn * len(cycle) + int(places[rank])

@@ -30,7 +30,6 @@ from megatron_ibpo.data.layouts import (
     layout_said,
     plain_row,
 )
-from megatron_ibpo.data.order import shuffled
 from megatron_ibpo.data.pass_rates import PassRates
 from megatron_ibpo.data.prompts import (
     PromptSource,
@@ -50,7 +49,7 @@ from megatron_ibpo.data.sources import (
     SourceSpec,
     Tally,
 )
-from megatron_ibpo.data.tables import LONGEST_LINE, Row, check_encoding, num_brackets, parsed_row
+from megatron_ibpo.data.tables import LONGEST_LINE, Row, check_encoding, num_brackets, parsed_row, shuffled
 from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer
 
 OWN_SCHEME = "import://"

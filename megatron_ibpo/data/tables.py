@@ -1,5 +1,5 @@
-"""Rows of files, a block at a time. Nothing is read before it is needed, and a file of any size takes only
-the memory of the blocks in use.
+"""Rows of files, a block at a time, and their random order, which is found without shuffling them. Nothing is
+read before it is needed, and a file of any size takes only the memory of the blocks in use.
 
 A block is a stretch of bytes of a JSONL file, a row group of a parquet file or a record batch of an Arrow
 file.
@@ -7,10 +7,13 @@ file.
 
 from __future__ import annotations
 
+import bisect
 import os
+import random
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.data.tokenizer import DataError
 
@@ -242,3 +246,75 @@ class RowCounts:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             self._known[missing] = list(threads.map(self._table.count, missing))
         return int(self._known.sum())
+
+
+Place = tuple[int, int]
+"""(block, row in it)."""
+
+
+def shuffled(count: int, *keys: int | str) -> list[int]:
+    """Return 0 to count - 1 in an order that depends on `keys` alone."""
+    order = list(range(count))
+    random.Random(derive_seed(*keys)).shuffle(order)
+    return order
+
+
+@dataclass
+class _Epoch:
+    """One pass over the table, as far as it has been read."""
+
+    blocks: list[int]
+    ends: list[int] = field(default_factory=list)
+    """Number of rows up to the end of each window."""
+
+
+class TableOrder:
+    """The rows of a table over and over, in a new order every epoch."""
+
+    def __init__(self, table: Table, seed: int):
+        self.counted = RowCounts(table)
+        self._table, self._seed = table, seed
+        self._epoch = lru_cache(maxsize=2)(self._start_epoch)  # a batch may span two epochs
+        self._rows = lru_cache(maxsize=2)(self._shuffled_window)
+
+    def place(self, position: int) -> Place:
+        """Return the row at a position of the endless order. Raises DataError if the table is damaged, or has
+        no rows."""
+        epoch, place = 0, position
+        while (window := self._window(epoch, place)) is None:
+            total = self.counted.total
+            epoch, place = divmod(position, total)
+        window_start = self._epoch(epoch).ends[window - 1] if window else 0
+        return self._rows(epoch, window)[place - window_start]
+
+    def substitute(self, position: int, attempt: int) -> Place | None:
+        """Return the row to try after the row at `position` and `attempt` substitutes for it could not be
+        used; None: try the next attempt."""
+        drawn = derive_seed("substitute", self._seed, position, attempt)
+        block = drawn % self._table.num_blocks
+        count = self.counted[block]
+        return (block, derive_seed("row", drawn) % count) if count else None
+
+    def _start_epoch(self, epoch: int) -> _Epoch:
+        return _Epoch(shuffled(self._table.num_blocks, "blocks", self._seed, epoch))
+
+    def _window(self, epoch: int, place: int) -> int | None:
+        """Return the number of the window with row `place` of the epoch; None if the epoch has fewer rows."""
+        epoch_order = self._epoch(epoch)
+        while not epoch_order.ends or epoch_order.ends[-1] <= place:
+            blocks = self._blocks(epoch, len(epoch_order.ends))
+            if not blocks:
+                return None
+            total = epoch_order.ends[-1] if epoch_order.ends else 0
+            epoch_order.ends.append(total + sum(self.counted[block] for block in blocks))
+        return bisect.bisect_right(epoch_order.ends, place)
+
+    def _blocks(self, epoch: int, window: int) -> list[int]:
+        size = self._table.window
+        return self._epoch(epoch).blocks[window * size : (window + 1) * size]
+
+    def _shuffled_window(self, epoch: int, window: int) -> list[Place]:
+        places = [
+            (block, number) for block in self._blocks(epoch, window) for number in range(self.counted[block])
+        ]
+        return [places[i] for i in shuffled(len(places), "window", self._seed, epoch, window)]
