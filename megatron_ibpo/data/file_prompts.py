@@ -22,10 +22,18 @@ from rich.progress import track
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.data.files import LazyRow, as_lazy_row, chosen_files, each_row, open_table, small_rows
+from megatron_ibpo.data.files import chosen_files, each_row, open_table, small_rows
 from megatron_ibpo.data.layouts import known_layout
 from megatron_ibpo.data.prompts import PromptSource
-from megatron_ibpo.data.row_prompts import Reader, Rows, layout_notes, normalised, read_prompts
+from megatron_ibpo.data.row_prompts import (
+    LazyRow,
+    Reader,
+    Rows,
+    as_lazy_row,
+    layout_notes,
+    normalised,
+    read_prompts,
+)
 from megatron_ibpo.data.sources import BAD_ROW, DUPLICATE, Division, Tally, question_hash
 from megatron_ibpo.data.tables import Place, Row, RowCounts, Table, TableOrder, WithoutRows
 from megatron_ibpo.data.tokenizer import DataError

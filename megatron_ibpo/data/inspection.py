@@ -19,10 +19,19 @@ from rich.text import Text
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import DataConfig, EnvironmentConfig
-from megatron_ibpo.data.files import LazyRow, as_lazy_row, chosen_files, each_row
+from megatron_ibpo.data.files import chosen_files, each_row
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
 from megatron_ibpo.data.pass_rates import PassRates
-from megatron_ibpo.data.row_prompts import OWN_SCHEME, FirstPlaces, Reader, normalised, own_rows, unique_id
+from megatron_ibpo.data.row_prompts import (
+    OWN_SCHEME,
+    FirstPlaces,
+    LazyRow,
+    Reader,
+    as_lazy_row,
+    normalised,
+    own_rows,
+    unique_id,
+)
 from megatron_ibpo.data.sources import DUPLICATE, Tally, read_spec
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer
 from megatron_ibpo.rewards import CHECKED_AT_START
@@ -186,9 +195,7 @@ def _generated(reader: Reader) -> Iterator[Entry]:
 def _read(reader: Reader, inspection: Inspection) -> Iterator[Entry]:
     location, split = reader.source.location, reader.split
     if location.startswith(OWN_SCHEME):
-        rows: Iterable[LazyRow] = (
-            as_lazy_row(row_location, row) for row_location, row in own_rows(location, split)
-        )
+        rows: Iterable[LazyRow] = itertools.starmap(as_lazy_row, own_rows(location, split))
     else:
         rows = each_row(chosen_files(Path(location), split, reader.source.split), reader.columns)
     ids: FirstPlaces = {}

@@ -6,7 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +65,8 @@ FirstPlaces = dict[str, Callable[[], str]]
 """Id → function that returns the place of the first row with it."""
 Rows = Iterable[tuple[str, "Row | DataError"]]
 """Rows, each with its place for messages; an error stands in for a row that cannot be read."""
+LazyRow = tuple[Callable[[], str], Callable[[], Row]]
+"""(function that returns a row's place, function that returns the row); both are called only on demand."""
 
 
 @dataclass(frozen=True)
@@ -242,8 +244,8 @@ def read_prompts(rows: Rows, reader: Reader) -> PromptSource:
     layouts: set[str | None] = set()
     number = 0
     for number, (location, row) in enumerate(rows, start=1):
-        place = partial(str, location)
-        prompt = reader.prompt(number, place, unique_id(partial(_row, row), place, ids))
+        place, read = as_lazy_row(location, row)
+        prompt = reader.prompt(number, place, unique_id(read, place, ids))
         layouts.add(reader.layout(row) if isinstance(row, dict) else None)
         if prompt is None:
             continue
@@ -280,10 +282,15 @@ def normalised(question: str) -> str:
     return " ".join(question.split())
 
 
-def _row(row: Row | DataError) -> Row:
-    if isinstance(row, DataError):
-        raise row
-    return row
+def as_lazy_row(location: str, row: Row | DataError) -> LazyRow:
+    """Return a lazy row for a row already read, or for the error in its place."""
+
+    def read() -> Row:
+        if isinstance(row, DataError):
+            raise row
+        return row
+
+    return lambda: location, read
 
 
 def unique_id(read: Callable[[], Row], location: Callable[[], str], ids: FirstPlaces) -> Callable[[], Row]:

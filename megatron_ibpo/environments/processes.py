@@ -117,7 +117,7 @@ class EnvironmentPool:
 
         def give_back_place(hangs: bool) -> None:
             if hangs:
-                zygote.kill()
+                zygote.process.kill()
             self._places.give_back()
 
         timeouts = self._config.step_timeout, self._config.episode_timeout
@@ -133,7 +133,7 @@ class EnvironmentPool:
     def close(self) -> None:
         self._closed = True
         for zygote in list(self._zygotes.values()):
-            zygote.kill()  # a start that is under way fails
+            zygote.process.kill()  # a start that is under way fails
         with suppress(RuntimeError):  # it was closed before
             self._starter.submit(self._end_zygotes)
         self._starter.shutdown()
@@ -200,7 +200,7 @@ class EnvironmentPool:
             raise ConfigError(f"--environment-sandbox: {error}") from None
         self._zygotes[target] = zygote
         if self._closed:
-            zygote.kill()
+            zygote.process.kill()
         try:
             zygote.await_ready()
         except _NotStartedError:
@@ -228,7 +228,7 @@ class EnvironmentPool:
                 _log.warning(
                     "environment %s: the process that forks its episodes died (%s, death %d)",
                     zygote.target,
-                    zygote.exit_reason(),
+                    zygote.process.exit_reason(),
                     self._zygote_deaths,
                 )
 
@@ -255,7 +255,7 @@ class _Zygote:
         in_sandbox, rewards = config.environment_sandbox, json.dumps(config.environment_reward)
         command += [OWNER, target, rewards, TEMPORARY] if in_sandbox else ["{owner}", target, rewards]
         with theirs:
-            self._process = Supervised(
+            self.process = Supervised(  # killed with all episodes
                 sandboxed(command) if in_sandbox else command,
                 theirs,
                 printed=printed,
@@ -279,8 +279,8 @@ class _Zygote:
         if not line:
             self.end()
             raise _NotStartedError(
-                f"--environment {self.target}: its process ended while importing it ({self.exit_reason()}); "
-                "the reason is in the lines above"
+                f"--environment {self.target}: its process ended while importing it "
+                f"({self.process.exit_reason()}); the reason is in the lines above"
             )
         state, content = read_json(line)
         if state != "ready":
@@ -317,7 +317,7 @@ class _Zygote:
             except BaseException as error:
                 ours.close()
                 if isinstance(error, TimeoutError):
-                    self.kill()
+                    self.process.kill()
                 raise
         ours.setblocking(False)
         return ours
@@ -331,17 +331,10 @@ class _Zygote:
             raise
         return True
 
-    def kill(self) -> None:
-        """Kill it with all episodes."""
-        self._process.kill()
-
-    def exit_reason(self) -> str:
-        return self._process.exit_reason()
-
     def end(self) -> None:
         """Kill it with all episodes, and wait until they have ended."""
         self._ready = False
-        self._process.end()
+        self.process.end()
         self._control.close()
 
 

@@ -130,7 +130,7 @@ class WorkerPool:
         with self._lock:
             self._closed = True
             for worker in self._workers:
-                worker.kill()
+                worker.process.kill()  # and everything it has started
         with suppress(queue.Empty):
             while call := self._calls.get_nowait():
                 call.outcome.cancel()
@@ -214,7 +214,7 @@ class WorkerPool:
 
     def _alive(self, worker: _Worker) -> _Worker:
         """Return the worker, or its successor if it died."""
-        if worker.is_alive():
+        if worker.process.is_alive():
             return worker
         if not worker.ended:
             self._count_death(", ".join(self._targets), worker.how_it_died(), "it was idle")
@@ -338,13 +338,6 @@ class _Worker:
             reason, trace = content
             return [], _Fault(reason, trace=trace)
         return [Outcome(value, error, details) for value, details, error in content], None
-
-    def is_alive(self) -> bool:
-        return self.process.is_alive()
-
-    def kill(self) -> None:
-        """Kill the worker and everything it has started."""
-        self.process.kill()
 
     def how_it_died(self) -> str:
         return f"the worker process died ({self.process.exit_reason()})"
