@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_ibpo.rewards.http_score import is_transient, server_url
 from megatron_ibpo.rewards.sandbox import Execution, Limits, Process, Reached, SandboxError, inside
@@ -51,9 +51,16 @@ class Call:
     """Limit that ended the program during the call."""
 
 
-class Executor(Protocol):
-    """A place to run programs. Whatever a program does is a result; an executor that fails raises
-    SandboxError."""
+class LocalExecutor:
+    """An executor that starts processes on this machine. Whatever a program does is a result; an executor
+    that fails raises SandboxError."""
+
+    def __init__(self, *, isolated: bool = True):
+        """
+        Args:
+            isolated: run each program in its own sandbox. Otherwise only its resource limits hold it.
+        """
+        self._process = partial(Process, isolated=isolated)
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
         """Run the program as one that reads stdin and writes stdout.
@@ -61,7 +68,9 @@ class Executor(Protocol):
         Args:
             first: Python that runs in its namespace before it.
         """
-        ...
+        stdin_bytes = stdin.encode(errors="surrogatepass")
+        with self._process("program", program, [first], stdin=stdin_bytes, limits=limits) as process:
+            return process.finish()
 
     def call(
         self, program: str, first: str, name: str, arguments: ArgumentLists, limits: Limits, total: float
@@ -73,31 +82,6 @@ class Executor(Protocol):
             limits: limits of one call.
             total: seconds for all calls.
         """
-        ...
-
-    def check(self, program: str, tests: str, entry_point: str | None, limits: Limits) -> Execution:
-        """Run tests written in Python; the status is 0 if the program passes."""
-        ...
-
-
-class LocalExecutor:
-    """An executor that starts processes on this machine."""
-
-    def __init__(self, *, isolated: bool = True):
-        """
-        Args:
-            isolated: run each program in its own sandbox. Otherwise only its resource limits hold it.
-        """
-        self._process = partial(Process, isolated=isolated)
-
-    def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
-        stdin_bytes = stdin.encode(errors="surrogatepass")
-        with self._process("program", program, [first], stdin=stdin_bytes, limits=limits) as process:
-            return process.finish()
-
-    def call(
-        self, program: str, first: str, name: str, arguments: ArgumentLists, limits: Limits, total: float
-    ) -> Iterator[Call]:
         requests = _requests(arguments)
         longest = replace(limits, seconds=min(total, limits.seconds * len(arguments)))
         with self._process("calls", program, [first, name], stdin=requests, limits=longest) as process:
@@ -112,9 +96,9 @@ class LocalExecutor:
                 start = end
 
     def check(self, program: str, tests: str, entry_point: str | None, limits: Limits) -> Execution:
-        """Run tests as `Executor` says. The tests and the program are in two sandboxes, joined by a socket
-        pair that carries plain values. What the program does to its own process cannot reach the code that
-        decides."""
+        """Run tests written in Python; the status is 0 if the program passes. The two are in sandboxes of
+        their own, joined by a socket pair that carries plain values. What the program does to its own process
+        cannot reach the code that decides."""
         ours, theirs = socket.socketpair()
         with ours, theirs:  # noqa: SIM117 (the code between the two closes what matters)
             with self._process("serve", program, stdin=theirs.fileno(), limits=limits):
@@ -126,7 +110,8 @@ class LocalExecutor:
 
 
 class RemoteExecutor:
-    """A server that speaks the HTTP protocol of SandboxFusion: POST /run_code.
+    """An executor with the methods of `LocalExecutor`: a server that speaks the HTTP protocol of
+    SandboxFusion, POST /run_code.
 
     Source: https://bytedance.github.io/SandboxFusion/docs/docs/reference/sandbox-run-code
     """
@@ -147,7 +132,7 @@ class RemoteExecutor:
     def call(
         self, program: str, first: str, name: str, arguments: ArgumentLists, limits: Limits, total: float
     ) -> Iterator[Call]:
-        """Call as `Executor` says. All calls are made before the first result is known."""
+        """Make all calls before the first result is known."""
         longest = replace(limits, seconds=min(total, limits.seconds * len(arguments)))
         done = self._post(_script("calls", program, first, name), _requests(arguments).decode(), longest)
         lines = done.stdout.splitlines()[: len(arguments)]
@@ -156,8 +141,7 @@ class RemoteExecutor:
             yield Call(returned=False, reached=done.reached)
 
     def check(self, program: str, tests: str, entry_point: str | None, limits: Limits) -> Execution:
-        """Run tests as `Executor` says. The tests and the program are two processes in one sandbox of the
-        server."""
+        """Run tests; they and the program are two processes in one sandbox of the server."""
         script = _script("check_here", tests, entry_point or "", _script("serve", program))
         return _passed(self._post(script, "", limits))
 
@@ -194,6 +178,9 @@ class RemoteExecutor:
         if len(content) > _LARGEST_ANSWER:
             raise ValueError("the answer is too long")
         return json.loads(content)
+
+
+Executor = LocalExecutor | RemoteExecutor
 
 
 def _execution(answer: Any) -> Execution:

@@ -5,7 +5,7 @@ import urllib.parse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_ibpo.basics.reward_value import read_reward
 from megatron_ibpo.config import ConfigError, DataConfig
@@ -27,52 +27,6 @@ class Question:
     prompt: str
     response: str
     label: str
-
-
-class Wire(Protocol):
-    """A protocol, with the settings of a run."""
-
-    url: str
-    """URL of requests that score."""
-    batch_size: int
-    """Most responses of one request."""
-
-    def body(self, questions: Sequence[Question], *, insists: bool = False) -> Any:
-        """Return the body of a request as JSON: at most `batch_size` responses to score.
-
-        Args:
-            insists: the first answer had no score that can be read; the body demands one.
-        """
-        ...
-
-    def answers(self, content: Any, count: int) -> list[Any]:
-        """Return the server's answer for each of `count` responses.
-
-        Args:
-            content: its answer to the request.
-
-        Raises:
-            ValueError, LookupError, TypeError: the content does not follow the protocol.
-        """
-        ...
-
-    def reading(self, answer: Any) -> tuple[Any, ...]:
-        """Return the arguments with which the verifier's function finds the score in one answer. It runs in a
-        verifier process, where a slow pattern of the user can be stopped."""
-        ...
-
-    def trial(self) -> tuple[str, Any]:
-        """Return URL and body of a request that shows before a run whether the server can be used; without a
-        body it is a GET."""
-        ...
-
-    def trial_problem(self, content: Any) -> str | None:
-        """Return why the server cannot be used, by its answer to the trial.
-
-        Raises:
-            ValueError, LookupError, TypeError: the content does not follow the protocol.
-        """
-        ...
 
 
 def reward_url(data: DataConfig) -> str:
@@ -100,8 +54,14 @@ def is_transient(status: int) -> bool:
 
 
 class ScoreWire:
-    """Our own protocol. A request is an object with prompt, response and label, and its answer an object with
-    a number `score`; with --rm-batch-size above 1 both are lists of such objects."""
+    """Our own protocol, with the settings of a run. A request is an object with prompt, response and label,
+    and its answer an object with a number `score`; with --rm-batch-size above 1 both are lists of such
+    objects.
+
+    Attributes:
+        url: URL of requests that score.
+        batch_size: most responses of one request.
+    """
 
     def __init__(self, data: DataConfig):
         """
@@ -110,34 +70,45 @@ class ScoreWire:
         """
         self.url = reward_url(data)
         self.batch_size = data.rm_batch_size
-        for flag, value in (
-            ("--rm-template", data.rm_template),
-            ("--rm-model", data.rm_model),
-            ("--rm-score", data.rm_score),
-        ):
+        of_judges = {
+            "--rm-template": data.rm_template,
+            "--rm-model": data.rm_model,
+            "--rm-score": data.rm_score,
+        }
+        for flag, value in of_judges.items():
             if value is not None:
                 raise ConfigError(f"{flag}: only http_judge uses it, and --rm-url is for http_score")
 
     def body(self, questions: Sequence[Question], *, insists: bool = False) -> Any:
+        """Return the body of a request as JSON: at most `batch_size` responses to score.
+
+        Args:
+            insists: the first answer had no score that can be read; the body of a judge demands one.
+        """
         texts = [asdict(question) for question in questions]
         return texts if self.batch_size > 1 else texts[0]
 
     def answers(self, content: Any, count: int) -> list[Any]:
-        """Return one object for each response."""
+        """Return the server's answer for each of `count` responses. Raises ValueError, LookupError or
+        TypeError if the content of its answer to the request does not follow the protocol."""
         scores = content if self.batch_size > 1 else [content]
         if not isinstance(scores, list) or len(scores) != count:
             raise ValueError(f"expected a list of {count} scores")
         return scores
 
-    def reading(self, answer: Any) -> tuple[Any]:
+    def reading(self, answer: Any) -> tuple[Any, ...]:
+        """Return the arguments with which the verifier's function finds the score in one answer. It runs in a
+        verifier process, where a slow pattern of the user can be stopped."""
         return (answer,)
 
     def trial(self) -> tuple[str, Any]:
-        """Return a request to score the right answer to a sum."""
+        """Return URL and body of a request that shows before a run whether the server can be used; without a
+        body it is a GET. Here it is to score the right answer to a sum."""
         return self.url, self.body([Question("What is 1 + 1?", "2", "2")])
 
     def trial_problem(self, content: Any) -> str | None:
-        """Read the answer as a verifier process does during the run."""
+        """Return why the server cannot be used, by its answer to the trial, which is read as a verifier
+        process does during the run. Raises as `answers`."""
         (answer,) = self.answers(content, 1)
         read_reward(score(answer))
         return None

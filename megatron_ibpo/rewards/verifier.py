@@ -21,8 +21,8 @@ from megatron_ibpo.basics.text import counted, shown
 from megatron_ibpo.config import ConfigError, DataConfig, known_or_path, load_module, rm_type_in
 from megatron_ibpo.rewards.code import CHECK, CodeExecution
 from megatron_ibpo.rewards.composite import COMPOSITE, Part, check_parts, combined, parts_of
-from megatron_ibpo.rewards.http_judge import JudgeWire
-from megatron_ibpo.rewards.http_score import Question, ScoreWire, Wire
+from megatron_ibpo.rewards.http_judge import JudgeWire, Wire
+from megatron_ibpo.rewards.http_score import Question, ScoreWire
 from megatron_ibpo.rewards.response import Response, open_at_end
 from megatron_ibpo.rewards.workers import Outcome, WorkerPool
 
