@@ -148,15 +148,13 @@ def _serve(fd: int, render: Callable[..., str]) -> None:
     limit = size + MOST_BYTES if hard == resource.RLIM_INFINITY else min(size + MOST_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     connection = Connection(fd)
-    while True:
-        with suppress(EOFError, OSError):
+    with suppress(EOFError, OSError):
+        while True:
             request = connection.recv_bytes()
             signal.setitimer(signal.ITIMER_REAL, 2 * RENDER_S)  # ends it even if its owner has died
             answer = _answer(render, request)
             signal.setitimer(signal.ITIMER_REAL, 0)
             connection.send_bytes(answer)
-            continue
-        return
 
 
 def _answer(render: Callable[..., str], request: bytes) -> bytes:

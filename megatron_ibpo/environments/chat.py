@@ -206,7 +206,8 @@ class TemplateChat:
             self._try_answer()
         except DataError:
             return None
-        turn = self._tokenizer.encode(_beyond(text, prompt))
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
+        turn = self._tokenizer.encode(text[sum(1 for _ in shared) :])
         first_end = next((place for place, token in enumerate(turn) if token in self._ends), len(turn))
         rendered = self._tokenizer.encode_rendered(prompt)
         readers: dict[str, Reader] = {
@@ -260,12 +261,6 @@ def _without_calls(message: Message, text: Callable[[], str], tools: Sequence[To
 def _read_long(text: str) -> Message:
     reasoning, _, content = text.rpartition("</think>")
     return policy_message(content, reasoning.replace("<think>", "", 1).strip(), [], [])
-
-
-def _beyond(text: str, prompt: str) -> str:
-    """Return `text` without its common beginning with `prompt`."""
-    shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
-    return text[sum(1 for _ in shared) :]
 
 
 def _check_ended(ids: Sequence[int], ends: Collection[int]) -> None:

@@ -8,13 +8,13 @@ environments draw from these."""
 import asyncio
 import inspect
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from numpy import random as numpy_random  # loaded here, once; numpy itself would load it in each episode
 
 from megatron_ibpo.basics.reward_value import read_reward
-from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Turn
+from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Tool, Turn
 from megatron_ibpo.environments.trl import RewardFunctions, call_reward_functions, trl_tools
 
 _SEEDS = 2**31
@@ -150,7 +150,7 @@ class GymEnvironment:
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
         """Reset the environment; the prompt's question, if there is any, stands before the observation."""
         observation, _ = _parts(self._environment.reset(seed=_seeded(seed)), "reset", "observation, info")
-        return _opening(question, _text(observation, "reset()"))
+        return opening(question, _text(observation, "reset()"))
 
     def step(self, message: Message) -> Turn:
         names = "observation, reward, terminated, truncated, info"
@@ -183,7 +183,7 @@ class TextArenaEnvironment:
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
         """Start the game; the prompt's question, if there is any, stands before its observation."""
         self._environment.reset(num_players=1, seed=_seeded(seed))
-        return _opening(question, self._observation())
+        return opening(question, self._observation())
 
     def step(self, message: Message) -> Turn:
         done, _ = _parts(self._environment.step(message_text(message)), "step", "done, info")
@@ -258,8 +258,9 @@ def _user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def _opening(question: str, observation: str) -> Opening:
-    return Opening([_user("\n\n".join(part for part in (question, observation) if part))])
+def opening(question: str, observation: str, tools: Sequence[Tool] = ()) -> Opening:
+    """Return an opening of one message: the prompt's question, if there is any, before the observation."""
+    return Opening([_user("\n\n".join(filter(None, (question, observation))))], tools)
 
 
 def _text(value: Any, method: str) -> str:

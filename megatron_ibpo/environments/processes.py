@@ -18,7 +18,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ _SETTINGS = {
 _log = logging.getLogger(__name__)
 
 
-class EnvironmentPool:
+class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     """The processes of episodes on this machine (`protocol.Sessions`).
 
     One process per environment, the zygote, imports it, and every episode is a fork of that. At most
@@ -137,9 +137,6 @@ class EnvironmentPool:
         with suppress(RuntimeError):  # it was closed before
             self._starter.submit(self._end_zygotes)
         self._starter.shutdown()
-
-    def __enter__(self) -> EnvironmentPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

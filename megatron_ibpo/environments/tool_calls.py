@@ -199,7 +199,8 @@ _TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", 
 
 def _argument_values(texts: Mapping[str, str], name: str, tools: Sequence[Tool]) -> dict[str, Any]:
     """Return the values of a call's arguments, each from its text; types of unknown tools are unknown."""
-    parameters = next((tool.get("parameters", {}) for tool in tools if tool["name"] == name), {})
+    matching = (tool.get("parameters", {}) for tool in tools if tool["name"] == name)
+    parameters: dict[str, Any] = next(matching, {})
     schemas = parameters.get("properties", {})
     return {key: _value(text, _types(schemas.get(key), parameters)) for key, text in texts.items()}
 

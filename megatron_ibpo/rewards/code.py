@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_ibpo.basics.reward_value import ResponseError
 from megatron_ibpo.config import DataConfig
@@ -43,7 +43,8 @@ CHECK = f"{__name__}:check_execution"
 _SHARE_OF_TIMEOUT = 0.8
 """Share of a verifier's time for one response that tests may take; the rest is for starting them on a busy
 machine. A slow program is therefore wrong, not a failure of the verifier."""
-_LANGUAGE = re.compile(r"[\w+-]*")
+_FENCE = re.compile(r"(?P<indent>[ \t]*+)(?P<marks>`{3,}+|~{3,}+)[ \t]*+(?P<language>[\w+-]*+)[^`]*+")
+"""A line that opens a fenced block: three or more of "`" or "~" with no "`" after them."""
 LONGEST_PROGRAM = 200_000
 """Longest program, in characters; a longer one does not count as an answer. Contests accept
 64 kB, and the checks that read a program before it runs take 400 bytes of memory per character."""
@@ -198,37 +199,18 @@ def _blocks(text: str) -> Iterator[tuple[str, str | None]]:
     """Yield (language, content) of the fenced blocks of a Markdown text; the content of an unclosed block is
     None. A block ends with a line that is only a fence like its first, at least as long."""
     lines: list[str] = []
-    opened: _Fence | None = None
+    opened: re.Match[str] | None = None
     for line in text.split("\n"):
         if opened is None:
-            opened, lines = _fence(line), []
-        elif set(line.strip()) == {opened.marks[0]} and len(line.strip()) >= len(opened.marks):
+            opened, lines = _FENCE.fullmatch(line), []
+        elif set(line.strip()) == {opened["marks"][0]} and len(line.strip()) >= len(opened["marks"]):
             block = "".join(f"{body_line}\n" for body_line in lines)
-            yield opened.language, textwrap.dedent(block) if opened.is_indented else block
+            yield opened["language"], textwrap.dedent(block) if opened["indent"] else block
             opened = None
         else:
             lines.append(line)
     if opened is not None:
-        yield opened.language, None
-
-
-class _Fence(NamedTuple):
-    """A line that opens a fenced block."""
-
-    marks: str
-    language: str
-    is_indented: bool
-
-
-def _fence(line: str) -> _Fence | None:
-    """Return the fence on this line: three or more of "`" or "~" with no "`" after them."""
-    inner = line.lstrip(" \t")
-    info = inner.lstrip(inner[:1]) if inner.startswith(("```", "~~~")) else "`"
-    if "`" in info:
-        return None
-    language = _LANGUAGE.match(info.lstrip(" \t"))
-    assert language is not None  # it may be empty
-    return _Fence(inner[: len(inner) - len(info)], language[0], inner != line)
+        yield opened["language"], None
 
 
 def label_problem(label: str, metadata: dict[str, Any]) -> str | None:

@@ -87,8 +87,7 @@ class LocalExecutor:
         with self._process("calls", program, [first, name], stdin=requests, limits=longest) as process:
             start = 0
             for _ in arguments:
-                deadline = time.monotonic() + limits.seconds
-                if not process.read(lambda output, start=start: output.find(b"\n", start) >= 0, deadline):
+                if not process.read(partial(_has_line, start), time.monotonic() + limits.seconds):
                     yield Call(returned=False, reached=process.reached)
                     return
                 end = process.stdout.index(b"\n", start) + 1
@@ -193,6 +192,10 @@ def _execution(answer: Any) -> Execution:
     if result["status"] != "Finished":
         raise SandboxError(f"{result['status']}: {stderr[-500:]}")
     return Execution(stdout, stderr, int(result["return_code"]))
+
+
+def _has_line(start: int, output: bytearray) -> bool:
+    return output.find(b"\n", start) >= 0
 
 
 def _requests(arguments: ArgumentLists) -> bytes:

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,7 @@ class Pool(Protocol):
         ...
 
 
-class Verifier:
+class Verifier(AbstractContextManager["Verifier"]):
     """A scorer of responses by the verifier of their prompt: the one under `rm_type` in the prompt's
     metadata, else --rm-type.
 
@@ -156,9 +157,6 @@ class Verifier:
         """End the requests to servers; the worker processes are left to the opener of the pool."""
         for server in self._servers.values():
             server.close()
-
-    def __enter__(self) -> Verifier:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

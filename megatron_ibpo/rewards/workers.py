@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from multiprocessing.connection import Connection
@@ -65,7 +65,7 @@ class Outcome:
     """Traceback, if the function raised an exception."""
 
 
-class WorkerPool:
+class WorkerPool(AbstractContextManager["WorkerPool"]):
     """A pool that runs functions, each named as package.module:function, in `size` processes of its own.
 
     A thread of this process serves each of them: it starts the process, sends it one call after another, and
@@ -139,9 +139,6 @@ class WorkerPool:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(_CLOSE_TIMEOUT)
-
-    def __enter__(self) -> WorkerPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -79,7 +79,7 @@ class Execution:
     reached: Reached | None = None
 
 
-class Process:
+class Process(AbstractContextManager["Process"]):
     """A running program, in a sandbox or without one. Used in a `with`, which ends it.
 
     Attributes:
@@ -276,9 +276,6 @@ class Process:
             os.close(self._handle)
             with suppress(ChildProcessError):
                 os.waitpid(self.first, 0)  # adopted, once bwrap has ended
-
-    def __enter__(self) -> Process:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
