@@ -9,10 +9,11 @@ has the commit in it.
 import glob
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_ibpo.basics.text import listed
@@ -27,32 +28,25 @@ _OF_MODELS = ("*.json", "*.jinja", "*.txt", "*.model")
 _USUAL = ("", "default", "main", "data")
 """Folders to take, in this order, from a repository with several data sets: usual names of the first one."""
 
-Pins = Callable[[str], str | None]
-"""Returns the commit that an earlier start of this run had, by the name of a repository's folder in the
-cache (models--owner--name); None: it had none."""
+Pins = Mapping[str, str]
+"""Name of a repository's folder in the cache (models--owner--name) → commit that an earlier start of this run
+had."""
 
 
 class HubError(ValueError):
     """A model or data set that cannot be had; the message says why and what to do."""
 
 
-def no_pins(folder: str) -> str | None:
-    """Return None: there was no earlier start."""
-    return None
-
-
 def pins_of(runs: Iterable[Path]) -> Pins:
     """Return the commits in the settings (config.yaml) that runs were made with."""
     settings = [text.read_text(errors="replace") for run in runs if (text := run / "config.yaml").is_file()]
-
-    def pinned(folder: str) -> str | None:
-        pattern = re.compile(rf"/{re.escape(folder)}/snapshots/([0-9a-f]{{40}})")
-        return next((match[1] for text in settings if (match := pattern.search(text))), None)
-
-    return pinned
+    matches = [
+        match for text in settings for match in re.findall(r"/([^/\s]+)/snapshots/([0-9a-f]{40})", text)
+    ]
+    return dict(reversed(matches))  # the first one counts
 
 
-def local_model(path: Path, pins: Pins = no_pins, *, weights: bool = True) -> Path:
+def local_model(path: Path, pins: Pins = MappingProxyType({}), *, weights: bool = True) -> Path:
     """Return the directory of a model; one of the Hub is downloaded first.
 
     Args:
@@ -72,7 +66,7 @@ def local_model(path: Path, pins: Pins = no_pins, *, weights: bool = True) -> Pa
     return _snapshot(repo_id, "model", patterns, ["*/*"])
 
 
-def local_source(spec: str, pins: Pins = no_pins) -> str:
+def local_source(spec: str, pins: Pins = MappingProxyType({})) -> str:
     """Return a source of prompts with a path in place of a Hub id; the data set is downloaded first. Its
     task, unless named, is the repository's name.
 
@@ -98,8 +92,7 @@ def _pinned(repo_id: HubId, kind: str, pins: Pins) -> HubId:
 
     if repo_id.revision is not None:
         return repo_id
-    commit = pins(repo_folder_name(repo_id=repo_id.repo, repo_type=kind))
-    return repo_id if commit is None else replace(repo_id, revision=commit)
+    return replace(repo_id, revision=pins.get(repo_folder_name(repo_id=repo_id.repo, repo_type=kind)))
 
 
 def _snapshot(

@@ -152,11 +152,9 @@ def _schema(hint: Any) -> dict[str, Any]:
     if origin is Literal:
         types = list(dict.fromkeys(_JSON_TYPES[type(value)] for value in arguments))
         return {"type": types[0] if len(types) == 1 else types, "enum": list(arguments)}
-    if origin is list:
-        return {"type": "array", "items": _schema(arguments[0])}
     if origin is tuple and Ellipsis not in arguments:
         return {"type": "array", "prefixItems": [_schema(argument) for argument in arguments]}
-    if origin is tuple:
+    if origin in (list, tuple):
         return {"type": "array", "items": _schema(arguments[0])}
     if origin is dict:
         return {"type": "object", "additionalProperties": _schema(arguments[1])}

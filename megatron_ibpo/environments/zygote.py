@@ -102,7 +102,8 @@ class _Zygote:
         """Fork and end episodes until the owner is gone."""
         while True:
             by_socket = {child.connection.fileno(): child for child in self._episodes.values()}
-            ready = self._poll.poll(0 if self._lacks_spares() else None)
+            lacks_spares = len(self._episodes) + len(self._spares) < self._most
+            ready = self._poll.poll(0 if lacks_spares else None)
             if not ready:
                 self._fork_spare()
             for descriptor, _ in ready:
@@ -137,9 +138,6 @@ class _Zygote:
                 spare.connection.close()
                 return pid
         return None
-
-    def _lacks_spares(self) -> bool:
-        return len(self._episodes) + len(self._spares) < self._most
 
     def _fork_spare(self) -> None:
         ours, theirs = socket.socketpair()
