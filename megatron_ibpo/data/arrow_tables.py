@@ -127,13 +127,10 @@ class Parquet(_Blocks):
 
 
 class ArrowFile(_Blocks):
-    """An Arrow file of a Hugging Face data set on disk, in record batches. It is mapped, not read."""
+    """An Arrow file of a Hugging Face data set on disk, in record batches, with the columns that may be
+    needed. It is mapped, not read."""
 
     def __init__(self, path: Path, columns: Sequence[str]):
-        """
-        Args:
-            columns: columns that may be needed.
-        """
         import pyarrow
 
         try:

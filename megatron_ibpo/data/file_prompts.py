@@ -94,11 +94,8 @@ def divided_files(path: Path, role: Literal["train", "eval"], split: str | None)
 
 
 def _divided_prompts(files: list[Path], rows: Rows | None, reader: Reader) -> tuple[PromptSource, str]:
-    """Return one side of files that are divided, and its description.
-
-    Args:
-        rows: None: they are not read whole.
-    """
+    """Return one side of files that are divided, and its description. Rows that are None are not read
+    whole."""
     if rows is None:
         division = Division(reader.data.data_seed, int(SHARE_OF_LARGE * _HASHES))
         if reader.split == "train":

@@ -202,13 +202,9 @@ class Files:
 
 
 class WithoutRows:
-    """A table without some of its rows."""
+    """A table without some of its rows, whose numbers are given by block."""
 
     def __init__(self, table: Table, left_out: dict[int, npt.NDArray[np.int64]]):
-        """
-        Args:
-            left_out: numbers of the left-out rows, by block.
-        """
         self._table, self._left_out = table, left_out
         self.num_blocks, self.window = table.num_blocks, table.window
 

@@ -38,10 +38,7 @@ class TemplateProcess:
     text that took too long none is rendered any more, so that this cannot delay every step of a run."""
 
     def __init__(self, render: Callable[..., str]) -> None:
-        """
-        Args:
-            render: returns the text of a conversation; called in the process.
-        """
+        """Have texts rendered by a function, which is called in the process."""
         self._render = render
         self._lock = threading.Lock()
         self._child: _Child | None = None

@@ -238,14 +238,8 @@ class _Zygote:
     """The process that imports an environment and forks its episodes, as its owner sees it."""
 
     def __init__(self, target: str, config: EnvironmentConfig, printed: int):
-        """Start it.
-
-        Args:
-            printed: bytes that it and its episodes may print.
-
-        Raises:
-            SandboxError: bubblewrap is not installed.
-        """
+        """Start it; it and its episodes may print so many bytes. Raises SandboxError if bubblewrap is not
+        installed."""
         self.target = target
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "megatron_ibpo.environments.zygote", str(theirs.fileno())]

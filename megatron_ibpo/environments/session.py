@@ -54,17 +54,13 @@ class Owner:
 
 
 class ProcessSession:
-    """A session (`protocol.Session`) whose process serves the other end of a socket.
+    """A session (`protocol.Session`) whose process serves the other end of a socket that does not block.
 
     Shutting the socket down for writing is the order to kill the process; the end of what can be read says
     that it has ended, with all that it had started.
     """
 
     def __init__(self, connection: socket.socket, owner: Owner):
-        """
-        Args:
-            connection: not blocking.
-        """
         self._connection, self._owner = connection, owner
         self._received = bytearray()
         self._left = owner.episode_timeout

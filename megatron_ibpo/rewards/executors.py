@@ -56,10 +56,7 @@ class LocalExecutor:
     that fails raises SandboxError."""
 
     def __init__(self, *, isolated: bool = True):
-        """
-        Args:
-            isolated: run each program in its own sandbox. Otherwise only its resource limits hold it.
-        """
+        """Run each program in its own sandbox if `isolated`; otherwise only its resource limits hold it."""
         self._process = partial(Process, isolated=isolated)
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
@@ -116,13 +113,8 @@ class RemoteExecutor:
     """
 
     def __init__(self, url: str):
-        """
-        Args:
-            url: the server's URL, such as http://sandbox:8080.
-
-        Raises:
-            ValueError: not an http(s) URL.
-        """
+        """Use the server at a URL such as http://sandbox:8080. Raises ValueError if it is not an http(s)
+        URL."""
         self._url = server_url("--code-executor", url) + "/run_code"
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:

@@ -52,10 +52,8 @@ class JudgeWire:
     batch_size = 1
 
     def __init__(self, data: DataConfig):
-        """
-        Raises:
-            ConfigError: the URL, the template or the pattern of the score cannot be used, or is missing.
-        """
+        """Read the settings. Raises ConfigError if the URL, the template or the pattern of the score cannot
+        be used, or is missing."""
         self._base = reward_url(data)
         self.url = f"{self._base}/chat/completions"
         self._template = _read_template(data.rm_template)

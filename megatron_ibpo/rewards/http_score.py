@@ -64,10 +64,7 @@ class ScoreWire:
     """
 
     def __init__(self, data: DataConfig):
-        """
-        Raises:
-            ConfigError: no URL, or a setting that only a judge uses.
-        """
+        """Read the settings. Raises ConfigError without a URL, and for a setting that only a judge uses."""
         self.url = reward_url(data)
         self.batch_size = data.rm_batch_size
         of_judges = {

@@ -57,10 +57,8 @@ def try_rewards(
 
 
 def _check(prefix: str, unread: str, outcome: Outcome, prompt: Prompt, logs: Path | None) -> None:
-    """
-    Args:
-        unread: what the function should do with a response that it cannot read.
-    """
+    """Raise an error of a function as ConfigError; `unread` is what the function should do with a response
+    that it cannot read."""
     if outcome.error is None:
         return
     response = shown(trial_response(prompt))

@@ -273,13 +273,9 @@ class _Fault:
 
 
 class _Worker:
-    """One process and the connection to it."""
+    """One process, which may print so many bytes, and the connection to it."""
 
     def __init__(self, targets: Sequence[str], printed: int):
-        """
-        Args:
-            printed: bytes that it may print.
-        """
         ours, theirs = socket.socketpair()
         self._named = f"reward function {', '.join(targets)}"
         connection = str(theirs.fileno())
