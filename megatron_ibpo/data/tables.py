@@ -13,7 +13,6 @@ import random
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -255,15 +254,6 @@ def shuffled(count: int, *keys: int | str) -> list[int]:
     return order
 
 
-@dataclass
-class _Epoch:
-    """One pass over the table, as far as it has been read."""
-
-    blocks: list[int]
-    ends: list[int] = field(default_factory=list)
-    """Number of rows up to the end of each window."""
-
-
 class TableOrder:
     """The rows of a table over and over, in a new order every epoch."""
 
@@ -280,8 +270,8 @@ class TableOrder:
         while (window := self._window(epoch, place)) is None:
             total = self.counted.total
             epoch, place = divmod(position, total)
-        window_start = self._epoch(epoch).ends[window - 1] if window else 0
-        return self._rows(epoch, window)[place - window_start]
+        _, starts = self._epoch(epoch)
+        return self._rows(epoch, window)[place - starts[window]]
 
     def substitute(self, position: int, attempt: int) -> Place | None:
         """Return the row to try after the row at `position` and `attempt` substitutes for it could not be
@@ -291,23 +281,25 @@ class TableOrder:
         count = self.counted[block]
         return (block, derive_seed("row", drawn) % count) if count else None
 
-    def _start_epoch(self, epoch: int) -> _Epoch:
-        return _Epoch(shuffled(self._table.num_blocks, "blocks", self._seed, epoch))
+    def _start_epoch(self, epoch: int) -> tuple[list[int], list[int]]:
+        """Return the blocks of one pass over the table, and the number of rows before each window, as far as
+        it has been read."""
+        return shuffled(self._table.num_blocks, "blocks", self._seed, epoch), [0]
 
     def _window(self, epoch: int, place: int) -> int | None:
         """Return the number of the window with row `place` of the epoch; None if the epoch has fewer rows."""
-        epoch_order = self._epoch(epoch)
-        while not epoch_order.ends or epoch_order.ends[-1] <= place:
-            blocks = self._blocks(epoch, len(epoch_order.ends))
+        _, starts = self._epoch(epoch)
+        while starts[-1] <= place:
+            blocks = self._blocks(epoch, len(starts) - 1)
             if not blocks:
                 return None
-            total = epoch_order.ends[-1] if epoch_order.ends else 0
-            epoch_order.ends.append(total + sum(self.counted[block] for block in blocks))
-        return bisect.bisect_right(epoch_order.ends, place)
+            starts.append(starts[-1] + sum(self.counted[block] for block in blocks))
+        return bisect.bisect_right(starts, place) - 1
 
     def _blocks(self, epoch: int, window: int) -> list[int]:
         size = self._table.window
-        return self._epoch(epoch).blocks[window * size : (window + 1) * size]
+        blocks, _ = self._epoch(epoch)
+        return blocks[window * size : (window + 1) * size]
 
     def _shuffled_window(self, epoch: int, window: int) -> list[Place]:
         places = [
