@@ -153,8 +153,8 @@ class Process(AbstractContextManager["Process"]):
                 block_theirs, block = _pipe(theirs, self._ends)
                 sandbox_fds = info_theirs, block_theirs, _file_in_memory(theirs, _filter(self._forks))
                 passed += sandbox_fds
-                shown = limits.disk_bytes, self._packages, self._environment
-                command = bubblewrap_command(*sandbox_fds, *shown, as_root=as_root) + command
+                contents = limits.disk_bytes, self._packages, self._environment
+                command = bubblewrap_command(*sandbox_fds, *contents, as_root=as_root) + command
             _adopt()
             process = subprocess.Popen(
                 command,
