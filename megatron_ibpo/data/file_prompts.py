@@ -138,7 +138,7 @@ def _held_out_rows(
     rows: Iterable[LazyRow], division: Division, reader: Reader
 ) -> Iterator[tuple[str, Row | DataError]]:
     """Yield the rows that are held out with their places, each question once."""
-    seen: set[str] = set()
+    seen_questions: set[str] = set()
     characters = 0
     for location, read in islice(rows, MOST_ROWS_READ):
         with suppress(DataError):  # a row that cannot be read is training's
@@ -146,8 +146,8 @@ def _held_out_rows(
             text = reader.question(row)
             if (characters := characters + len(text)) > MOST_CHARACTERS:
                 return
-            if text not in seen and division.holds_out(text):
-                seen.add(text)
+            if text not in seen_questions and division.holds_out(text):
+                seen_questions.add(text)
                 yield location(), row
 
 
@@ -258,7 +258,7 @@ def _checked(table: Table, order: TableOrder, reader: Reader) -> tuple[str, ...]
 def _without_duplicates(table: Table, reader: Reader) -> Table:
     """Return the table without rows that repeat an earlier question. This reads it through, with progress,
     and so also finds ids that two rows share."""
-    seen: set[int] = set()
+    seen_keys: set[int] = set()
     ids: set[int] = set()
     left_out: dict[int, list[int]] = {}
     duplicates = 0
@@ -272,11 +272,11 @@ def _without_duplicates(table: Table, reader: Reader) -> Table:
             if question is None:
                 continue
             key = derive_seed(normalised(question))
-            if key in seen:
+            if key in seen_keys:
                 duplicates += 1
                 left_out.setdefault(block, []).append(number)
                 continue
-            seen.add(key)
+            seen_keys.add(key)
             try:
                 _check_id(row, ids)
             except DataError as error:

@@ -114,17 +114,17 @@ def inspect_source(
     reader = Reader(tokenizer, data, source, tally, max_prompt_len, rates, environment=settings, split=split)
     inspection = Inspection(source.location, tally=reader.tally)
     entries = _generated(reader) if source.location.startswith(SCHEME) else _read(reader, inspection)
-    seen: set[str] = set()
+    seen_questions: set[str] = set()
     for row_location, prompt in itertools.islice(entries, most_rows):
         inspection.rows += 1
         if prompt is None:
             continue
-        if (question := normalised(prompt.text)) in seen:
+        if (question := normalised(prompt.text)) in seen_questions:
             reason = DUPLICATE if data.deduplicate else f"{DUPLICATE}, which stay without --deduplicate"
             inspection.tally.add(reason, (DUPLICATE, inspection.rows), row_location)
             if data.deduplicate:
                 continue
-        seen.add(question)
+        seen_questions.add(question)
         inspection.lengths.append(len(prompt.token_ids))
         inspection.tasks[prompt.task] = inspection.tasks.get(prompt.task, 0) + 1
         if len(inspection.to_check) < CHECKED_AT_START:

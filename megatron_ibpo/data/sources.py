@@ -101,7 +101,7 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     named: dict[str, list[str]] = field(default_factory=dict)
     """Reason → places of the first few rows."""
-    _seen: set[Hashable] = field(default_factory=set)
+    _counted_keys: set[Hashable] = field(default_factory=set)
 
     def add(self, reason: str, key: Hashable, say: Callable[[], str]) -> None:
         """Count a row.
@@ -110,9 +110,9 @@ class Tally:
             key: identifies the row.
             say: returns its place and its fault; called for the first few rows only.
         """
-        if key in self._seen:
+        if key in self._counted_keys:
             return
-        self._seen.add(key)
+        self._counted_keys.add(key)
         self.counts[reason] += 1
         named = self.named.setdefault(reason, [])
         if len(named) < _NAMED:

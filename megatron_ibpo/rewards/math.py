@@ -330,10 +330,10 @@ def _read(context: str, is_box: bool) -> list[Any]:
     return [formula for formula in parsed if not isinstance(formula, str)]
 
 
-def _plainly_differ(gold: list[Any], answers: list[Any]) -> bool:
+def _plainly_differ(gold: list[Any], parsed_answers: list[Any]) -> bool:
     """Return whether two formulas have values too far apart to be equal. That takes a tenth of the time in
     which math-verify tries to make them equal. A factor of 100 may be a percentage."""
-    ours, theirs = _value(answers), _value(gold)
+    ours, theirs = _value(parsed_answers), _value(gold)
     if ours is None or theirs is None:
         return False
     return all(

@@ -103,8 +103,8 @@ def score(
         SandboxError: the scorer cannot run here.
     """
     items = [_Item.from_row(*row) for row in zip(prompts, labels, metadata, strict=True)]
-    answers = [extract_answer(*pair) for pair in zip(responses, metadata, strict=True)]
-    return _graded(items, answers)
+    extracted = [extract_answer(*pair) for pair in zip(responses, metadata, strict=True)]
+    return _graded(items, extracted)
 
 
 score.batched = True  # type: ignore[attr-defined]
@@ -113,22 +113,22 @@ score.prepare_worker = open_scorers  # type: ignore[attr-defined]
 
 def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
     """Return why an item cannot be graded: its own answer does not get full marks, or a wrong one does."""
-    answers = (label, *_NO_ANSWERS)
+    responses = (label, *_NO_ANSWERS)
     try:
         item = _Item.from_row("", label, metadata)
-        extracted = [extract_answer(answer, metadata) for answer in answers]
-        values = _graded([item] * len(answers), extracted, checks_labels=True)
+        extracted = [extract_answer(response, metadata) for response in responses]
+        values = _graded([item] * len(responses), extracted, checks_labels=True)
     except (LabelError, SandboxError) as error:
         return str(error)
-    for answer, value in zip(answers, values, strict=True):
-        if (value == 1.0) != (answer.strip() == label.strip()):
+    for response, value in zip(responses, values, strict=True):
+        if (value == 1.0) != (response.strip() == label.strip()):
             name, finding = metadata["source_dataset"], "right" if value == 1.0 else "wrong"
-            return f"reasoning_gym's scorer of {name} finds {shown(answer)} {finding}"
+            return f"reasoning_gym's scorer of {name} finds {shown(response)} {finding}"
     return None
 
 
 def _graded(
-    items: Sequence[_Item], answers: Sequence[str | None], *, checks_labels: bool = False
+    items: Sequence[_Item], extracted: Sequence[str | None], *, checks_labels: bool = False
 ) -> list[Any]:
     """Return the values of `score` for answers to items.
 
@@ -137,7 +137,7 @@ def _graded(
     """
     values: list[Any] = [0.0] * len(items)
     gradable = []
-    for place, (item, answer) in enumerate(zip(items, answers, strict=True)):
+    for place, (item, answer) in enumerate(zip(items, extracted, strict=True)):
         if answer is None and item.label.strip():
             continue  # elsewhere the empty answer is right, as now and then in ab
         if (checks_labels and answer == item.label) or is_expression(item.task.name, answer or ""):

@@ -191,8 +191,8 @@ class RewardServer:
     async def _ask(self, calls: Sequence[_Call], seconds: float) -> None:
         """Get an answer for the calls within so many seconds."""
         try:
-            answers = await self._request_answers(calls, seconds)
-            for call, answer in zip(calls, answers, strict=True):
+            server_answers = await self._request_answers(calls, seconds)
+            for call, answer in zip(calls, server_answers, strict=True):
                 reading = self._read(self._wire.reading(answer))
                 reading.add_done_callback(partial(self._in_loop, call, answer))
         except _NoAnswerError as error:
