@@ -13,9 +13,9 @@ import numpy as np
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import DataConfig, EnvironmentConfig
-from megatron_ibpo.data.file_prompts import file_prompts
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
 from megatron_ibpo.data.pass_rates import PassRates, open_pass_rates
+from megatron_ibpo.data.prompt_files import file_prompts
 from megatron_ibpo.data.prompts import (
     CorrectionTemplate,
     PromptSource,

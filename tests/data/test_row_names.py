@@ -104,8 +104,8 @@ def test_user_tables_and_row_functions_may_name_no_code(tmp_path, trap):
 
 def test_an_unchecked_row_that_names_code_has_no_reward(tmp_path, trap, monkeypatch):
     monkeypatch.setattr("megatron_ibpo.data.files.SMALL_ROWS", 3)
-    monkeypatch.setattr("megatron_ibpo.data.file_prompts.FIRST_CHECKED", 1)
-    monkeypatch.setattr("megatron_ibpo.data.file_prompts.SAMPLE_CHECKED", 0)
+    monkeypatch.setattr("megatron_ibpo.data.prompt_files.FIRST_CHECKED", 1)
+    monkeypatch.setattr("megatron_ibpo.data.prompt_files.SAMPLE_CHECKED", 0)
     path = file_of(tmp_path, [row(), *[row(rm_type="trap:score")] * 9])
     data = DataConfig(rm_type="math", reward_workers=1)
     drawn = next(p for p in open_sources([path], TINY, data, split="train").batch(0, 10) if p.metadata)

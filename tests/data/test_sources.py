@@ -496,7 +496,7 @@ def test_held_out_rows_are_never_trained_on(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="--eval-prompt-data, or turn evaluation off by --eval-num-prompts 0"):
         opened(write(tmp_path / "one.jsonl", rows(1)), holds_out=True)
     monkeypatch.setattr("megatron_ibpo.data.files.SMALL_ROWS", 10)  # of a large file as well
-    monkeypatch.setattr("megatron_ibpo.data.file_prompts.SHARE_OF_LARGE", 0.1)
+    monkeypatch.setattr("megatron_ibpo.data.prompt_files.SHARE_OF_LARGE", 0.1)
     source = opened(write(path, rows(300) * 2), split="eval", holds_out=True)
     evaluated = labels(source, len(source))
     assert 15 < len(evaluated) < 50
