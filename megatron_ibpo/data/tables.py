@@ -178,26 +178,21 @@ class Files:
     """Several tables, one after the other."""
 
     def __init__(self, tables: Sequence[Table]):
-        self._tables = tables
-        self._first = np.concatenate([[0], np.cumsum([table.num_blocks for table in tables])])
-        self.num_blocks = int(self._first[-1])
+        self._blocks = [(table, block) for table in tables for block in range(table.num_blocks)]
+        self.num_blocks = len(self._blocks)
         self.window = max((table.window for table in tables), default=1)
 
     def count(self, block: int) -> int:
-        table, block_in_table = self._table_of(block)
+        table, block_in_table = self._blocks[block]
         return table.count(block_in_table)
 
     def row(self, block: int, number: int) -> Row:
-        table, block_in_table = self._table_of(block)
+        table, block_in_table = self._blocks[block]
         return table.row(block_in_table, number)
 
     def location(self, block: int, number: int) -> str:
-        table, block_in_table = self._table_of(block)
+        table, block_in_table = self._blocks[block]
         return table.location(block_in_table, number)
-
-    def _table_of(self, block: int) -> tuple[Table, int]:
-        index = int(np.searchsorted(self._first, block, side="right")) - 1
-        return self._tables[index], block - int(self._first[index])
 
 
 class WithoutRows:

@@ -180,8 +180,7 @@ class VerifiersEnvironment:
 
     def step(self, message: Message) -> Turn:
         """Give the policy's message to the episode, and return what its next request adds."""
-        num_messages = len(self._messages)
-        previous_messages = self._messages
+        previous_messages, num_messages = self._messages, len(self._messages)
         self._server.reply(message)
         request = self._next()
         if isinstance(request, EpisodeEnd):

@@ -207,7 +207,8 @@ class _Zygote:
         for child, status in ended_children:
             with suppress(KeyError):
                 self._poll.unregister(child.connection)
-            _close(child.connection, _exit_reason(status))
+            code = os.waitstatus_to_exitcode(status)
+            _close(child.connection, f"status {code}" if code >= 0 else signal.Signals(-code).name)
             if self._directory is not None:
                 shutil.rmtree(self._directory / str(child.pid), ignore_errors=True)
 
@@ -220,11 +221,6 @@ def _close(connection: socket.socket, reason: str) -> None:
 
 def _children() -> set[int]:
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
-
-
-def _exit_reason(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return f"status {code}" if code >= 0 else signal.Signals(-code).name
 
 
 def _serve(connection: socket.socket, make: Callable[[], Environment]) -> None:
