@@ -67,7 +67,7 @@ from megatron_ibpo.basics.distributed import start_world
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.records import Prompt, TokenIds, TrainSequence, token_ids
 from megatron_ibpo.config import Config, DataConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, open_source
+from megatron_ibpo.data import CorrectionTemplate, Tokenizer, load_tokenizer, open_sources
 from megatron_ibpo.data.prompts import plain_prompt
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy import parallel
@@ -187,7 +187,7 @@ class Lesson:
 
 
 def chain_sums(tokenizer: Tokenizer, arguments: Arguments) -> Lesson:
-    source = open_source(TASK, tokenizer, DataConfig(data_seed=1000), split="train", max_prompt_len=256)
+    source = open_sources([TASK], tokenizer, DataConfig(data_seed=1000), split="train", max_prompt_len=256)
 
     noise = {"carry_dropped": arguments.carry_dropped, "slip": arguments.slip}
     dropped = arguments.correction_carry_dropped

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.data import load_tokenizer, open_source
+from megatron_ibpo.data import load_tokenizer, open_sources
 from megatron_ibpo.rewards import open_verifier
 
 
@@ -69,7 +69,7 @@ def step_seconds(checkpoint: Path, work: Workload, steps: int) -> list[float]:
     """Train with TRL and return the seconds from one rollout's last update to the next one's."""
     torch.set_num_threads(os.cpu_count() or 1)
     data, total = DataConfig(), WARM_UP_STEPS + steps
-    source = open_source(TASK, load_tokenizer(checkpoint), data, split="train", max_prompt_len=256)
+    source = open_sources([TASK], load_tokenizer(checkpoint), data, split="train", max_prompt_len=256)
     prompts = source.batch(0, work.prompts * total)
     by_index = {prompt.index: prompt for prompt in prompts}
     columns = {"prompt": [p.text + "\n" for p in prompts], "index": [p.index for p in prompts]}

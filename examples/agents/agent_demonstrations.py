@@ -18,7 +18,7 @@ from agent_tokenizer import CALL, FINAL_ANSWER, make_agent_tokenizer
 from guess_number import HIGHER, GuessNumber
 from use_calculator import UseCalculator
 
-from megatron_ibpo.data.templates import candidate_heading, correction_instruction
+from megatron_ibpo.data.prompts import candidate_heading, correction_instruction
 from megatron_ibpo.environments.protocol import Environment, Message, Opening
 
 CORRECTION_EVERY = 5

@@ -13,7 +13,7 @@ from agent_prompts import GAME, QUESTION_TEXT
 from guess_number import HIGHER, LOWER, NO_NUMBER
 from use_calculator import CALCULATE, CANNOT_COMPUTE, UNREADABLE
 
-from megatron_ibpo.data.templates import candidate_heading, correction_instruction
+from megatron_ibpo.data.prompts import candidate_heading, correction_instruction
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>")
 """Padding, the marks of a message, and what has no token of its own."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_ibpo.data.templates import candidate_heading, correction_instruction
+from megatron_ibpo.data.prompts import candidate_heading, correction_instruction
 
 TINY_VOCAB_SIZE = 64
 """Number of ids of the tokenizer, and of rows of the tiny model's embedding."""

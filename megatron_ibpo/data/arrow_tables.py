@@ -1,7 +1,12 @@
-"""Tables of Arrow: parquet files and the files of Hugging Face data sets, a block at a time."""
+"""Tables of Arrow: parquet files and the files of Hugging Face data sets, a block at a time.
+
+A few bytes of a file may stand for gigabytes: a value that is repeated, a list of a billion nulls, compressed
+buffers, which are unpacked as soon as they are read. So sizes are found before any row is made.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ibpo.data.arrow_sizes import is_compressed, largest_row
-from megatron_ibpo.data.tables import LONGEST_LINE, Row
+from megatron_ibpo.data.tables import LONGEST_LINE, Row, first_line
 from megatron_ibpo.data.tokenizer import DataError
 
 WINDOW_ROWS = 16_384
@@ -26,7 +30,36 @@ _ARROW_MAGIC, _ARROW_PADDING = b"ARROW1", 8
 """Beginning of an Arrow file that is no stream, and where its messages start."""
 
 
-class Parquet:
+class _Blocks(ABC):
+    """A file in blocks: the parts of it that are read at one time."""
+
+    def __init__(self, path: Path, block_rows: Sequence[int], most_blocks: int | None = None):
+        """
+        Args:
+            block_rows: rows of each block.
+            most_blocks: blocks that may be held at one time; None: any number.
+        """
+        self.path = path
+        self._first = np.concatenate([[0], np.cumsum(block_rows, dtype=np.int64)])
+        self.num_blocks = len(block_rows)
+        windows = round(WINDOW_ROWS * self.num_blocks / max(1, int(self._first[-1])))
+        self.window = min(max(1, windows), max(1, self.num_blocks), most_blocks or self.num_blocks or 1)
+        self._block = lru_cache(maxsize=self.window + 1)(self._read_block)
+
+    @abstractmethod
+    def _read_block(self, block: int) -> _Block: ...
+
+    def count(self, block: int) -> int:
+        return int(self._first[block + 1] - self._first[block])
+
+    def row(self, block: int, number: int) -> Row:
+        return self._block(block).row(number)
+
+    def location(self, block: int, number: int) -> str:
+        return f"{self.path}, row {self._first[block] + number}"
+
+
+class Parquet(_Blocks):
     """A parquet file in row groups."""
 
     def __init__(self, path: Path, columns: Sequence[str] | None = None):
@@ -45,28 +78,16 @@ class Parquet:
             # repeated values stay one: a kilobyte of a file may stand for terabytes of them
             self._file = parquet.ParquetFile(path, metadata=metadata, read_dictionary=texts)
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-            raise DataError(f"{path}: not a parquet file, or cut off ({_first_line(error)})") from error
+            raise DataError(f"{path}: not a parquet file, or cut off ({first_line(error)})") from error
         names = self._file.schema_arrow.names
         self._columns = [name for name in names if columns is None or name in columns]
         if columns and not self._columns:
             present = ", ".join(names[:20])
             raise DataError(f"{path}: has none of the columns {', '.join(columns)} (found: {present})")
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-        self._first = np.concatenate([[0], np.cumsum([group.num_rows for group in groups], dtype=np.int64)])
-        self.num_blocks = len(groups)
         largest = max(map(self._checked_bytes, range(len(groups)), groups), default=1)
         fitting = max(1, WINDOW_BYTES // max(1, largest) - 1)
-        self.window = min(_window(self.num_blocks, int(self._first[-1])), fitting)
-        self._group = lru_cache(maxsize=self.window + 1)(self._read_group)
-
-    def count(self, block: int) -> int:
-        return int(self._first[block + 1] - self._first[block])
-
-    def row(self, block: int, number: int) -> Row:
-        return self._group(block).row(number)
-
-    def location(self, block: int, number: int) -> str:
-        return f"{self.path}, row {self._first[block] + number}"
+        super().__init__(path, [group.num_rows for group in groups], fitting)
 
     def _checked_bytes(self, number: int, group: Any) -> int:
         """Return the decompressed bytes of a row group's columns that may be needed."""
@@ -76,7 +97,7 @@ class Parquet:
                 column for column in columns if column.path_in_schema.partition(".")[0] in self._columns
             ]
         except ValueError as error:  # a name that is not UTF-8
-            raise DataError(f"{self.path}: not a parquet file, or cut off ({_first_line(error)})") from error
+            raise DataError(f"{self.path}: not a parquet file, or cut off ({first_line(error)})") from error
         size = sum(column.total_uncompressed_size for column in needed)
         values = max((column.num_values for column in needed), default=0)
         smaller = "write it with smaller ones, such as row_group_size=1000"
@@ -95,49 +116,31 @@ class Parquet:
             )
         return size
 
-    def _read_group(self, block: int) -> _Block:
+    def _read_block(self, block: int) -> _Block:
         import pyarrow
 
         try:
             rows = self._file.read_row_group(block, columns=self._columns, use_threads=False)
             return _Block(rows, largest_row(rows) <= LONGEST_LINE)
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-            raise DataError(f"row group {block} cannot be read ({_first_line(error)})") from error
+            raise DataError(f"row group {block} cannot be read ({first_line(error)})") from error
 
 
-class ArrowFile:
-    """An Arrow file of a Hugging Face data set on disk, in record batches. It is mapped, not read."""
+class ArrowFile(_Blocks):
+    """An Arrow file of a Hugging Face data set on disk, in record batches, with the columns that may be
+    needed. It is mapped, not read."""
 
     def __init__(self, path: Path, columns: Sequence[str]):
-        """
-        Args:
-            columns: columns that may be needed.
-        """
         import pyarrow
 
-        self.path = path
         try:
             self._batches = _record_batches(path)
         except (pyarrow.ArrowException, OSError, EOFError, IndexError, ValueError, MemoryError) as error:
-            raise DataError(f"{path}: not an Arrow file, or cut off ({_first_line(error)})") from error
+            raise DataError(f"{path}: not an Arrow file, or cut off ({first_line(error)})") from error
         self._columns = columns
-        self._first = np.concatenate(
-            [[0], np.cumsum([len(batch) for batch in self._batches], dtype=np.int64)]
-        )
-        self.num_blocks = len(self._batches)
-        self.window = _window(self.num_blocks, int(self._first[-1]))
-        self._batch = lru_cache(maxsize=self.window + 1)(self._validated)
+        super().__init__(path, [len(batch) for batch in self._batches])
 
-    def count(self, block: int) -> int:
-        return len(self._batches[block])
-
-    def row(self, block: int, number: int) -> Row:
-        return self._batch(block).row(number)
-
-    def location(self, block: int, number: int) -> str:
-        return f"{self.path}, row {self._first[block] + number}"
-
-    def _validated(self, block: int) -> _Block:
+    def _read_block(self, block: int) -> _Block:
         """Return the batch after checking that none of its offsets point outside; the library trusts what it
         maps."""
         import pyarrow
@@ -147,7 +150,7 @@ class ArrowFile:
             selected = batch.select([name for name in batch.schema.names if name in self._columns])
             selected.validate(full=True)
         except (pyarrow.ArrowException, ValueError) as error:
-            raise DataError(f"record batch {block} is damaged ({_first_line(error)})") from error
+            raise DataError(f"record batch {block} is damaged ({first_line(error)})") from error
         return _Block(selected, largest_row(selected) <= LONGEST_LINE)
 
 
@@ -172,7 +175,7 @@ class _Block:
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8: {error.object[:40]!r}") from error
         except pyarrow.ArrowException as error:  # an index beyond the repeated values that it names
-            raise DataError(f"the file is damaged ({_first_line(error)})") from error
+            raise DataError(f"the file is damaged ({first_line(error)})") from error
 
 
 def _record_batches(path: Path) -> list[Any]:
@@ -193,9 +196,87 @@ def _record_batches(path: Path) -> list[Any]:
     return [reader.get_batch(number) for number in range(reader.num_record_batches)]
 
 
-def _window(num_blocks: int, rows: int) -> int:
-    return min(max(1, round(WINDOW_ROWS * num_blocks / max(1, rows))), max(1, num_blocks))
+UNBOUNDED = 2**62
+_POINTER = 8
+_ROWS, _DICTIONARY = 3, 2
+"""Kinds of messages that hold buffers."""
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200] or type(error).__name__
+def largest_row(rows: Any) -> int:
+    """Return a bound on the bytes that any row of a table or a batch takes in Python."""
+    import pyarrow
+
+    batches = rows.to_batches() if isinstance(rows, pyarrow.Table) else [rows]
+    return max((sum(_most_bytes(column, 1) for column in batch.columns) for batch in batches), default=0)
+
+
+def _most_bytes(array: Any, times: int) -> int:
+    """Return a bound on the bytes of so many values of an array."""
+    from pyarrow import BaseExtensionType, types
+
+    kind, size = array.type, _POINTER * times
+    if not len(array) or types.is_null(kind):
+        return size
+    if isinstance(kind, BaseExtensionType):
+        return size + _most_bytes(array.storage, times)
+    if types.is_dictionary(kind):
+        nested = types.is_nested(array.dictionary.type)  # no writer of data sets makes any
+        return UNBOUNDED if nested else size + _most_bytes(array.dictionary, times)
+    if types.is_struct(kind):
+        return size + sum(_most_bytes(field, times) for field in array.flatten())
+    if types.is_fixed_size_list(kind):
+        return size + _most_bytes(array.flatten(), times * kind.list_size)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+        longest = int(np.diff(array.offsets.to_numpy()).max())
+        entries = [array.keys, array.items] if types.is_map(kind) else [array.flatten()]
+        return size + sum(_most_bytes(entry, times * longest) for entry in entries)
+    if types.is_list_view(kind) or types.is_large_list_view(kind):
+        return size + _most_bytes(array.values, times * int(array.sizes.to_numpy().max()))
+    if types.is_primitive(kind) or types.is_decimal(kind):
+        return 2 * size
+    if types.is_fixed_size_binary(kind):
+        return size + times * kind.byte_width
+    if types.is_string(kind) or types.is_binary(kind):
+        return size + times * _longest(array, np.int32)
+    if types.is_large_string(kind) or types.is_large_binary(kind):
+        return size + times * _longest(array, np.int64)
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        return size + times * _longest_view(array)
+    return UNBOUNDED  # unions and runs, of which no writer of data sets makes any
+
+
+def _longest(array: Any, offset_type: type) -> int:
+    offsets: Any = np.frombuffer(array.buffers()[1], offset_type)
+    return int(np.diff(offsets[array.offset : array.offset + len(array) + 1]).max())
+
+
+def _longest_view(array: Any) -> int:
+    views: Any = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)  # each begins with its length
+    return int(views[array.offset : array.offset + len(array), 0].max())
+
+
+def is_compressed(metadata: bytes) -> bool:
+    """Return whether the metadata of an Arrow message, a flatbuffer, says that its buffers are compressed:
+    they are unpacked, to any size, as soon as the message is read."""
+
+    def number(place: int, size: int) -> int:
+        return int.from_bytes(metadata[place : place + size], "little", signed=size == 4)
+
+    def field(table: int, index: int) -> int:
+        """Return the place of a field; 0 if the table lacks it."""
+        vtable = table - number(table, 4)
+        entry = 4 + 2 * index
+        offset = number(vtable + entry, 2) if entry < number(vtable, 2) else 0
+        return table + offset if offset else 0
+
+    def inner_table(table: int, index: int) -> int:
+        place = field(table, index)
+        return place + number(place, 4) if place else 0
+
+    message = number(0, 4)
+    kind, content = field(message, 1), inner_table(message, 2)
+    if kind and metadata[kind] == _DICTIONARY:
+        content = inner_table(content, 1)
+    elif not kind or metadata[kind] != _ROWS:
+        return False
+    return bool(content and field(content, 3))

@@ -1,15 +1,24 @@
 """Files and directories of rows: which files to read, and whether they are small enough to read whole."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import TypeVar
 
 from megatron_ibpo.basics.user_files import check_user_file, read_json_object
 from megatron_ibpo.config import nearest, searched
 from megatron_ibpo.data.arrow_tables import ArrowFile, Parquet
-from megatron_ibpo.data.row_prompts import LARGEST_COMPRESSED, Budget, Rows, check_budget, read_jsonl
+from megatron_ibpo.data.row_prompts import (
+    LARGEST_COMPRESSED,
+    Budget,
+    LazyRow,
+    Rows,
+    as_lazy_row,
+    check_budget,
+    read_jsonl,
+)
 from megatron_ibpo.data.tables import Files, JsonLines, Row, Table
 from megatron_ibpo.data.tokenizer import DataError
 
@@ -52,11 +61,8 @@ def chosen_files(path: Path, role: str, split: str | None) -> list[Path]:
 
 
 def small_rows(files: Sequence[Path], columns: Sequence[str]) -> Rows | None:
-    """Return the rows if they are few enough to be checked whole, else None.
-
-    Raises:
-        DataError: a file is damaged.
-    """
+    """Return the rows if they are few enough to be checked whole, else None. Raises DataError if a file is
+    damaged."""
     size = sum(file.stat().st_size for file in files)
     if any(file.name.endswith(".gz") for file in files):
         if size > LARGEST_COMPRESSED:
@@ -103,32 +109,17 @@ def _all_rows(files: Sequence[Path], columns: Sequence[str]) -> Iterator[tuple[s
             yield from _rows_of(_table(file, columns))
 
 
-LazyRow = tuple[Callable[[], str], Callable[[], Row]]
-"""(function that returns a row's place, function that returns the row); both are called only on demand."""
-
-
 def each_row(files: Sequence[Path], columns: Sequence[str]) -> Iterator[LazyRow]:
     """Yield the rows of all files in order, whatever their size."""
     for file in files:
         if file.name.endswith(".gz"):
-            yield from (as_lazy_row(location, row) for location, row in read_jsonl(file))
+            yield from starmap(as_lazy_row, read_jsonl(file))
             continue
         table = _table(file, columns)
         for block in range(table.num_blocks):
             for number in range(table.count(block)):
                 place = (block, number)
                 yield partial(table.location, *place), partial(table.row, *place)
-
-
-def as_lazy_row(location: str, row: Row | DataError) -> LazyRow:
-    """Return a lazy row for a row already read, or for the error in its place."""
-
-    def read() -> Row:
-        if isinstance(row, DataError):
-            raise row
-        return row
-
-    return lambda: location, read
 
 
 def _rows_of(table: Table) -> Iterator[tuple[str, Row | DataError]]:
@@ -199,14 +190,11 @@ def _names_in(path: Path, key: str) -> list[str]:
     return names
 
 
-def _stem(file: Path) -> str:
-    return next(file.name.removesuffix(suffix) for suffix in SUFFIXES if file.name.endswith(suffix))
-
-
 def _split_of(file: Path, root: Path) -> str:
     """Return the split in a file's name: train for data/train-00000-of-00002.parquet, train.jsonl and
     train/a.parquet."""
-    stem = _SHARD.sub("", _stem(file))
+    stem = next(file.name.removesuffix(suffix) for suffix in SUFFIXES if file.name.endswith(suffix))
+    stem = _SHARD.sub("", stem)
     splits = ("train", *HELD_OUT)
     if stem in splits or file.parent == root or file.parent.name not in splits:
         return stem

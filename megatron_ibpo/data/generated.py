@@ -26,10 +26,11 @@ from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.config import nearest
-from megatron_ibpo.data.left_out import TOO_LONG, Tally
 from megatron_ibpo.data.prompts import PromptSource, TooLongError, chat_prompt, check_prompt, plain_prompt
 from megatron_ibpo.data.row_prompts import Reader, template_settings, with_system_prompt
+from megatron_ibpo.data.sources import TOO_LONG, Tally
 from megatron_ibpo.data.tokenizer import DataError
+from megatron_ibpo.rewards.limits import time_limit
 
 SCHEME = "reasoning_gym://"
 
@@ -123,7 +124,9 @@ def generated_prompts(reader: Reader) -> PromptSource:
     @lru_cache(maxsize=_CHECKED_AT_START)
     def prompt_at(index: int) -> Prompt:
         """Return the first usable draw for `index`."""
-        with _time_limit(spec):
+        # refuses parameters that make one item take forever, such as min_terms=99999999
+        too_slow = f"{spec}: an item was not made within {ITEM_S:g} s; make its parameters smaller"
+        with time_limit(signal.ITIMER_REAL, ITEM_S, DataError(too_slow), AGAIN_S):
             return first_usable(index)
 
     def first_usable(index: int) -> Prompt:
@@ -169,35 +172,6 @@ def warn_if_slow(message: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-class _TookTooLong(BaseException):
-    """The exception of the time limit. It is not an Exception, since tasks with retry loops catch those."""
-
-
-@contextmanager
-def _time_limit(spec: str) -> Iterator[None]:
-    """Refuse parameters that make one item take forever, such as min_terms=99999999. An alarm, which only the
-    main thread gets, also ends the work. It repeats, since a task may catch the exception."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def give_up(*_: object) -> None:
-        raise _TookTooLong
-
-    previous_handler = signal.signal(signal.SIGALRM, give_up)
-    previous_timer = signal.setitimer(signal.ITIMER_REAL, ITEM_S, AGAIN_S)
-    try:
-        yield
-    except _TookTooLong:
-        raise DataError(
-            f"{spec}: an item was not made within {ITEM_S:g} s; make its parameters smaller"
-        ) from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous_handler)
-        signal.setitimer(signal.ITIMER_REAL, *previous_timer)
 
 
 def _parse_task(spec: str) -> _Task:

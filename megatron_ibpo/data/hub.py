@@ -1,4 +1,5 @@
-"""Models and data sets of the Hugging Face Hub, downloaded into huggingface_hub's own cache.
+"""Models and data sets of the Hugging Face Hub, downloaded into huggingface_hub's own cache; and the upload
+of the policy that a run exports.
 
 The cache's rules hold: HF_HOME places it, HF_HUB_OFFLINE uses only what it has, HF_TOKEN opens what is
 private or gated, HF_ENDPOINT names another Hub. What comes back is the directory of a snapshot, whose path
@@ -8,48 +9,44 @@ has the commit in it.
 import glob
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_ibpo.basics.text import listed
 from megatron_ibpo.config import Config, HubId, hub_id
 from megatron_ibpo.config.paths import relocated
+from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.data.files import HELD_OUT, SUFFIXES
+from megatron_ibpo.data.tables import first_line
 
 _OF_MODELS = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files of a model's top folder that a run may read besides the weights: configuration, tokenizer."""
 _USUAL = ("", "default", "main", "data")
 """Folders to take, in this order, from a repository with several data sets: usual names of the first one."""
 
-Pins = Callable[[str], str | None]
-"""Returns the commit that an earlier start of this run had, by the name of a repository's folder in the
-cache (models--owner--name); None: it had none."""
+Pins = Mapping[str, str]
+"""Name of a repository's folder in the cache (models--owner--name) → commit that an earlier start of this run
+had."""
 
 
 class HubError(ValueError):
     """A model or data set that cannot be had; the message says why and what to do."""
 
 
-def no_pins(folder: str) -> str | None:
-    """Return None: there was no earlier start."""
-    return None
-
-
 def pins_of(runs: Iterable[Path]) -> Pins:
     """Return the commits in the settings (config.yaml) that runs were made with."""
     settings = [text.read_text(errors="replace") for run in runs if (text := run / "config.yaml").is_file()]
-
-    def pinned(folder: str) -> str | None:
-        pattern = re.compile(rf"/{re.escape(folder)}/snapshots/([0-9a-f]{{40}})")
-        return next((match[1] for text in settings if (match := pattern.search(text))), None)
-
-    return pinned
+    matches = [
+        match for text in settings for match in re.findall(r"/([^/\s]+)/snapshots/([0-9a-f]{40})", text)
+    ]
+    return dict(reversed(matches))  # the first one counts
 
 
-def local_model(path: Path, pins: Pins = no_pins, *, weights: bool = True) -> Path:
+def local_model(path: Path, pins: Pins = MappingProxyType({}), *, weights: bool = True) -> Path:
     """Return the directory of a model; one of the Hub is downloaded first.
 
     Args:
@@ -69,7 +66,7 @@ def local_model(path: Path, pins: Pins = no_pins, *, weights: bool = True) -> Pa
     return _snapshot(repo_id, "model", patterns, ["*/*"])
 
 
-def local_source(spec: str, pins: Pins = no_pins) -> str:
+def local_source(spec: str, pins: Pins = MappingProxyType({})) -> str:
     """Return a source of prompts with a path in place of a Hub id; the data set is downloaded first. Its
     task, unless named, is the repository's name.
 
@@ -95,8 +92,7 @@ def _pinned(repo_id: HubId, kind: str, pins: Pins) -> HubId:
 
     if repo_id.revision is not None:
         return repo_id
-    commit = pins(repo_folder_name(repo_id=repo_id.repo, repo_type=kind))
-    return repo_id if commit is None else replace(repo_id, revision=commit)
+    return replace(repo_id, revision=pins.get(repo_folder_name(repo_id=repo_id.repo, repo_type=kind)))
 
 
 def _snapshot(
@@ -202,17 +198,13 @@ def _answer(repo_id: HubId, kind: str, ask: Callable[[], Any]) -> Any:
         notice = (
             "HF_HUB_OFFLINE is set"
             if constants.HF_HUB_OFFLINE
-            else f"{constants.ENDPOINT} does not answer ({_first_line(error.__cause__ or error)})"
+            else f"{constants.ENDPOINT} does not answer ({first_line(error.__cause__ or error)})"
         )
         raise HubError(
             f"{subject} {notice}, and the cache in {constants.HF_HUB_CACHE} lacks the {kind}, or a part of it"
         ) from error
     except (HTTPError, ConnectionError) as error:
-        raise HubError(f"{subject} {constants.ENDPOINT} does not give it: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200] or type(error).__name__
+        raise HubError(f"{subject} {constants.ENDPOINT} does not give it: {first_line(error)}") from error
 
 
 def with_local_copies(config: Config) -> Config:
@@ -240,3 +232,60 @@ def with_local_copies(config: Config) -> Config:
     if held_out is not None:
         held_out = relocated(held_out, lambda spec: local_source(spec, pins))
     return replace(config, data=replace(config.data, prompt_data=prompts, eval_prompt_data=held_out))
+
+
+class UploadError(RuntimeError):
+    """The Hub did not take a run's export; the message says why and how to upload it later."""
+
+
+def prepare_upload(run: RunConfig) -> None:
+    """Make sure, before a run starts, that the Hub will take its export (--push-to-hub). A repository that
+    does not exist is created, and is private.
+
+    Raises:
+        HubError: no token, no right to write there, no such owner, or the Hub cannot be reached.
+    """
+    if run.push_to_hub is None or run.dry_run:
+        return
+    from httpx2 import HTTPError
+    from huggingface_hub import HfApi, constants, get_token
+
+    api, flag = HfApi(), f"--push-to-hub {run.push_to_hub}"
+    if constants.HF_HUB_OFFLINE:
+        raise HubError(f"{flag}: HF_HUB_OFFLINE is set, and nothing can be uploaded; unset it")
+    if get_token() is None:
+        raise HubError(f"{flag}: no token; `hf auth login` stores one, or set HF_TOKEN")
+    try:
+        api.create_repo(run.push_to_hub, private=True, exist_ok=True)
+        api.auth_check(run.push_to_hub, write=True)
+    except (HTTPError, OSError) as error:
+        raise HubError(f"{flag}: nothing can be uploaded to {api.endpoint}: {_reason(error)}") from error
+
+
+def upload_export(run: RunConfig, *, stopped: bool) -> None:
+    """Upload a run's export (--push-to-hub), unless the run was stopped. The export stays where it is.
+
+    Raises:
+        UploadError: the Hub did not take it.
+    """
+    if run.push_to_hub is None:
+        return
+    export, flag = run.run_dir / "hf", f"--push-to-hub {run.push_to_hub}"
+    if stopped:
+        print(f"{flag}: the run was stopped before its end, so nothing is uploaded", file=sys.stderr)
+        return
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().upload_folder(repo_id=run.push_to_hub, folder_path=export, commit_message="Trained by IBPO")
+    except Exception as error:  # the library's errors and those of its transports have no common base
+        raise UploadError(
+            f"{flag}: not uploaded: {_reason(error)}; the policy is in {export}, and "
+            f"`hf upload {run.push_to_hub} {export}` tries again"
+        ) from error
+    print(f"uploaded {export} to {HfApi().endpoint}/{run.push_to_hub}", file=sys.stderr, flush=True)
+
+
+def _reason(error: Exception) -> str:
+    """Return what the Hub says, or else the first line of the error."""
+    return first_line(getattr(error, "server_message", None) or error)

@@ -1,10 +1,10 @@
 """Inspection of a source: prompts as the policy will see them, and what is left out and why."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -19,19 +19,20 @@ from rich.text import Text
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import DataConfig, EnvironmentConfig
-from megatron_ibpo.data.files import LazyRow, as_lazy_row, chosen_files, each_row
+from megatron_ibpo.data.files import chosen_files, each_row
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
-from megatron_ibpo.data.left_out import DUPLICATE, Tally
 from megatron_ibpo.data.pass_rates import PassRates
 from megatron_ibpo.data.row_prompts import (
     OWN_SCHEME,
     FirstPlaces,
+    LazyRow,
     Reader,
+    as_lazy_row,
     normalised,
     own_rows,
     unique_id,
 )
-from megatron_ibpo.data.sources import read_spec
+from megatron_ibpo.data.sources import DUPLICATE, Tally, read_spec
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer
 from megatron_ibpo.rewards import CHECKED_AT_START
 
@@ -113,17 +114,17 @@ def inspect_source(
     reader = Reader(tokenizer, data, source, tally, max_prompt_len, rates, environment=settings, split=split)
     inspection = Inspection(source.location, tally=reader.tally)
     entries = _generated(reader) if source.location.startswith(SCHEME) else _read(reader, inspection)
-    seen: set[str] = set()
-    for row_location, prompt in islice(entries, most_rows):
+    seen_questions: set[str] = set()
+    for row_location, prompt in itertools.islice(entries, most_rows):
         inspection.rows += 1
         if prompt is None:
             continue
-        if (question := normalised(prompt.text)) in seen:
+        if (question := normalised(prompt.text)) in seen_questions:
             reason = DUPLICATE if data.deduplicate else f"{DUPLICATE}, which stay without --deduplicate"
             inspection.tally.add(reason, (DUPLICATE, inspection.rows), row_location)
             if data.deduplicate:
                 continue
-        seen.add(question)
+        seen_questions.add(question)
         inspection.lengths.append(len(prompt.token_ids))
         inspection.tasks[prompt.task] = inspection.tasks.get(prompt.task, 0) + 1
         if len(inspection.to_check) < CHECKED_AT_START:
@@ -187,18 +188,14 @@ Entry = tuple[Callable[[], str], Prompt | None]
 
 def _generated(reader: Reader) -> Iterator[Entry]:
     source = generated_prompts(reader)
-    index = 0
-    while True:
+    for index in itertools.count():
         yield partial("item {}".format, index), source.at(index)
-        index += 1
 
 
 def _read(reader: Reader, inspection: Inspection) -> Iterator[Entry]:
     location, split = reader.source.location, reader.split
     if location.startswith(OWN_SCHEME):
-        rows: Iterable[LazyRow] = (
-            as_lazy_row(row_location, row) for row_location, row in own_rows(location, split)
-        )
+        rows: Iterable[LazyRow] = itertools.starmap(as_lazy_row, own_rows(location, split))
     else:
         rows = each_row(chosen_files(Path(location), split, reader.source.split), reader.columns)
     ids: FirstPlaces = {}

@@ -20,7 +20,7 @@ from megatron_ibpo.basics.strict_json import json_value, read_json
 from megatron_ibpo.basics.text import listed
 from megatron_ibpo.data.tables import Row
 from megatron_ibpo.data.tokenizer import DataError, Message
-from megatron_ibpo.rewards.final_answer import final_boxes
+from megatron_ibpo.rewards.response import final_boxes
 
 COLUMNS = ("task", "metadata", "rm_type", "id", "reward_model", "data_source", "extra_info")
 """Columns that may be read besides question and label."""
@@ -187,13 +187,9 @@ def _is_empty(value: Any) -> bool:
     return value is None or value == "" or value == b""
 
 
-def is_rl_layout(row: Row, label_key: str) -> bool:
-    """Return whether the ground truth is in `reward_model`, as existing RL data sets have it."""
-    return _ground_truth(row, label_key) is not None
-
-
 def _ground_truth(row: Row, label_key: str) -> dict[str, Any] | None:
-    """Return the object `reward_model` of a row, which may be there as JSON text; None in other layouts."""
+    """Return the object `reward_model` of a row, in which RL data sets have the ground truth, perhaps as JSON
+    text; None in other layouts."""
     truth = row.get("reward_model")
     if label_key in row or not isinstance(truth, dict | str):
         return None
@@ -214,7 +210,7 @@ def known_layout(row: Row, input_key: str, label_key: str) -> Layout | None:
 def layout_said(row: Row, input_key: str, label_key: str) -> str | None:
     """Return the line to print about the layout of a row; None for plain fields."""
     layout = known_layout(row, input_key, label_key)
-    if is_rl_layout(row, label_key):
+    if _ground_truth(row, label_key) is not None:
         return "the layout of RL data sets; labels are reward_model.ground_truth"
     if layout is None:
         return None
@@ -255,11 +251,7 @@ def _optional(row: Row, key: str, kind: str) -> Any:
 
 
 def checked(value: Any, key: str, kind: str) -> Any:
-    """Return the value of a field.
-
-    Raises:
-        DataError: it is empty or not of this kind (`_KINDS`).
-    """
+    """Return the value of a field. Raises DataError if it is empty or not of this kind (`_KINDS`)."""
     if not isinstance(value, _KINDS[kind]) or isinstance(value, bool):
         raise DataError(f"field {key!r} must be {kind}, found {type(value).__name__}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -270,11 +262,8 @@ def checked(value: Any, key: str, kind: str) -> Any:
 
 
 def as_messages(question: str | list[Any], input_key: str) -> list[Message]:
-    """Return a question as chat messages: a text is the user's.
-
-    Raises:
-        DataError: a message without a role or content.
-    """
+    """Return a question as chat messages: a text is the user's. Raises DataError for a message without a role
+    or content."""
     if isinstance(question, str):
         return [{"role": "user", "content": question}]
     for number, message in enumerate(question):

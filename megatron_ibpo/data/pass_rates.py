@@ -17,7 +17,7 @@ from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.user_files import policy_digest
 from megatron_ibpo.config import Config
-from megatron_ibpo.data.left_out import NOT_MEASURED, PASS_RATE
+from megatron_ibpo.data.sources import NOT_MEASURED, PASS_RATE
 from megatron_ibpo.data.tokenizer import DataError
 
 
@@ -46,11 +46,8 @@ class PassRates:
 
 
 def open_pass_rates(config: Config) -> PassRates | None:
-    """Open the filter that the configuration asks for.
-
-    Raises:
-        DataError: the file is damaged, or has no rates of this policy.
-    """
+    """Open the filter that the configuration asks for. Raises DataError if the file is damaged, or has no
+    rates of this policy."""
     bounds, path = config.data.filter_pass_rate, config.data.pass_rates
     if bounds is None or path is None:
         return None
@@ -64,11 +61,8 @@ def open_pass_rates(config: Config) -> PassRates | None:
 
 
 def read_pass_rates(path: Path, policy: str) -> dict[str, Rate]:
-    """Return {fingerprint of a prompt: rate} for one policy; empty if there is no file.
-
-    Raises:
-        DataError: a line is damaged.
-    """
+    """Return {fingerprint of a prompt: rate} for one policy; empty if there is no file. Raises DataError if a
+    line is damaged."""
     rates: dict[str, Rate] = {}
     for location, line in record_lines(path) if path.exists() else ():
         try:

@@ -6,7 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +30,6 @@ from megatron_ibpo.data.layouts import (
     layout_said,
     plain_row,
 )
-from megatron_ibpo.data.left_out import BAD_ROW, DUPLICATE, HELD_OUT, NOT_CHOSEN, TOO_LONG, Division, Tally
-from megatron_ibpo.data.order import shuffled
 from megatron_ibpo.data.pass_rates import PassRates
 from megatron_ibpo.data.prompts import (
     PromptSource,
@@ -41,8 +39,17 @@ from megatron_ibpo.data.prompts import (
     check_size,
     plain_prompt,
 )
-from megatron_ibpo.data.sources import SourceSpec
-from megatron_ibpo.data.tables import LONGEST_LINE, Row, check_encoding, num_brackets, parsed_row
+from megatron_ibpo.data.sources import (
+    BAD_ROW,
+    DUPLICATE,
+    HELD_OUT,
+    NOT_CHOSEN,
+    TOO_LONG,
+    Division,
+    SourceSpec,
+    Tally,
+)
+from megatron_ibpo.data.tables import LONGEST_LINE, Row, check_encoding, num_brackets, parsed_row, shuffled
 from megatron_ibpo.data.tokenizer import DataError, Message, Tokenizer
 
 OWN_SCHEME = "import://"
@@ -58,6 +65,8 @@ FirstPlaces = dict[str, Callable[[], str]]
 """Id → function that returns the place of the first row with it."""
 Rows = Iterable[tuple[str, "Row | DataError"]]
 """Rows, each with its place for messages; an error stands in for a row that cannot be read."""
+LazyRow = tuple[Callable[[], str], Callable[[], Row]]
+"""(function that returns a row's place, function that returns the row); both are called only on demand."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +108,8 @@ class Reader:
         return layout_said(row, self.input_key, self.label_key)
 
     def question(self, row: Row) -> str:
-        """Return the text by which the row's question is compared.
-
-        Raises:
-            DataError: it has none, or the row is not chosen by only=.
-        """
+        """Return the text by which the row's question is compared. Raises DataError if it has none, or if the
+        row is not chosen by only=."""
         if self.source.only is not None and not has_value(row, *self.source.only):
             raise DataError(NOT_CHOSEN)
         return normalised(plain_row(row, self.input_key, self.label_key).messages[-1]["content"])
@@ -142,11 +148,7 @@ class Reader:
         return prompt
 
     def of_row(self, row: Row) -> Prompt:
-        """Return the prompt of a row, with `index` 0.
-
-        Raises:
-            DataError: the row cannot be used.
-        """
+        """Return the prompt of a row, with `index` 0. Raises DataError if the row cannot be used."""
         prompt = self._prompt_of(plain_row(row, self.input_key, self.label_key))
         check_prompt(prompt.token_ids, self.tokenizer, self.max_prompt_len)
         return prompt
@@ -183,11 +185,8 @@ class Reader:
             raise DataError(str(error)) from None
 
     def with_context(self, messages: Iterable[Message]) -> list[Message]:
-        """Return the messages with the source's suffix, and with the system prompt if they have none.
-
-        Raises:
-            DataError: a part of the question is no text.
-        """
+        """Return the messages with the source's suffix, and with the system prompt if they have none. Raises
+        DataError if a part of the question is no text."""
         chat = list(messages)
         check_placeholders(chat, self.input_key)
         if self.source.suffix:
@@ -212,12 +211,7 @@ def template_settings(data: DataConfig) -> dict[str, Any]:
 
 
 def prompts_of_rows(
-    rows: Rows,
-    tokenizer: Tokenizer,
-    data: DataConfig,
-    *,
-    spec: str,
-    max_prompt_len: int | None,
+    rows: Rows, tokenizer: Tokenizer, data: DataConfig, *, spec: str, max_prompt_len: int | None
 ) -> PromptSource:
     """Return `read_prompts` of the rows of a source without settings, in their own order.
 
@@ -250,8 +244,8 @@ def read_prompts(rows: Rows, reader: Reader) -> PromptSource:
     layouts: set[str | None] = set()
     number = 0
     for number, (location, row) in enumerate(rows, start=1):
-        place = partial(str, location)
-        prompt = reader.prompt(number, place, unique_id(partial(_row, row), place, ids))
+        place, read = as_lazy_row(location, row)
+        prompt = reader.prompt(number, place, unique_id(read, place, ids))
         layouts.add(reader.layout(row) if isinstance(row, dict) else None)
         if prompt is None:
             continue
@@ -288,10 +282,15 @@ def normalised(question: str) -> str:
     return " ".join(question.split())
 
 
-def _row(row: Row | DataError) -> Row:
-    if isinstance(row, DataError):
-        raise row
-    return row
+def as_lazy_row(location: str, row: Row | DataError) -> LazyRow:
+    """Return a lazy row for a row already read, or for the error in its place."""
+
+    def read() -> Row:
+        if isinstance(row, DataError):
+            raise row
+        return row
+
+    return lambda: location, read
 
 
 def unique_id(read: Callable[[], Row], location: Callable[[], str], ids: FirstPlaces) -> Callable[[], Row]:

@@ -1,13 +1,21 @@
-"""The specification of one source of prompts: a location, and settings after a question mark.
+"""One source of prompts: its specification, and its rows that are left out: those held out for evaluation,
+and a count of all by reason, with the first few named.
+
+A specification is a location, and settings after a question mark:
 
 train.jsonl?weight=2&suffix=Answer+in+\\boxed{}.
 reasoning_gym://chain_sum?level=1&weight=0.5
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
+from megatron_ibpo.basics.seeds import derive_seed
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import nearest
 from megatron_ibpo.data.tokenizer import DataError
 
@@ -38,11 +46,9 @@ _NAMES = ("weight", "task", "suffix", "rm_type", "split", "only", "input_key", "
 
 
 def read_spec(spec: str) -> SourceSpec:
-    """Parse a source as the user wrote it. Parameters of a generated task stay with its location.
-
-    Raises:
-        DataError: an unknown setting of a file, with the nearest; a weight that is not a positive number.
-    """
+    """Parse a source as the user wrote it. Parameters of a generated task stay with its location. Raises
+    DataError for an unknown setting of a file, with the nearest, and for a weight that is not a positive
+    number."""
     location, mark, query = spec.partition("?")
     try:
         settings = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
@@ -57,17 +63,9 @@ def read_spec(spec: str) -> SourceSpec:
     elif theirs:
         name = theirs[0][0]
         raise DataError(f"{spec}: a file has no setting {name!r}{nearest(name, _NAMES)}")
-    return SourceSpec(
-        location,
-        weight=_weight(ours.get("weight", "1"), spec),
-        task=ours.get("task"),
-        suffix=ours.get("suffix", ""),
-        rm_type=ours.get("rm_type"),
-        split=ours.get("split"),
-        only=_only(ours["only"], spec) if "only" in ours else None,
-        input_key=ours.get("input_key"),
-        label_key=ours.get("label_key"),
-    )
+    parsers: dict[str, Callable[[str, str], Any]] = {"weight": _weight, "only": _only}
+    parsed = {name: parse(ours[name], spec) for name, parse in parsers.items() if name in ours}
+    return SourceSpec(location, **(ours | parsed))
 
 
 def _only(text: str, spec: str) -> tuple[str, str]:
@@ -85,3 +83,64 @@ def _weight(text: str, spec: str) -> Fraction:
     if not 0 < weight <= 10**9:
         raise DataError(f"{spec}: weight must be a number above 0, is {text!r}")
     return weight
+
+
+_NAMED = 5
+"""Number of rows that are named; finding a line in a large file takes a while."""
+
+BAD_ROW, TOO_LONG, DUPLICATE, NOT_CHOSEN = "bad rows", "too long prompts", "duplicates", "not chosen by only"
+HELD_OUT = "held out for evaluation"
+PASS_RATE, NOT_MEASURED = "outside the pass-rate window", "without a measured pass rate"
+
+
+@dataclass
+class Tally:
+    """The counts of one source. A row counts once however often it is drawn."""
+
+    source: str
+    counts: Counter[str] = field(default_factory=Counter)
+    named: dict[str, list[str]] = field(default_factory=dict)
+    """Reason → places of the first few rows."""
+    _counted_keys: set[Hashable] = field(default_factory=set)
+
+    def add(self, reason: str, key: Hashable, say: Callable[[], str]) -> None:
+        """Count a row.
+
+        Args:
+            key: identifies the row.
+            say: returns its place and its fault; called for the first few rows only.
+        """
+        if key in self._counted_keys:
+            return
+        self._counted_keys.add(key)
+        self.counts[reason] += 1
+        named = self.named.setdefault(reason, [])
+        if len(named) < _NAMED:
+            named.append(say())
+
+    def lines(self) -> list[str]:
+        """Return the lines to print: one per reason, and the bad rows that are named."""
+        lines = [f"{self.source}: left out {count} {reason}" for reason, count in sorted(self.counts.items())]
+        bad = self.named.get(BAD_ROW, [])
+        lines += [f"  {text}" for text in bad]
+        if (num_unnamed := self.counts[BAD_ROW] - len(bad)) > 0 and bad:
+            lines.append(f"  and {counted(num_unnamed, 'more bad row')}")
+        return lines
+
+
+@dataclass(frozen=True)
+class Division:
+    """A division of questions: equal ones are on one side, whatever the order of the rows."""
+
+    seed: int
+    limit: int
+    """Questions with a hash up to this are held out."""
+
+    def holds_out(self, question: str) -> bool:
+        """Return True if the question is not trained on."""
+        return question_hash(question, self.seed) <= self.limit
+
+
+def question_hash(question: str, seed: int) -> int:
+    """Return a number in [0, 2^63) that depends on the question and the seed alone."""
+    return derive_seed("held out", seed, question)

@@ -1,5 +1,5 @@
-"""Rows of files, a block at a time. Nothing is read before it is needed, and a file of any size takes only
-the memory of the blocks in use.
+"""Rows of files, a block at a time, and their random order, which is found without shuffling them. Nothing is
+read before it is needed, and a file of any size takes only the memory of the blocks in use.
 
 A block is a stretch of bytes of a JSONL file, a row group of a parquet file or a record batch of an Arrow
 file.
@@ -7,7 +7,10 @@ file.
 
 from __future__ import annotations
 
+import bisect
 import os
+import random
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
@@ -17,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.data.tokenizer import DataError
 
@@ -31,8 +35,8 @@ _MOST_BLOCKS = 2**16
 _WINDOW_BLOCKS = 64
 """Blocks per window of JSONL: 16 MiB from as many places in the file."""
 _READ_BYTES = 4096
-_NEWLINE = 10
-_BLANKS = np.frombuffer(b" \t\r\n\v\f", np.uint8)
+_LINE_START = re.compile(rb"\n[ \t\r\v\f]*+(?=[^ \t\r\v\f\n])")
+"""The newline before a line that is not blank."""
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -57,11 +61,8 @@ class Table(Protocol):
 
 
 def parsed_row(line: bytes) -> Row:
-    """Return the object on a line of JSONL.
-
-    Raises:
-        DataError: the line is not a JSON object, or has too many brackets.
-    """
+    """Return the object on a line of JSONL. Raises DataError if it is not a JSON object, or has too many
+    brackets."""
     if num_brackets(line) > _MOST_BRACKETS:
         raise DataError(f"the row has more than {_MOST_BRACKETS:,} brackets")
     try:
@@ -86,6 +87,11 @@ def check_encoding(path: Path, start: bytes) -> None:
     """Raise DataError if a file starts as UTF-16."""
     if start[:2] in _UTF16:
         raise DataError(f"{path}: is UTF-16, expected UTF-8; `iconv -f UTF-16 -t UTF-8` converts it")
+
+
+def first_line(error: object) -> str:
+    """Return the first line of what an error or a server says, shortened, or else the error's type."""
+    return str(error).partition("\n")[0][:200] or type(error).__name__
 
 
 class JsonLines:
@@ -136,35 +142,15 @@ class JsonLines:
         """Return the offsets at which the lines that are not blank start."""
         first = block * self._block_bytes
         last = min(first + self._block_bytes, self._size)
-        offset = max(0, first - 1)  # a line starts after another one's newline
-        stretch = os.pread(self._file, last - offset, offset)
-        if not stretch.strip():  # quick, since a file may have gigabytes of this
-            return self._start_after_blanks(stretch, offset, is_first=block == 0)
-        content = np.frombuffer(stretch, np.uint8)
-        starts = np.flatnonzero(content[:-1] == _NEWLINE) + offset + 1
-        if block == 0:
-            starts = np.concatenate([[0], starts])
-        return starts[~self._are_blank(starts, content, offset)]
-
-    def _start_after_blanks(self, stretch: bytes, offset: int, *, is_first: bool) -> npt.NDArray[np.int64]:
-        """Return the offset of the one line that may not be blank: the last, if it goes on in the next
-        block."""
-        newline = stretch.rfind(b"\n", 0, -1)
-        starts = [offset + newline + 1] if newline >= 0 or is_first else []
-        return np.array([start for start in starts if not self._is_blank(start)], np.int64)
-
-    def _are_blank(
-        self, starts: npt.NDArray[np.int64], content: npt.NDArray[np.uint8], offset: int
-    ) -> npt.NDArray[np.bool_]:
-        """Return whether each line is blank: whether nothing else stands before the next line."""
-        if not np.isin(content[starts - offset], _BLANKS).any():
-            return np.zeros(len(starts), np.bool_)
-        letters = np.append(np.flatnonzero(~np.isin(content, _BLANKS)), len(content)) + offset
-        next_letters = letters[np.searchsorted(letters, starts)]
-        blank = next_letters >= np.append(starts[1:], offset + len(content))
-        if len(starts) and blank[-1]:  # the last line goes on in the next block
-            blank[-1] = self._is_blank(int(starts[-1]))
-        return blank
+        content = os.pread(self._file, last - max(0, first - 1), max(0, first - 1))
+        stretch = content if block else b"\n" + content  # a line starts after another one's newline
+        # quick where all is blank, since a file may have gigabytes of this
+        matches = _LINE_START.finditer(stretch) if stretch.strip() else ()
+        starts = [first + match.start() for match in matches]
+        lines, newline, cut_line = stretch.rpartition(b"\n")
+        if newline and cut_line and not cut_line.strip() and not self._is_blank(first + len(lines)):
+            starts.append(first + len(lines))  # it goes on in the next block
+        return np.array(starts, np.int64)
 
     def _is_blank(self, start: int) -> bool:
         try:
@@ -192,36 +178,27 @@ class Files:
     """Several tables, one after the other."""
 
     def __init__(self, tables: Sequence[Table]):
-        self._tables = tables
-        self._first = np.concatenate([[0], np.cumsum([table.num_blocks for table in tables])])
-        self.num_blocks = int(self._first[-1])
+        self._blocks = [(table, block) for table in tables for block in range(table.num_blocks)]
+        self.num_blocks = len(self._blocks)
         self.window = max((table.window for table in tables), default=1)
 
     def count(self, block: int) -> int:
-        table, block_in_table = self._table_of(block)
+        table, block_in_table = self._blocks[block]
         return table.count(block_in_table)
 
     def row(self, block: int, number: int) -> Row:
-        table, block_in_table = self._table_of(block)
+        table, block_in_table = self._blocks[block]
         return table.row(block_in_table, number)
 
     def location(self, block: int, number: int) -> str:
-        table, block_in_table = self._table_of(block)
+        table, block_in_table = self._blocks[block]
         return table.location(block_in_table, number)
-
-    def _table_of(self, block: int) -> tuple[Table, int]:
-        index = int(np.searchsorted(self._first, block, side="right")) - 1
-        return self._tables[index], block - int(self._first[index])
 
 
 class WithoutRows:
-    """A table without some of its rows."""
+    """A table without some of its rows, whose numbers are given by block."""
 
     def __init__(self, table: Table, left_out: dict[int, npt.NDArray[np.int64]]):
-        """
-        Args:
-            left_out: numbers of the left-out rows, by block.
-        """
         self._table, self._left_out = table, left_out
         self.num_blocks, self.window = table.num_blocks, table.window
 
@@ -259,3 +236,68 @@ class RowCounts:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             self._known[missing] = list(threads.map(self._table.count, missing))
         return int(self._known.sum())
+
+
+Place = tuple[int, int]
+"""(block, row in it)."""
+
+
+def shuffled(count: int, *keys: int | str) -> list[int]:
+    """Return 0 to count - 1 in an order that depends on `keys` alone."""
+    order = list(range(count))
+    random.Random(derive_seed(*keys)).shuffle(order)
+    return order
+
+
+class TableOrder:
+    """The rows of a table over and over, in a new order every epoch."""
+
+    def __init__(self, table: Table, seed: int):
+        self.counted = RowCounts(table)
+        self._table, self._seed = table, seed
+        self._epoch = lru_cache(maxsize=2)(self._start_epoch)  # a batch may span two epochs
+        self._rows = lru_cache(maxsize=2)(self._shuffled_window)
+
+    def place(self, position: int) -> Place:
+        """Return the row at a position of the endless order. Raises DataError if the table is damaged, or has
+        no rows."""
+        epoch, place = 0, position
+        while (window := self._window(epoch, place)) is None:
+            total = self.counted.total
+            epoch, place = divmod(position, total)
+        _, starts = self._epoch(epoch)
+        return self._rows(epoch, window)[place - starts[window]]
+
+    def substitute(self, position: int, attempt: int) -> Place | None:
+        """Return the row to try after the row at `position` and `attempt` substitutes for it could not be
+        used; None: try the next attempt."""
+        drawn = derive_seed("substitute", self._seed, position, attempt)
+        block = drawn % self._table.num_blocks
+        count = self.counted[block]
+        return (block, derive_seed("row", drawn) % count) if count else None
+
+    def _start_epoch(self, epoch: int) -> tuple[list[int], list[int]]:
+        """Return the blocks of one pass over the table, and the number of rows before each window, as far as
+        it has been read."""
+        return shuffled(self._table.num_blocks, "blocks", self._seed, epoch), [0]
+
+    def _window(self, epoch: int, place: int) -> int | None:
+        """Return the number of the window with row `place` of the epoch; None if the epoch has fewer rows."""
+        _, starts = self._epoch(epoch)
+        while starts[-1] <= place:
+            blocks = self._blocks(epoch, len(starts) - 1)
+            if not blocks:
+                return None
+            starts.append(starts[-1] + sum(self.counted[block] for block in blocks))
+        return bisect.bisect_right(starts, place) - 1
+
+    def _blocks(self, epoch: int, window: int) -> list[int]:
+        size = self._table.window
+        blocks, _ = self._epoch(epoch)
+        return blocks[window * size : (window + 1) * size]
+
+    def _shuffled_window(self, epoch: int, window: int) -> list[Place]:
+        places = [
+            (block, number) for block in self._blocks(epoch, window) for number in range(self.counted[block])
+        ]
+        return [places[i] for i in shuffled(len(places), "window", self._seed, epoch, window)]

@@ -38,21 +38,15 @@ class TemplateProcess:
     text that took too long none is rendered any more, so that this cannot delay every step of a run."""
 
     def __init__(self, render: Callable[..., str]) -> None:
-        """
-        Args:
-            render: returns the text of a conversation; called in the process.
-        """
+        """Have texts rendered by a function, which is called in the process."""
         self._render = render
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._condemned: str | None = None
 
     def render(self, *arguments: Any) -> str:
-        """Return the text for these arguments of `render`.
-
-        Raises:
-            TemplateError: the template refuses them, or takes too much time, memory or text.
-        """
+        """Return the text for these arguments of `render`. Raises TemplateError if the template refuses them,
+        or takes too much time, memory or text."""
         request = pickle.dumps(arguments)
         if len(request) > LONGEST_TEXT:
             raise TemplateError(
@@ -151,15 +145,13 @@ def _serve(fd: int, render: Callable[..., str]) -> None:
     limit = size + MOST_BYTES if hard == resource.RLIM_INFINITY else min(size + MOST_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     connection = Connection(fd)
-    while True:
-        with suppress(EOFError, OSError):
+    with suppress(EOFError, OSError):
+        while True:
             request = connection.recv_bytes()
             signal.setitimer(signal.ITIMER_REAL, 2 * RENDER_S)  # ends it even if its owner has died
             answer = _answer(render, request)
             signal.setitimer(signal.ITIMER_REAL, 0)
             connection.send_bytes(answer)
-            continue
-        return
 
 
 def _answer(render: Callable[..., str], request: bytes) -> bytes:

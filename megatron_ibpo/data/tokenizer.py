@@ -421,14 +421,7 @@ class SentencePieceTokenizer:
     def decode_all(self, ids: npt.ArrayLike) -> str:
         return "".join(self._start.id_to_piece(_plain(ids))).replace("▁", " ")
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        settings: Mapping[str, Any] | None = None,
-        *,
-        generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
+    def render_chat(self, *_: Any, **__: Any) -> str:
         raise DataError(
             f"tokenizer {self._name}: a SentencePiece model has no chat template; "
             "drop --apply-chat-template and write the prompts out"

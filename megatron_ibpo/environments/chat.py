@@ -7,17 +7,23 @@ rendering a short conversation in which the assistant says a marker."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
 from megatron_ibpo.data.prompts import check_shown
 from megatron_ibpo.data.tokenizer import DataError, Tokenizer, decoder_with, id_of
-from megatron_ibpo.environments.families import family_readers
-from megatron_ibpo.environments.hermes import ReadCall, as_text, policy_message, read_text, tools_text
 from megatron_ibpo.environments.protocol import Message, Tool
-from megatron_ibpo.environments.tagged_calls import GLM4_5, QWEN3_5
-from megatron_ibpo.rewards.thinking import open_at_end
+from megatron_ibpo.environments.tool_calls import (
+    GLM4_5,
+    QWEN3_5,
+    ReadCall,
+    as_text,
+    family_readers,
+    policy_message,
+    read_text,
+    tools_text,
+)
+from megatron_ibpo.rewards.response import open_at_end
 
 _MARKER = "MARKERc9f0f895fb98ab91"
 _USER: Message = {"role": "user", "content": "Hello."}
@@ -51,7 +57,6 @@ LONGEST_READ = 2**17
 """Most ids of a turn in which calls of tools are looked for. What a longer one says after its thinking is
 text: the parsers take a microsecond or more for each id, and an environment waits for no novel."""
 
-Decoder = Callable[[Sequence[int]], str]
 Reader = Callable[[Sequence[int], Sequence[Tool] | None], Message]
 
 
@@ -84,10 +89,7 @@ class PlainChat:
     def __init__(self, tokenizer: Tokenizer, ends: Collection[int]) -> None:
         self.notes: tuple[str, ...] = ()
         self._tokenizer, self._ends = tokenizer, ends
-
-    @cached_property
-    def _text(self) -> Decoder:
-        return decoder_with(_CALL, self._tokenizer)
+        self._text = decoder_with(_CALL, tokenizer)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         tool_lines = [tools_text(tools) + "\n"] if tools else []
@@ -114,18 +116,17 @@ class TemplateChat:
     def __init__(
         self, tokenizer: Tokenizer, ends: Collection[int], settings: Mapping[str, Any] | None = None
     ) -> None:
-        """Try the template on short conversations.
-
-        Raises:
-            DataError: there is no template, or it refuses conversations or does not show turns as they are.
-        """
+        """Try the template on short conversations. Raises DataError if there is none, or if it refuses
+        conversations or does not show turns as they are."""
         self._tokenizer, self._ends, self._settings = tokenizer, ends, settings or {}
+        self._same_ends = {tuple(id_of(mark, tokenizer) for mark in pair) for pair in _SAME_ENDS}
         self._marks_call = self._shows_tools = False
         self._following([_USER])
         check_shown([_USER], self._render)
         prompt = self._render([_USER])
         self._opened = open_at_end(prompt)  # the mark of thinking in which every turn begins
-        family, self._read = self._own_format(prompt) or (None, self._text_reader(self._text))
+        text_reader = self._text_reader(decoder_with(_CALL, tokenizer))
+        family, self._read = self._own_format(prompt) or (None, text_reader)
         self._shows_tools = family is not None
         tools = (
             f"the chat template shows tools, and calls are read in the format of {family}"
@@ -134,20 +135,6 @@ class TemplateChat:
             "tools are shown in the system message, and calls are read in the format of Hermes (<tool_call>)"
         )
         self.notes: tuple[str, ...] = (f"chat: {tools}", *self._rewriting())
-
-    @cached_property
-    def _decode(self) -> Decoder:
-        return decoder_with(_CALL, self._tokenizer)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        """Return the text of a turn, with the tags of calls."""
-        return self._decode(ids)
-
-    @cached_property
-    def _same_ends(self) -> set[tuple[int | None, int | None]]:
-        """Ids of (end that the model wrote, end that the template writes there)."""
-        ids = [[id_of(mark, self._tokenizer) for mark in pair] for pair in _SAME_ENDS]
-        return {(sampled, written) for sampled, written in ids}
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         if self._shows_tools:
@@ -200,7 +187,9 @@ class TemplateChat:
                 break
         return following
 
-    def _text_reader(self, decode: Decoder, read_call: ReadCall | None = None) -> Reader:
+    def _text_reader(
+        self, decode: Callable[[Sequence[int]], str], read_call: ReadCall | None = None
+    ) -> Reader:
         thinks = self._opened == "<think>"
         return lambda ids, tools: read_text(
             decode(ids), thinks=thinks, read_call=read_call, tools=tools or ()
@@ -217,7 +206,8 @@ class TemplateChat:
             self._try_answer()
         except DataError:
             return None
-        turn = self._tokenizer.encode(_beyond(text, prompt))
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
+        turn = self._tokenizer.encode(text[sum(1 for _ in shared) :])
         first_end = next((place for place, token in enumerate(turn) if token in self._ends), len(turn))
         rendered = self._tokenizer.encode_rendered(prompt)
         readers: dict[str, Reader] = {
@@ -271,12 +261,6 @@ def _without_calls(message: Message, text: Callable[[], str], tools: Sequence[To
 def _read_long(text: str) -> Message:
     reasoning, _, content = text.rpartition("</think>")
     return policy_message(content, reasoning.replace("<think>", "", 1).strip(), [], [])
-
-
-def _beyond(text: str, prompt: str) -> str:
-    """Return `text` without its common beginning with `prompt`."""
-    shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
-    return text[sum(1 for _ in shared) :]
 
 
 def _check_ended(ids: Sequence[int], ends: Collection[int]) -> None:

@@ -7,12 +7,14 @@ environments draw from these."""
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from numpy import random as numpy_random  # loaded here, once; numpy itself would load it in each episode
+
 from megatron_ibpo.basics.reward_value import read_reward
-from megatron_ibpo.environments.episode import seed_generators
-from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Turn
+from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Tool, Turn
 from megatron_ibpo.environments.trl import RewardFunctions, call_reward_functions, trl_tools
 
 _SEEDS = 2**31
@@ -102,7 +104,22 @@ class TrlEnvironment:
         return self._loop.run(value) if inspect.iscoroutine(value) else value
 
 
-class SkyRLEnvironment:
+class _Adapter:
+    """An environment of another framework, and the sum of its rewards so far, which is the score."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._total = 0.0
+
+    def score(self) -> Any:
+        return self._total
+
+    def close(self) -> None:
+        if callable(close := getattr(self._environment, "close", None)):
+            close()
+
+
+class SkyRLEnvironment(_Adapter):
     """An environment of SkyRL-Gym (0.4): `init(prompt)` returns (messages, info), and `step(text)` a mapping
     with `observations`, `reward` and `done`. The score is the sum of rewards; numbers of `get_metrics()` are
     kept."""
@@ -110,8 +127,8 @@ class SkyRLEnvironment:
     def __init__(self, make: Callable[..., Any]) -> None:
         """Keep `make`, which returns the environment; its argument `extras`, if it has one, is the row of the
         prompt."""
+        super().__init__(None)
         self._make = make
-        self._total = 0.0
 
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
         """Make the environment for the prompt, with the label as `ground_truth`."""
@@ -133,22 +150,15 @@ class SkyRLEnvironment:
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         return numbers | {"score": self._total}
 
-    def close(self) -> None:
-        _close(getattr(self, "_environment", None))
 
-
-class GymEnvironment:
+class GymEnvironment(_Adapter):
     """A text environment with Gym's methods, as GEM's are (0.1): `reset(seed=…)` returns (text, info), and
     `step(text)` (text, reward, terminated, truncated, info). The score is the sum of rewards."""
-
-    def __init__(self, environment: Any) -> None:
-        self._environment = environment
-        self._total = 0.0
 
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
         """Reset the environment; the prompt's question, if there is any, stands before the observation."""
         observation, _ = _parts(self._environment.reset(seed=_seeded(seed)), "reset", "observation, info")
-        return _opening(question, _text(observation, "reset()"))
+        return opening(question, _text(observation, "reset()"))
 
     def step(self, message: Message) -> Turn:
         names = "observation, reward, terminated, truncated, info"
@@ -158,14 +168,8 @@ class GymEnvironment:
         self._total += read_reward(reward)[0]
         return Turn([_user(_text(text, "step()"))], bool(terminated or truncated))
 
-    def score(self) -> float:
-        return self._total
 
-    def close(self) -> None:
-        _close(self._environment)
-
-
-class TextArenaEnvironment:
+class TextArenaEnvironment(_Adapter):
     """A game of TextArena (0.7) for one player: `reset(num_players=1, seed=…)`, `get_observation()`,
     `step(text)` returns (done, info), and `close()` (rewards, info).
 
@@ -174,14 +178,14 @@ class TextArenaEnvironment:
     over when turns or tokens end has the reward 0, and `unfinished` is 1."""
 
     def __init__(self, environment: Any) -> None:
-        self._environment = environment
+        super().__init__(environment)
         self._shown = ""
         self._closed = False
 
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> Opening:
         """Start the game; the prompt's question, if there is any, stands before its observation."""
         self._environment.reset(num_players=1, seed=_seeded(seed))
-        return _opening(question, self._observation())
+        return opening(question, self._observation())
 
     def step(self, message: Message) -> Turn:
         done, _ = _parts(self._environment.step(message_text(message)), "step", "done, info")
@@ -195,7 +199,7 @@ class TextArenaEnvironment:
     def close(self) -> None:
         """Close the game, if `score` did not."""
         if not self._closed:
-            _close(self._environment)
+            super().close()
 
     def _observation(self) -> str:
         player, observation = self._environment.get_observation()
@@ -240,6 +244,12 @@ def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dic
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the global generators, so that an environment that uses them starts alike each time."""
+    random.seed(seed)
+    numpy_random.seed(seed % 2**32)
+
+
 def _seeded(seed: int) -> int:
     seed %= _SEEDS
     seed_generators(seed)
@@ -250,8 +260,9 @@ def _user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def _opening(question: str, observation: str) -> Opening:
-    return Opening([_user("\n\n".join(part for part in (question, observation) if part))])
+def opening(question: str, observation: str, tools: Sequence[Tool] = ()) -> Opening:
+    """Return an opening of one message: the prompt's question, if there is any, before the observation."""
+    return Opening([_user("\n\n".join(filter(None, (question, observation))))], tools)
 
 
 def _text(value: Any, method: str) -> str:
@@ -266,8 +277,3 @@ def _parts(value: Any, method: str, names: str) -> tuple[Any, ...]:
     if not isinstance(value, tuple | list) or len(value) != len(names.split(", ")):
         raise TypeError(f"{method}() returned {value!r}, expected ({names})")
     return tuple(value)
-
-
-def _close(environment: Any) -> None:
-    if callable(close := getattr(environment, "close", None)):
-        close()

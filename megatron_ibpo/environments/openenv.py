@@ -14,7 +14,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from megatron_ibpo.basics.reward_value import read_reward
 from megatron_ibpo.config import ConfigError, nearest
-from megatron_ibpo.environments.frameworks import message_text, tool_answer
+from megatron_ibpo.environments.frameworks import message_text, opening, tool_answer
 from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Tool, Turn
 
 _FORM = "openenv://HOST:PORT[/path][?action_field=NAME&observation_field=NAME]"
@@ -115,8 +115,7 @@ class OpenEnvironment:
         observation = self._observation("reset", {**metadata, "question": question, "label": label, **ids})
         if self._done:
             raise self._fault("the server ended the episode before its first step")
-        content = "\n\n".join(text for text in (question, self._text(observation)) if text)
-        return Opening([{"role": "user", "content": content}], self._tools())
+        return opening(question, self._text(observation), self._tools())
 
     def step(self, message: Message) -> Turn:
         """Act: call the tools that the message calls, or send its text."""
@@ -140,11 +139,8 @@ class OpenEnvironment:
                 self._socket.send(json.dumps({"type": "close"}))
 
     def check(self, seconds: float) -> None:
-        """Connect, and ask for the state, which an OpenEnv server answers before a reset too.
-
-        Raises:
-            EpisodeFaultError: something else is there, or it does not answer within this time.
-        """
+        """Connect, and ask for the state, which an OpenEnv server answers before a reset too. Raises
+        EpisodeFaultError if something else is there, or does not answer within this time."""
         self._connect()
         try:
             self._ask("state", seconds=seconds)

@@ -1,4 +1,9 @@
-"""The episodes of one node, each in a process of its own that can be killed at any time."""
+"""The episodes of one node, each in a process of its own that can be killed at any time.
+
+--environment-sandbox puts bubblewrap around the zygote of an environment, and so around its episodes. A
+program that a model wrote gets less than this from `rewards.sandbox`. An environment is code that the user
+chose, and needs Python's packages, files and child processes.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +11,24 @@ import asyncio
 import errno
 import json
 import logging
+import os
 import socket
 import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any
 
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.supervised import Supervised
-from megatron_ibpo.config import ConfigError, EnvironmentConfig
+from megatron_ibpo.config import ConfigError, EnvironmentConfig, user_directory
 from megatron_ibpo.environments.protocol import EpisodeFaultError, FaultKind
-from megatron_ibpo.environments.sandbox import OWNER, TEMPORARY, sandboxed
-from megatron_ibpo.environments.session import ProcessSession
+from megatron_ibpo.environments.session import Owner, ProcessSession
 from megatron_ibpo.rewards.sandbox import SandboxError
+from megatron_ibpo.rewards.sandbox.bubblewrap import bubblewrap
 
 _START_TIMEOUT = 120.0
 """Seconds that the import of an environment may take."""
@@ -46,7 +52,7 @@ _SETTINGS = {
 _log = logging.getLogger(__name__)
 
 
-class EnvironmentPool:
+class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     """The processes of episodes on this machine (`protocol.Sessions`).
 
     One process per environment, the zygote, imports it, and every episode is a fork of that. At most
@@ -108,7 +114,14 @@ class EnvironmentPool:
         except BaseException:
             self._places.give_back()
             raise
-        owner = _Owner(self, zygote, self._config.step_timeout, self._config.episode_timeout)
+
+        def give_back_place(hangs: bool) -> None:
+            if hangs:
+                zygote.process.kill()
+            self._places.give_back()
+
+        timeouts = self._config.step_timeout, self._config.episode_timeout
+        owner = Owner(*timeouts, lambda kind, text: self._fault(kind, target, text), give_back_place)
         session = ProcessSession(connection, owner)
         try:
             await session.reset(question, label, metadata, seed)
@@ -120,13 +133,10 @@ class EnvironmentPool:
     def close(self) -> None:
         self._closed = True
         for zygote in list(self._zygotes.values()):
-            zygote.kill()  # a start that is under way fails
+            zygote.process.kill()  # a start that is under way fails
         with suppress(RuntimeError):  # it was closed before
             self._starter.submit(self._end_zygotes)
         self._starter.shutdown()
-
-    def __enter__(self) -> EnvironmentPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -187,7 +197,7 @@ class EnvironmentPool:
             raise ConfigError(f"--environment-sandbox: {error}") from None
         self._zygotes[target] = zygote
         if self._closed:
-            zygote.kill()
+            zygote.process.kill()
         try:
             zygote.await_ready()
         except _NotStartedError:
@@ -215,7 +225,7 @@ class EnvironmentPool:
                 _log.warning(
                     "environment %s: the process that forks its episodes died (%s, death %d)",
                     zygote.target,
-                    zygote.exit_reason(),
+                    zygote.process.exit_reason(),
                     self._zygote_deaths,
                 )
 
@@ -228,21 +238,15 @@ class _Zygote:
     """The process that imports an environment and forks its episodes, as its owner sees it."""
 
     def __init__(self, target: str, config: EnvironmentConfig, printed: int):
-        """Start it.
-
-        Args:
-            printed: bytes that it and its episodes may print.
-
-        Raises:
-            SandboxError: bubblewrap is not installed.
-        """
+        """Start it; it and its episodes may print so many bytes. Raises SandboxError if bubblewrap is not
+        installed."""
         self.target = target
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "megatron_ibpo.environments.zygote", str(theirs.fileno())]
         in_sandbox, rewards = config.environment_sandbox, json.dumps(config.environment_reward)
         command += [OWNER, target, rewards, TEMPORARY] if in_sandbox else ["{owner}", target, rewards]
         with theirs:
-            self._process = Supervised(
+            self.process = Supervised(  # killed with all episodes
                 sandboxed(command) if in_sandbox else command,
                 theirs,
                 printed=printed,
@@ -253,11 +257,7 @@ class _Zygote:
         self._ready = False
 
     def await_ready(self) -> None:
-        """Wait until it has imported the environment.
-
-        Raises:
-            ConfigError: it cannot be imported.
-        """
+        """Wait until it has imported the environment. Raises ConfigError if it cannot be imported."""
         self._control.settimeout(_START_TIMEOUT)
         with self._control.makefile("rb") as file:
             try:
@@ -270,8 +270,8 @@ class _Zygote:
         if not line:
             self.end()
             raise _NotStartedError(
-                f"--environment {self.target}: its process ended while importing it ({self.exit_reason()}); "
-                "the reason is in the lines above"
+                f"--environment {self.target}: its process ended while importing it "
+                f"({self.process.exit_reason()}); the reason is in the lines above"
             )
         state, content = read_json(line)
         if state != "ready":
@@ -297,11 +297,8 @@ class _Zygote:
             return False
 
     async def fork(self) -> socket.socket:
-        """Have it fork a process; return the connection to that.
-
-        Raises:
-            OSError: it has died, or hangs and is killed.
-        """
+        """Have it fork a process; return the connection to that. Raises OSError if it has died, or hangs and
+        is killed."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -311,7 +308,7 @@ class _Zygote:
             except BaseException as error:
                 ours.close()
                 if isinstance(error, TimeoutError):
-                    self.kill()
+                    self.process.kill()
                 raise
         ours.setblocking(False)
         return ours
@@ -325,36 +322,11 @@ class _Zygote:
             raise
         return True
 
-    def kill(self) -> None:
-        """Kill it with all episodes."""
-        self._process.kill()
-
-    def exit_reason(self) -> str:
-        return self._process.exit_reason()
-
     def end(self) -> None:
         """Kill it with all episodes, and wait until they have ended."""
         self._ready = False
-        self._process.end()
+        self.process.end()
         self._control.close()
-
-
-@dataclass(frozen=True)
-class _Owner:
-    """The part of a pool that a session needs."""
-
-    pool: EnvironmentPool
-    zygote: _Zygote
-    step_timeout: float
-    episode_timeout: float
-
-    def fault(self, kind: FaultKind, text: str) -> EpisodeFaultError:
-        return self.pool._fault(kind, self.zygote.target, text)
-
-    def give_back_place(self, *, hangs: bool) -> None:
-        if hangs:
-            self.zygote.kill()
-        self.pool._places.give_back()
 
 
 class _Places:
@@ -394,3 +366,31 @@ class _Places:
                     place.set_result(None)
                     return
             self._free += 1
+
+
+TEMPORARY = "/tmp"
+"""Temporary directory inside, in memory."""
+OWNER = "1"
+"""Process id, inside, of the parent of the command."""
+_HIDDEN = (TEMPORARY, "/var/tmp", "/run")
+"""Directories that hold sockets of other programs, which a read-only file system does not keep from use."""
+
+
+def sandboxed(command: list[str]) -> list[str]:
+    """Return the command that runs another one in the sandbox: without network and other processes, and with
+    a file system that is read-only except for an empty temporary directory. Raises SandboxError if bubblewrap
+    is not installed."""
+    wrapped = [bubblewrap(), "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
+    wrapped += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    for path in filter(os.path.isdir, _HIDDEN):
+        wrapped += ["--tmpfs", path]
+    for path in _needed():
+        wrapped += ["--ro-bind", path, path]
+    return [*wrapped, "--setenv", "TMPDIR", TEMPORARY, "--", *command]
+
+
+def _needed() -> list[str]:
+    """Return the hidden directories from which Python imports."""
+    directories = {os.path.abspath(path) for path in [sys.prefix, str(user_directory()), *sys.path]}
+    hidden = [path for path in sorted(directories) if any(map(Path(path).is_relative_to, _HIDDEN))]
+    return [path for path in hidden if os.path.exists(path) and path not in _HIDDEN]

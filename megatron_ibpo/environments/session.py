@@ -1,15 +1,24 @@
-"""One episode in a process of its own, as its owner drives it."""
+"""One episode in a process of its own, as its owner drives it, and the lines of JSON between the two.
+
+The owner writes [method, [arguments]]. The process (`zygote`) answers ["answer", value] or ["fault", kind,
+text]. It runs code of others, so its owner unpickles nothing and checks every answer. When the process has
+died, the zygote ends its output with a NUL byte, which JSON never has, and the reason.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_args
 
-from megatron_ibpo.environments import wire
+from megatron_ibpo.basics.reward_value import read_reward
+from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.text import shown
 from megatron_ibpo.environments.protocol import (
     EpisodeFaultError,
     EpisodeScore,
@@ -19,6 +28,12 @@ from megatron_ibpo.environments.protocol import (
     Turn,
 )
 
+LARGEST_MESSAGE = 16 << 20
+"""Bytes of one line. 16 MiB: far more than a conversation holds."""
+DEATH = b"\0"
+"""Mark before the reason why the process has died."""
+_LONGEST_TEXT = 1000
+"""Characters of a fault's text."""
 _END_TIMEOUT = 60.0
 """Seconds until a zygote has ended an episode; one that takes longer hangs."""
 _CHUNK = 1 << 16
@@ -26,40 +41,26 @@ _CHUNK = 1 << 16
 T = TypeVar("T")
 
 
-class Owner(Protocol):
-    """The pool of a session."""
+@dataclass(frozen=True)
+class Owner:
+    """The part of a pool that a session needs."""
 
-    @property
-    def step_timeout(self) -> float: ...
-
-    @property
-    def episode_timeout(self) -> float: ...
-
-    def fault(self, kind: FaultKind, text: str) -> EpisodeFaultError:
-        """Count a fault, and return its exception."""
-        ...
-
-    def give_back_place(self, *, hangs: bool) -> None:
-        """Take back the session's place.
-
-        Args:
-            hangs: its process could not be ended.
-        """
-        ...
+    step_timeout: float
+    episode_timeout: float
+    fault: Callable[[FaultKind, str], EpisodeFaultError]
+    """Counts a fault, and returns its exception."""
+    give_back_place: Callable[[bool], None]
+    """Takes back the session's place; gets True if its process could not be ended."""
 
 
 class ProcessSession:
-    """A session (`protocol.Session`) whose process serves the other end of a socket.
+    """A session (`protocol.Session`) whose process serves the other end of a socket that does not block.
 
     Shutting the socket down for writing is the order to kill the process; the end of what can be read says
     that it has ended, with all that it had started.
     """
 
     def __init__(self, connection: socket.socket, owner: Owner):
-        """
-        Args:
-            connection: not blocking.
-        """
         self._connection, self._owner = connection, owner
         self._received = bytearray()
         self._left = owner.episode_timeout
@@ -76,13 +77,13 @@ class ProcessSession:
 
     async def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> None:
         """Make the environment and get the opening. The pool calls it once."""
-        self._opening = await self._call(wire.opening_in, "reset", question, label, dict(metadata), seed)
+        self._opening = await self._call(_opening_in, "reset", question, label, dict(metadata), seed)
 
     async def step(self, message: Message) -> Turn:
-        return await self._call(wire.turn_in, "step", message)
+        return await self._call(_turn_in, "step", message)
 
     async def score(self) -> EpisodeScore:
-        return await self._call(wire.score_in, "score")
+        return EpisodeScore(*await self._call(read_reward, "score"))
 
     async def close(self) -> None:
         """See `protocol.Session`."""
@@ -93,7 +94,7 @@ class ProcessSession:
             if not self._ended and not self._exchanging.locked():
                 with suppress(EpisodeFaultError, TimeoutError):
                     async with asyncio.timeout(self._owner.step_timeout):
-                        await self._exchange(wire.request("close", []))
+                        await self._exchange("close")
             self._end()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_END_TIMEOUT), self._exchanging:  # a call under way ends with it
@@ -102,7 +103,7 @@ class ProcessSession:
                 hangs = False
         finally:
             self._connection.close()
-            self._owner.give_back_place(hangs=hangs)
+            self._owner.give_back_place(hangs)
 
     async def _call(self, value_in: Callable[[Any], T], method: str, *arguments: Any) -> T:
         """Return what a method of the environment returned, as `value_in` reads it."""
@@ -113,8 +114,8 @@ class ProcessSession:
         kind: FaultKind
         try:
             async with asyncio.timeout(seconds):
-                received = await self._exchange(wire.request(method, arguments))
-            return value_in(wire.answer_in(received))
+                received = await self._exchange(method, *arguments)
+            return value_in(_answer_in(received))
         except EpisodeFaultError as fault:
             kind, text = fault.kind, str(fault)
         except TimeoutError:
@@ -131,22 +132,26 @@ class ProcessSession:
         self._end()
         raise self._owner.fault(kind, f"{method}: {text}")
 
-    async def _exchange(self, request: bytes) -> bytes:
-        """Send a request; return the line that is the answer."""
+    async def _exchange(self, method: str, *arguments: Any) -> bytes:
+        """Ask the process for a method's value; return the line that is the answer."""
+        try:
+            request = line(method, arguments)
+        except (TypeError, ValueError) as error:
+            raise EpisodeFaultError("error", f"its arguments cannot be sent: {error}") from None
         async with self._exchanging:
             with suppress(OSError):  # the process has died, and why can be read
                 await asyncio.get_running_loop().sock_sendall(self._connection, request)
             searched = 0
             while (end := self._received.find(b"\n", searched)) < 0:
                 searched = len(self._received)
-                if searched > wire.LARGEST_MESSAGE:
-                    raise EpisodeFaultError("error", f"an answer of more than {wire.LARGEST_MESSAGE:,} bytes")
+                if searched > LARGEST_MESSAGE:
+                    raise EpisodeFaultError("error", f"an answer of more than {LARGEST_MESSAGE:,} bytes")
                 if not (read := await self._read()):
                     raise EpisodeFaultError("death", "its process died")
                 self._received += read
-            line = bytes(self._received[:end])
+            answer = bytes(self._received[:end])
             del self._received[: end + 1]
-            return line
+            return answer
 
     async def _read(self) -> bytes:
         """Return the next bytes; none at the end."""
@@ -159,3 +164,60 @@ class ProcessSession:
         self._ended = True
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
+
+
+def line(*parts: Any) -> bytes:
+    """Return the line of a message. Raises TypeError or ValueError if a part is not JSON, or the line is too
+    long."""
+    try:
+        text = json.dumps(parts, allow_nan=False, separators=(",", ":"))
+    except RecursionError:
+        raise ValueError("its brackets nest too deep") from None
+    if len(text) >= LARGEST_MESSAGE:
+        raise ValueError(f"{len(text):,} bytes, and at most {LARGEST_MESSAGE:,} can be sent")
+    return text.encode() + b"\n"
+
+
+def _answer_in(received: bytes) -> Any:
+    """Return the value of an answer. Raises EpisodeFaultError if it is a fault, the process has died, or it
+    wrote something else."""
+    _, died, exit_reason = received.rpartition(DEATH)
+    if died:
+        raise EpisodeFaultError("death", f"its process died ({exit_reason.decode(errors='replace').strip()})")
+    try:
+        answer = read_json(received)
+    except ValueError as error:
+        raise EpisodeFaultError("error", f"its process wrote an unreadable answer: {error}") from None
+    match answer:
+        case ["answer", value]:
+            return value
+        case ["fault", str(kind), str(text)] if kind in get_args(FaultKind):
+            raise EpisodeFaultError(kind, text[:_LONGEST_TEXT])  # type: ignore[arg-type]
+    raise EpisodeFaultError("error", f"its process wrote an unreadable answer: {shown(answer)}")
+
+
+def _opening_in(value: Any) -> Opening:
+    """Return the opening that a process sent; raise ValueError with what is wrong with it."""
+    match value:
+        case {"messages": [_, *_] as messages, "tools": list(tools)}:
+            for tool in tools:
+                match tool:
+                    case {"name": str(), "parameters": {}}:
+                        continue
+                raise ValueError(f"a tool is {{name, description, parameters}}, got {shown(tool)}")
+            return Opening(tuple(map(_message, messages)), tuple(tools))
+    raise ValueError(f"an opening has at least one message, got {shown(value)}")
+
+
+def _turn_in(value: Any) -> Turn:
+    match value:
+        case {"messages": list(messages), "done": bool(done)} if messages or done:
+            return Turn(tuple(map(_message, messages)), done)
+    raise ValueError(f"a turn that is not done has at least one message, got {shown(value)}")
+
+
+def _message(value: Any) -> dict[str, Any]:
+    match value:
+        case {"role": str(), "content": str()} | {"role": "assistant", "tool_calls": [_, *_]}:
+            return dict(value)
+    raise ValueError(f"a message is {{role, content}} with the content as text, got {shown(value)}")

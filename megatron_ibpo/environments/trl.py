@@ -24,11 +24,8 @@ RewardFunctions = Mapping[str, Callable[..., Any]]
 
 
 def load_reward_functions(paths: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """Return the functions of --environment-reward.
-
-    Raises:
-        ConfigError: one cannot be loaded, or needs ids of tokens; or two have the same name.
-    """
+    """Return the functions of --environment-reward. Raises ConfigError if one cannot be loaded or needs ids
+    of tokens, or if two have the same name."""
     functions: dict[str, Callable[..., Any]] = {}
     for path in paths:
         function = load_hook(FLAG, path, called_with="prompts, completions, environments and columns")
@@ -99,11 +96,7 @@ _LINES = re.compile(r"\s*\n\s*")
 
 
 def trl_tools(kind: type) -> list[Tool]:
-    """Return the tools of a class as TRL takes them.
-
-    Raises:
-        ValueError: as `tool_of`.
-    """
+    """Return the tools of a class as TRL takes them. Raises ValueError as `tool_of` does."""
     methods = inspect.getmembers(kind, inspect.isfunction)
     return [
         tool_of(method)
@@ -159,11 +152,9 @@ def _schema(hint: Any) -> dict[str, Any]:
     if origin is Literal:
         types = list(dict.fromkeys(_JSON_TYPES[type(value)] for value in arguments))
         return {"type": types[0] if len(types) == 1 else types, "enum": list(arguments)}
-    if origin is list:
-        return {"type": "array", "items": _schema(arguments[0])}
     if origin is tuple and Ellipsis not in arguments:
         return {"type": "array", "prefixItems": [_schema(argument) for argument in arguments]}
-    if origin is tuple:
+    if origin in (list, tuple):
         return {"type": "array", "items": _schema(arguments[0])}
     if origin is dict:
         return {"type": "object", "additionalProperties": _schema(arguments[1])}

@@ -117,27 +117,25 @@ def _message(message: Message) -> dict[str, Any]:
 
 def _completion(message: Message) -> dict[str, Any]:
     answer = _message(message)
-    choice = {"index": 0, "message": answer, "finish_reason": _finish(answer)}
-    return _frame("chat.completion", [choice])
+    return _frame("chat.completion", message=answer, finish_reason=_finish_reason(answer))
 
 
 def _chunks(message: Message) -> list[dict[str, Any]]:
-    answer = _message(message)
+    answer, kind = _message(message), "chat.completion.chunk"
     for number, call in enumerate(answer.get("tool_calls", ())):
         call["index"] = number
-    first = {"index": 0, "delta": answer, "finish_reason": None}
-    last = {"index": 0, "delta": {}, "finish_reason": _finish(answer)}
-    return [_frame("chat.completion.chunk", [choice]) for choice in (first, last)]
+    last = _frame(kind, delta={}, finish_reason=_finish_reason(answer))
+    return [_frame(kind, delta=answer, finish_reason=None), last]
 
 
-def _finish(answer: Mapping[str, Any]) -> str:
+def _finish_reason(answer: Mapping[str, Any]) -> str:
     return "tool_calls" if "tool_calls" in answer else "stop"
 
 
-def _frame(kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _frame(kind: str, **choice: Any) -> dict[str, Any]:
     usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     head = {"id": "policy", "object": kind, "created": int(time.time()), "model": "policy"}
-    return {**head, "choices": choices, "usage": usage}
+    return {**head, "choices": [{"index": 0, **choice}], "usage": usage}
 
 
 TASK_INDEX = "task_index"
@@ -182,8 +180,7 @@ class VerifiersEnvironment:
 
     def step(self, message: Message) -> Turn:
         """Give the policy's message to the episode, and return what its next request adds."""
-        num_messages = len(self._messages)
-        previous_messages = self._messages
+        previous_messages, num_messages = self._messages, len(self._messages)
         self._server.reply(message)
         request = self._next()
         if isinstance(request, EpisodeEnd):

@@ -24,17 +24,20 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
+from typing import Any
 
+from megatron_ibpo.basics.reward_value import WRONG, ResponseError, read_reward
 from megatron_ibpo.basics.supervised import adopt_orphans, die_with
-from megatron_ibpo.basics.text import error_text, printable
+from megatron_ibpo.basics.text import error_text, fault_text, printable, shown
 from megatron_ibpo.config import ConfigError
-from megatron_ibpo.environments.episode import serve
-from megatron_ibpo.environments.protocol import Environment
-from megatron_ibpo.environments.wire import DEATH, line
+from megatron_ibpo.environments.frameworks import seed_generators
+from megatron_ibpo.environments.protocol import Environment, EpisodeFaultError
+from megatron_ibpo.environments.session import DEATH, line
 
 _CHUNK = 1 << 12
 
@@ -98,7 +101,8 @@ class _Zygote:
         """Fork and end episodes until the owner is gone."""
         while True:
             by_socket = {child.connection.fileno(): child for child in self._episodes.values()}
-            ready = self._poll.poll(0 if self._lacks_spares() else None)
+            lacks_spares = len(self._episodes) + len(self._spares) < self._most
+            ready = self._poll.poll(0 if lacks_spares else None)
             if not ready:
                 self._fork_spare()
             for descriptor, _ in ready:
@@ -134,9 +138,6 @@ class _Zygote:
                 return pid
         return None
 
-    def _lacks_spares(self) -> bool:
-        return len(self._episodes) + len(self._spares) < self._most
-
     def _fork_spare(self) -> None:
         ours, theirs = socket.socketpair()
 
@@ -165,7 +166,7 @@ class _Zygote:
             status = 1
             try:
                 self._become_episode(own_pid)
-                serve(connection(), self._make)
+                _serve(connection(), self._make)
                 status = 0
             finally:
                 with suppress(Exception):
@@ -205,7 +206,8 @@ class _Zygote:
         for child, status in ended_children:
             with suppress(KeyError):
                 self._poll.unregister(child.connection)
-            _close(child.connection, _exit_reason(status))
+            code = os.waitstatus_to_exitcode(status)
+            _close(child.connection, f"status {code}" if code >= 0 else signal.Signals(-code).name)
             if self._directory is not None:
                 shutil.rmtree(self._directory / str(child.pid), ignore_errors=True)
 
@@ -220,9 +222,72 @@ def _children() -> set[int]:
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
 
-def _exit_reason(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return f"status {code}" if code >= 0 else signal.Signals(-code).name
+def _serve(connection: socket.socket, make: Callable[[], Environment]) -> None:
+    """Answer the owner of an episode with the methods of an environment, until the episode is closed or the
+    owner is gone."""
+    own_pid = os.getpid()
+    episode = _Episode(make)
+    for received in connection.makefile("rb"):
+        method, arguments = json.loads(received)
+        answer = _answer(getattr(episode, method), arguments)
+        if os.getpid() != own_pid:  # the environment forked, and both returned: one answers
+            return
+        connection.sendall(answer)
+        if method == "close":
+            return
+
+
+class _Episode:
+    """The methods that the owner calls, with JSON as arguments and values."""
+
+    def __init__(self, make: Callable[[], Environment]) -> None:
+        self._make = make
+        self._environment: Any = None
+
+    def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        seed_generators(seed)
+        self._environment = self._make()
+        opening = self._environment.reset(question, label, metadata, seed)
+        _check(opening, ("messages", "tools"), "reset", "Opening")
+        return {"messages": list(opening.messages), "tools": list(opening.tools)}
+
+    def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        turn = self._environment.step(message)
+        _check(turn, ("messages", "done"), "step", "Turn")
+        return {"messages": list(turn.messages), "done": bool(turn.done)}
+
+    def score(self) -> dict[str, float]:
+        """Return the score; rewards of single turns, `turns`, become the further numbers turn_1, turn_2 …."""
+        try:
+            value = self._environment.score()
+        except ResponseError:
+            value = WRONG
+        if isinstance(value, Mapping) and "turns" in value and not isinstance(value["turns"], Real):
+            value = dict(value)
+            turns = value.pop("turns")
+            if not isinstance(turns, list | tuple):
+                raise TypeError(f"expected a list of numbers as 'turns', got {shown(turns)}")
+            value |= {f"turn_{number}": reward for number, reward in enumerate(turns, start=1)}
+        reward, details = read_reward(value)
+        return {"score": reward, **details}
+
+    def close(self) -> None:
+        if self._environment is not None:
+            self._environment.close()
+
+
+def _check(value: Any, fields: Sequence[str], method: str, name: str) -> None:
+    if not all(hasattr(value, field) for field in fields):
+        raise TypeError(f"{method} must return {name}({', '.join(fields)}), got {type(value).__name__}")
+
+
+def _answer(method: Callable[..., Any], arguments: list[Any]) -> bytes:
+    try:
+        return line("answer", method(*arguments))
+    except EpisodeFaultError as fault:  # an adapter knows more about it
+        return line("fault", fault.kind, str(fault))
+    except BaseException as error:
+        return line("fault", "error", fault_text(error, os.path.dirname(__file__)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from megatron_ibpo.config import (
     nearest,
 )
 from megatron_ibpo.credit import Operator
-from megatron_ibpo.data import DataError, PromptSource, Tokenizer, open_source
+from megatron_ibpo.data import DataError, PromptSource, Tokenizer, open_sources
 from megatron_ibpo.data.files import each_row
 from megatron_ibpo.data.generated import warn_if_slow
 from megatron_ibpo.data.layouts import fields_read
@@ -164,8 +164,8 @@ def _open(
         source = in_environment(benchmark_prompts, config.environment.environment)
         notes = [*source.notes, *rows.notes(), *checksums(location)]
     else:
-        source = open_source(
-            spec.spec,
+        source = open_sources(
+            [spec.spec],
             tokenizer,
             config.data,
             split="eval",

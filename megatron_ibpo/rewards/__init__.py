@@ -1,8 +1,7 @@
 """Verifiers: the only source of rewards."""
 
 from megatron_ibpo.basics.reward_value import RESPONSE_ERROR, LabelError, ResponseError
-from megatron_ibpo.rewards.final_answer import answer_place
-from megatron_ibpo.rewards.thinking import Response
+from megatron_ibpo.rewards.response import Response, answer_place
 from megatron_ibpo.rewards.verifier import (
     CHECKED_AT_START,
     Pool,

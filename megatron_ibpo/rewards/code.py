@@ -26,15 +26,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_ibpo.basics.reward_value import ResponseError
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.rewards.executors import Executor, long_integer, open_executor
 from megatron_ibpo.rewards.rebinding import with_rebinding
+from megatron_ibpo.rewards.response import after_thinking
 from megatron_ibpo.rewards.sandbox import Limits, SandboxError
 from megatron_ibpo.rewards.sandbox.inside import needed_names
-from megatron_ibpo.rewards.thinking import after_thinking
 
 SETTINGS = "code_execution"
 """Key of the metadata under which `score` is told how programs are run."""
@@ -43,12 +43,15 @@ CHECK = f"{__name__}:check_execution"
 _SHARE_OF_TIMEOUT = 0.8
 """Share of a verifier's time for one response that tests may take; the rest is for starting them on a busy
 machine. A slow program is therefore wrong, not a failure of the verifier."""
-_LANGUAGE = re.compile(r"[\w+-]*")
+_FENCE = re.compile(r"(?P<indent>[ \t]*+)(?P<marks>`{3,}+|~{3,}+)[ \t]*+(?P<language>[\w+-]*+)[^`]*+")
+"""A line that opens a fenced block: three or more of "`" or "~" with no "`" after them."""
 LONGEST_PROGRAM = 200_000
 """Longest program, in characters; a longer one does not count as an answer. Contests accept
 64 kB, and the checks that read a program before it runs take 400 bytes of memory per character."""
 _MOST_DIGITS = 1_000_000
 """Digits of integers that a program may print; Python's own limit is 4,300."""
+_NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""Errors of `ast.parse` for a text that is no Python, or too much of it."""
 _PYTHON = {"", "python", "python3", "py"}
 _OFFERED = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
@@ -165,7 +168,7 @@ def extract_answer(response: str) -> str | None:
         if block is not None and language.lower() in _PYTHON:
             (marked if language else unmarked).append(block)
     if not has_fence:
-        return answer if _is_python(answer) else None
+        return answer if len(answer) <= LONGEST_PROGRAM and _statements(answer) else None
     blocks = marked or unmarked
     programs = (block for block in reversed(blocks) if not _is_output(block, is_marked=bool(marked)))
     return next(programs, blocks[-1] if blocks else None)
@@ -176,52 +179,38 @@ def _is_output(block: str, *, is_marked: bool) -> bool:
     as Python, no Python."""
     if len(block) > LONGEST_PROGRAM:
         return False
-    try:
-        statements = ast.parse(block).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    statements = _statements(block)
+    if statements is None:
         return not is_marked
-    return all(isinstance(statement, ast.Expr) and not _calls(statement) for statement in statements)
+    nodes = (node for statement in statements for node in ast.walk(statement))
+    are_values = all(isinstance(statement, ast.Expr) for statement in statements)
+    return are_values and not any(isinstance(node, ast.Call | ast.Await) for node in nodes)
 
 
-def _calls(statement: ast.Expr) -> bool:
-    return any(isinstance(node, ast.Call | ast.Await) for node in ast.walk(statement))
+def _statements(text: str) -> list[ast.stmt] | None:
+    """Return the statements of a program; None if it is no Python."""
+    try:
+        return ast.parse(text).body
+    except _NO_PYTHON:
+        return None
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str | None]]:
     """Yield (language, content) of the fenced blocks of a Markdown text; the content of an unclosed block is
     None. A block ends with a line that is only a fence like its first, at least as long."""
     lines: list[str] = []
-    opened: _Fence | None = None
+    opened: re.Match[str] | None = None
     for line in text.split("\n"):
         if opened is None:
-            opened, lines = _fence(line), []
-        elif set(line.strip()) == {opened.marks[0]} and len(line.strip()) >= len(opened.marks):
+            opened, lines = _FENCE.fullmatch(line), []
+        elif set(line.strip()) == {opened["marks"][0]} and len(line.strip()) >= len(opened["marks"]):
             block = "".join(f"{body_line}\n" for body_line in lines)
-            yield opened.language, textwrap.dedent(block) if opened.is_indented else block
+            yield opened["language"], textwrap.dedent(block) if opened["indent"] else block
             opened = None
         else:
             lines.append(line)
     if opened is not None:
-        yield opened.language, None
-
-
-class _Fence(NamedTuple):
-    """A line that opens a fenced block."""
-
-    marks: str
-    language: str
-    is_indented: bool
-
-
-def _fence(line: str) -> _Fence | None:
-    """Return the fence on this line: three or more of "`" or "~" with no "`" after them."""
-    inner = line.lstrip(" \t")
-    info = inner.lstrip(inner[:1]) if inner.startswith(("```", "~~~")) else "`"
-    if "`" in info:
-        return None
-    language = _LANGUAGE.match(info.lstrip(" \t"))
-    assert language is not None  # it may be empty
-    return _Fence(inner[: len(inner) - len(info)], language[0], inner != line)
+        yield opened["language"], None
 
 
 def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
@@ -260,7 +249,7 @@ def _asserts(content: dict[str, Any]) -> Problem:
         raise ValueError("`test` must be Python source, and `entry_point` a name or null")
     try:
         tree = ast.parse(test)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except _NO_PYTHON as error:
         raise ValueError(f"`test` is no Python: {str(error) or 'nested too deeply'}") from None
     if entry_point and not any(
         isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body
@@ -273,12 +262,8 @@ def _asserts(content: dict[str, Any]) -> Problem:
 
 def _pairs(content: dict[str, Any]) -> Problem:
     inputs, outputs, function = content["inputs"], content["outputs"], content.get("fn_name")
-    if (
-        not isinstance(inputs, list)
-        or not isinstance(outputs, list)
-        or len(inputs) != len(outputs)
-        or not inputs
-    ):
+    are_lists = isinstance(inputs, list) and isinstance(outputs, list)
+    if not are_lists or len(inputs) != len(outputs) or not inputs:
         raise ValueError("`inputs` and `outputs` must be lists of the same length, of one test or more")
     tolerance = content.get("float_tolerance")
     if tolerance is not None and not (_is_real(tolerance) and 0 <= tolerance < 1):
@@ -366,13 +351,13 @@ def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:
     Source: LiveCodeBench, grade_stdio.
     """
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (output, expected))
-    return len(ours) == len(theirs) and all(map(partial(_same_line, tolerance=tolerance), ours, theirs))
+    return len(ours) == len(theirs) and all(
+        line == expected_line or _same_words(line.split(), expected_line.split(), tolerance)
+        for line, expected_line in zip(ours, theirs, strict=True)
+    )
 
 
-def _same_line(output: str, expected: str, tolerance: float) -> bool:
-    if output == expected:
-        return True
-    ours, theirs = output.split(), expected.split()
+def _same_words(ours: list[str], theirs: list[str], tolerance: float) -> bool:
     return len(ours) == len(theirs) and all(map(partial(_same_word, tolerance=tolerance), ours, theirs))
 
 
@@ -422,14 +407,10 @@ def _is_real(value: Any) -> bool:
 def offered_imports(program: str) -> str:
     """Return the imports that a program uses and lacks, as LiveCodeBench adds them, and the limits on
     recursion and digits. Only names in use are imported: importing all takes longer than most programs."""
-    lines = [
-        "import sys",
-        "sys.setrecursionlimit(50000)",
-        f"sys.set_int_max_str_digits({_MOST_DIGITS})",
-    ]
+    lines = ["import sys", "sys.setrecursionlimit(50000)", f"sys.set_int_max_str_digits({_MOST_DIGITS})"]
     try:
         missing = needed_names(program)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except _NO_PYTHON:
         missing = set()
     return "\n".join([*lines, *sorted({_offered()[name] for name in missing if name in _offered()})])
 
@@ -445,12 +426,3 @@ def _offered() -> dict[str, str]:
         )
         offered |= {attribute: f"from {name} import {attribute}" for attribute in public}
     return offered | {name: f"import {name}" for name in _OFFERED}
-
-
-def _is_python(text: str) -> bool:
-    if len(text) > LONGEST_PROGRAM:
-        return False
-    try:
-        return bool(ast.parse(text).body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False

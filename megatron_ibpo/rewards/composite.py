@@ -31,11 +31,7 @@ class Part:
 
 def parts_of(rm_type: str, data: DataConfig) -> list[Part]:
     """Return the rewards that make up a verifier: itself, or for `composite` those of --reward-part, the main
-    one first.
-
-    Raises:
-        ConfigError: a weight is not a number, or there are no parts.
-    """
+    one first. Raises ConfigError if a weight is not a number, or there are no parts."""
     if rm_type != COMPOSITE:
         return [Part(rm_type, 1.0)]
     parts = [Part(name, _weight(name, text)) for name, text in data.reward_weights.items()]

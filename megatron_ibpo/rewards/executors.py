@@ -1,5 +1,5 @@
-"""Executors of programs: in a sandbox on this machine, on a server or, on explicit request, without a
-sandbox."""
+"""Executors of programs: in a sandbox on this machine, which is tested before it runs any code of a model, on
+a server or, on explicit request, without a sandbox."""
 
 from __future__ import annotations
 
@@ -8,25 +8,20 @@ import json
 import re
 import socket
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_ibpo.rewards.http_wire import is_transient, server_url
-from megatron_ibpo.rewards.sandbox import (
-    Execution,
-    Limits,
-    Process,
-    Reached,
-    SandboxError,
-    check_isolation,
-    inside,
-)
+from megatron_ibpo.rewards.http_score import is_transient, server_url
+from megatron_ibpo.rewards.sandbox import Execution, Limits, Process, Reached, SandboxError, inside
+from megatron_ibpo.rewards.sandbox.bubblewrap import NOBODY
 
 _ATTEMPTS = 3
 _FIRST_WAIT = 1.0
@@ -37,16 +32,12 @@ _LARGEST_ANSWER = 64 << 20
 _LONG = "\ue000"
 _LONG_INTEGER = re.compile(r'"\\ue000(-?\d+)"')
 """A long integer in JSON, where `json.dumps` can write text alone."""
-_FAULTS_OF_SERVER = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
+_FAULTS_OF_SERVER = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors of a server that cannot be reached, or whose answer does not follow the protocol."""
+
+
+ArgumentLists = Sequence[list[Any]]
+"""The arguments of each of several calls."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +51,13 @@ class Call:
     """Limit that ended the program during the call."""
 
 
-class Executor(Protocol):
-    """A place to run programs. Whatever a program does is a result; an executor that fails raises
-    SandboxError."""
+class LocalExecutor:
+    """An executor that starts processes on this machine. Whatever a program does is a result; an executor
+    that fails raises SandboxError."""
+
+    def __init__(self, *, isolated: bool = True):
+        """Run each program in its own sandbox if `isolated`; otherwise only its resource limits hold it."""
+        self._process = partial(Process, isolated=isolated)
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
         """Run the program as one that reads stdin and writes stdout.
@@ -70,125 +65,65 @@ class Executor(Protocol):
         Args:
             first: Python that runs in its namespace before it.
         """
-        ...
+        stdin_bytes = stdin.encode(errors="surrogatepass")
+        with self._process("program", program, [first], stdin=stdin_bytes, limits=limits) as process:
+            return process.finish()
 
     def call(
-        self,
-        program: str,
-        first: str,
-        name: str,
-        arguments: Sequence[list[Any]],
-        limits: Limits,
-        total: float,
+        self, program: str, first: str, name: str, arguments: ArgumentLists, limits: Limits, total: float
     ) -> Iterator[Call]:
         """Call one function repeatedly, or a method of `Solution` if the program has such a class. Ends after
         a call that the program did not answer.
 
         Args:
-            arguments: the arguments of each call.
             limits: limits of one call.
             total: seconds for all calls.
         """
-        ...
-
-    def check(self, program: str, tests: str, entry_point: str | None, limits: Limits) -> Execution:
-        """Run tests written in Python; the status is 0 if the program passes."""
-        ...
-
-
-class LocalExecutor:
-    """An executor that starts processes on this machine."""
-
-    def __init__(self, *, isolated: bool = True):
-        """
-        Args:
-            isolated: run each program in its own sandbox. Otherwise only its resource limits hold it.
-        """
-        self._isolated = isolated
-
-    def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
-        stdin_bytes = stdin.encode(errors="surrogatepass")
-        with Process(
-            "program", program, [first], stdin=stdin_bytes, limits=limits, isolated=self._isolated
-        ) as process:
-            return process.finish()
-
-    def call(
-        self,
-        program: str,
-        first: str,
-        name: str,
-        arguments: Sequence[list[Any]],
-        limits: Limits,
-        total: float,
-    ) -> Iterator[Call]:
         requests = _requests(arguments)
         longest = replace(limits, seconds=min(total, limits.seconds * len(arguments)))
-        with Process(
-            "calls", program, [first, name], stdin=requests, limits=longest, isolated=self._isolated
-        ) as process:
-            read = 0
+        with self._process("calls", program, [first, name], stdin=requests, limits=longest) as process:
+            start = 0
             for _ in arguments:
-                start = read
-
-                def has_line(output: bytearray, start: int = start) -> bool:
-                    return output.find(b"\n", start) >= 0
-
-                if not process.read(has_line, time.monotonic() + limits.seconds):
+                if not process.read(partial(_has_line, start), time.monotonic() + limits.seconds):
                     yield Call(returned=False, reached=process.reached)
                     return
-                read = process.stdout.index(b"\n", start) + 1
-                yield _answer(bytes(process.stdout[start:read]))
+                end = process.stdout.index(b"\n", start) + 1
+                yield _answer(bytes(process.stdout[start:end]))
+                start = end
 
     def check(self, program: str, tests: str, entry_point: str | None, limits: Limits) -> Execution:
-        """Run tests as `Executor` says. The tests and the program are in two sandboxes, joined by a socket
-        pair that carries plain values. What the program does to its own process cannot reach the code that
-        decides."""
+        """Run tests written in Python; the status is 0 if the program passes. The two are in sandboxes of
+        their own, joined by a socket pair that carries plain values. What the program does to its own process
+        cannot reach the code that decides."""
         ours, theirs = socket.socketpair()
         with ours, theirs:  # noqa: SIM117 (the code between the two closes what matters)
-            with Process("serve", program, stdin=theirs.fileno(), limits=limits, isolated=self._isolated):
+            with self._process("serve", program, stdin=theirs.fileno(), limits=limits):
                 theirs.close()
-                with Process(
-                    "check",
-                    tests,
-                    [entry_point or ""],
-                    stdin=ours.fileno(),
-                    limits=limits,
-                    isolated=self._isolated,
-                ) as checker:
+                check = self._process("check", tests, [entry_point or ""], stdin=ours.fileno(), limits=limits)
+                with check as checker:
                     ours.close()
                     return _passed(checker.finish())
 
 
 class RemoteExecutor:
-    """A server that speaks the HTTP protocol of SandboxFusion: POST /run_code.
+    """An executor with the methods of `LocalExecutor`: a server that speaks the HTTP protocol of
+    SandboxFusion, POST /run_code.
 
     Source: https://bytedance.github.io/SandboxFusion/docs/docs/reference/sandbox-run-code
     """
 
     def __init__(self, url: str):
-        """
-        Args:
-            url: the server's URL, such as http://sandbox:8080.
-
-        Raises:
-            ValueError: not an http(s) URL.
-        """
+        """Use the server at a URL such as http://sandbox:8080. Raises ValueError if it is not an http(s)
+        URL."""
         self._url = server_url("--code-executor", url) + "/run_code"
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
         return self._post(_script("program", program, first), stdin, limits)
 
     def call(
-        self,
-        program: str,
-        first: str,
-        name: str,
-        arguments: Sequence[list[Any]],
-        limits: Limits,
-        total: float,
+        self, program: str, first: str, name: str, arguments: ArgumentLists, limits: Limits, total: float
     ) -> Iterator[Call]:
-        """Call as `Executor` says. All calls are made before the first result is known."""
+        """Make all calls before the first result is known."""
         longest = replace(limits, seconds=min(total, limits.seconds * len(arguments)))
         done = self._post(_script("calls", program, first, name), _requests(arguments).decode(), longest)
         lines = done.stdout.splitlines()[: len(arguments)]
@@ -197,8 +132,7 @@ class RemoteExecutor:
             yield Call(returned=False, reached=done.reached)
 
     def check(self, program: str, tests: str, entry_point: str | None, limits: Limits) -> Execution:
-        """Run tests as `Executor` says. The tests and the program are two processes in one sandbox of the
-        server."""
+        """Run tests; they and the program are two processes in one sandbox of the server."""
         script = _script("check_here", tests, entry_point or "", _script("serve", program))
         return _passed(self._post(script, "", limits))
 
@@ -213,18 +147,18 @@ class RemoteExecutor:
             "files": {},
             "fetch_files": [],
         }
-        wait = _FIRST_WAIT
-        for attempt in range(1, _ATTEMPTS + 1):
+        attempt = 1
+        while True:
             try:
                 return _execution(self._ask(body, limits.seconds + _SERVER_SLACK))
             except (*_FAULTS_OF_SERVER, SandboxError) as error:
-                if attempt == _ATTEMPTS or _is_final(error):
+                is_final = isinstance(error, urllib.error.HTTPError) and not is_transient(error.code)
+                if is_final or attempt == _ATTEMPTS:
                     raise SandboxError(
                         f"--code-executor {self._url}: {type(error).__name__}: {error} (attempt {attempt})"
                     ) from None
-            time.sleep(wait)
-            wait *= 2
-        raise AssertionError("unreachable")
+            time.sleep(_FIRST_WAIT * 2 ** (attempt - 1))
+            attempt += 1
 
     def _ask(self, body: dict[str, Any], timeout: float) -> Any:
         request = urllib.request.Request(
@@ -237,9 +171,7 @@ class RemoteExecutor:
         return json.loads(content)
 
 
-def _is_final(error: Exception) -> bool:
-    """Return whether the server would answer the same if asked again."""
-    return isinstance(error, urllib.error.HTTPError) and not is_transient(error.code)
+Executor = LocalExecutor | RemoteExecutor
 
 
 def _execution(answer: Any) -> Execution:
@@ -254,7 +186,11 @@ def _execution(answer: Any) -> Execution:
     return Execution(stdout, stderr, int(result["return_code"]))
 
 
-def _requests(arguments: Sequence[list[Any]]) -> bytes:
+def _has_line(start: int, output: bytearray) -> bool:
+    return output.find(b"\n", start) >= 0
+
+
+def _requests(arguments: ArgumentLists) -> bytes:
     lines = (
         json.dumps(call_arguments, default=lambda digits: f"{_LONG}{digits}") for call_arguments in arguments
     )
@@ -311,3 +247,58 @@ def open_executor(url: str | None, *, unsafe: bool) -> Executor:
 def _sandboxed() -> LocalExecutor:
     check_isolation()
     return LocalExecutor()
+
+
+_HINT = (
+    "It needs bubblewrap (apt-get install bubblewrap) and user namespaces; docs/code_rewards.md says how to "
+    "allow them, also in a container. Or name a server that runs the code (--code-executor URL) or, only "
+    "where the machine itself may be lost, give --unsafe-code-execution."
+)
+_PROBE = """
+import json, os, resource, socket
+
+def refused(action, *arguments):
+    try:
+        action(*arguments)
+    except OSError:
+        return True
+    return False
+
+def fork():
+    if os.fork() == 0:
+        os._exit(0)
+
+print(json.dumps({
+    "runs as nobody": (os.getuid(), os.getgid()) == (%(nobody)d, %(nobody)d),
+    "has process numbers of its own": os.getpid() < 10,
+    "sees no file of the host": refused(open, %(file)r) and refused(os.listdir, "/proc"),
+    "cannot write to its root": refused(open, "/file", "w"),
+    "can write to its directory": os.getcwd() == "/tmp" and not refused(open, "file", "w"),
+    "cannot start processes": refused(fork),
+    "has no network": refused(socket.socket, socket.AF_INET),
+    "has a bounded address space": resource.getrlimit(resource.RLIMIT_AS)[1] == %(memory)d,
+    "has a bounded number of threads": resource.getrlimit(resource.RLIMIT_NPROC)[1] == %(tasks)d,
+    "has no environment": "PATH" not in os.environ or os.environ["PATH"] == "/nonexistent",
+    "has no more descriptors": refused(os.fstat, 3),
+}))
+"""
+
+
+def check_isolation() -> None:
+    """Run a program in a sandbox that tries each forbidden action. Takes about 0.2 s. Raises SandboxError
+    with what to do if one succeeded, or if there is no sandbox."""
+    limits = Limits()
+    with tempfile.NamedTemporaryFile() as file:
+        values = {"nobody": NOBODY, "file": file.name}
+        probe = _PROBE % (values | {"memory": limits.memory_bytes, "tasks": limits.tasks})
+        try:
+            execution = LocalExecutor().run(probe, "", "", Limits(seconds=30))
+        except SandboxError as error:
+            raise SandboxError(f"{error}. {_HINT}") from None
+    try:
+        findings: dict[str, bool] = json.loads(execution.stdout)
+    except ValueError:
+        output = execution.stderr.strip() or f"status {execution.status}"
+        raise SandboxError(f"the sandbox cannot run Python: {output}. {_HINT}") from None
+    if broken := [action for action, holds in findings.items() if not holds]:
+        raise SandboxError(f"the sandbox does not isolate: this check failed: a program {broken[0]}. {_HINT}")

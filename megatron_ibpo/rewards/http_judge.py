@@ -16,8 +16,8 @@ from megatron_ibpo.basics.reward_value import LARGEST_REWARD
 from megatron_ibpo.basics.text import listed
 from megatron_ibpo.basics.user_files import KIB, read_user_file
 from megatron_ibpo.config import ConfigError, DataConfig
-from megatron_ibpo.rewards.final_answer import final_part
-from megatron_ibpo.rewards.http_wire import UNREADABLE, Question, reward_url
+from megatron_ibpo.rewards.http_score import UNREADABLE, Question, ScoreWire, reward_url
+from megatron_ibpo.rewards.response import final_part
 
 _TEMPLATE_BYTES = 256 * KIB
 _PLACEHOLDER = re.compile(r"\{\{\s*+(\w++)\s*+\}\}")
@@ -46,15 +46,14 @@ _OWN_SCORE = re.compile(r"\bscore(?=[\s\"'*_`]{0,8}+[:=])", re.IGNORECASE)
 
 
 class JudgeWire:
-    """OpenAI's protocol: POST /chat/completions, one response per request, at temperature 0."""
+    """OpenAI's protocol: POST /chat/completions, one response per request, at temperature 0. The methods are
+    those of `ScoreWire`."""
 
     batch_size = 1
 
     def __init__(self, data: DataConfig):
-        """
-        Raises:
-            ConfigError: the URL, the template or the pattern of the score cannot be used, or is missing.
-        """
+        """Read the settings. Raises ConfigError if the URL, the template or the pattern of the score cannot
+        be used, or is missing."""
         self._base = reward_url(data)
         self.url = f"{self._base}/chat/completions"
         self._template = _read_template(data.rm_template)
@@ -91,6 +90,9 @@ class JudgeWire:
         if self._model is None or self._model in models:
             return None
         return f"has no model --rm-model {self._model}; it has {listed(models, most=_MODELS_SHOWN)}"
+
+
+Wire = JudgeWire | ScoreWire
 
 
 def score(text: str, place: str | None) -> dict[str, float]:

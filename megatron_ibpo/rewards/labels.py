@@ -93,13 +93,13 @@ def _answers_of_list(values: list[Any], layers: int) -> list[str]:
         raise LabelError(f"it is or holds an empty list, so no answer is right; {_HINT}")
     if len(values) > MAX_ANSWERS:
         raise LabelError(f"it is a list of {len(values):,} answers; at most {MAX_ANSWERS:,} are compared")
-    answers: list[str] = []
+    accepted: list[str] = []
     for value in values:
         if not isinstance(value, str):
             raise LabelError(f"it is a list with {_named(value)} in it; {_HINT}")
         is_text = not isinstance(value, _Number)
-        answers += _accepted(_with_backslashes(value), layers - 1) if is_text else [value]
-    return answers
+        accepted += _accepted(_with_backslashes(value), layers - 1) if is_text else [value]
+    return accepted
 
 
 def _with_backslashes(text: str) -> str:

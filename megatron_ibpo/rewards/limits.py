@@ -1,14 +1,14 @@
-"""Bounds on the cost of judging: many responses per message to a worker, and a limit on the processor time of
-each."""
+"""Limits on the time of computations in this process, by signals."""
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from megatron_ibpo.basics.reward_value import ResponseError
 
+_SIGNALS = {signal.ITIMER_REAL: signal.SIGALRM, signal.ITIMER_VIRTUAL: signal.SIGVTALRM}
 _REPEAT_S = 0.2
 """Seconds until the next try, in case a library swallowed the exception."""
 
@@ -18,17 +18,13 @@ class _TimeUp(BaseException):
 
 
 @contextmanager
-def cpu_limit(seconds: float) -> Iterator[None]:
-    """End a computation that takes longer, by a signal. Only a main thread gets signals; elsewhere there is
-    no limit.
-
-    Code that never returns to the interpreter is left to the worker pool, which kills the process.
+def time_limit(timer: int, seconds: float, fault: Exception, repeat_s: float = _REPEAT_S) -> Iterator[None]:
+    """End a computation that takes longer by raising `fault`. Only a main thread gets signals; elsewhere
+    there is no limit.
 
     Args:
-        seconds: processor time, so that a busy machine makes no answer wrong.
-
-    Raises:
-        ResponseError: the computation took longer.
+        timer: signal.ITIMER_REAL for seconds of the clock, ITIMER_VIRTUAL for those of processor time.
+        repeat_s: seconds until the computation is stopped again if it has caught the exception.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -37,34 +33,31 @@ def cpu_limit(seconds: float) -> Iterator[None]:
     def give_up(*_: Any) -> None:
         raise _TimeUp
 
-    previous_handler = signal.signal(signal.SIGVTALRM, give_up)
+    previous_handler = signal.signal(_SIGNALS[timer], give_up)
+    previous_timer = signal.getitimer(timer)
     try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _REPEAT_S)
+        signal.setitimer(timer, seconds, repeat_s)
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.setitimer(timer, 0)
     except _TimeUp:
-        raise ResponseError(f"not judged within {seconds:g} s of processor time") from None
+        raise fault from None
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous_handler)
+        signal.setitimer(timer, 0)
+        signal.signal(_SIGNALS[timer], previous_handler)
+        signal.setitimer(timer, *previous_timer)
 
 
-def in_batches(judge: Callable[[str, str, str, dict[str, Any]], Any]) -> Callable[..., list[Any]]:
-    """Return a batched verifier (`rewards.Verifier`) that judges each response by itself.
+def cpu_limit(seconds: float) -> AbstractContextManager[None]:
+    """End a computation that takes longer, by a signal, in a main thread. Code that never returns to the
+    interpreter is left to the worker pool, which kills the process.
 
     Args:
-        judge: (prompt, response, label, metadata) → value.
+        seconds: processor time, so that a busy machine makes no answer wrong.
+
+    Raises:
+        ResponseError: the computation took longer.
     """
-
-    def score(
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        labels: Sequence[str],
-        metadata: Sequence[dict[str, Any]],
-    ) -> list[Any]:
-        return [judge(*row) for row in zip(prompts, responses, labels, metadata, strict=True)]
-
-    score.batched = True  # type: ignore[attr-defined]
-    return score
+    fault = ResponseError(f"not judged within {seconds:g} s of processor time")
+    return time_limit(signal.ITIMER_VIRTUAL, seconds, fault)

@@ -20,12 +20,19 @@ from zlib import crc32
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import Expr
 
-from megatron_ibpo.basics.reward_value import RESPONSE_ERROR, LabelError, ResponseError
-from megatron_ibpo.rewards.exact import compare, decimal_comma, normal, unwrapped, without_fonts
-from megatron_ibpo.rewards.final_answer import final_boxes, final_part, stated_answer
+from megatron_ibpo.basics.reward_value import WRONG, LabelError, ResponseError
+from megatron_ibpo.rewards.exact import (
+    compare,
+    decimal_comma,
+    latex,
+    normal,
+    text_form,
+    unwrapped,
+    without_fonts,
+)
 from megatron_ibpo.rewards.labels import accepted_answers
-from megatron_ibpo.rewards.limits import cpu_limit, in_batches
-from megatron_ibpo.rewards.spelling import latex, text_form
+from megatron_ibpo.rewards.limits import cpu_limit
+from megatron_ibpo.rewards.response import final_boxes, final_part, stated_answer
 
 # math-verify asks for a time-out of the caller's own when its alarm signal is off; `cpu_limit` is that
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -77,15 +84,24 @@ _AND = re.compile(r",?\s++and\b")
 _DIGIT = re.compile(r"\d")
 
 
-def _reward(prompt: str, response: str, label: str, _: dict[str, Any]) -> Any:
-    """Return 1 for a response whose answer equals its label, else 0, also if it has no answer."""
+def score(
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    labels: Sequence[str],
+    metadata: Sequence[dict[str, Any]],
+) -> list[Any]:
+    """Return 1 for each response whose answer equals its label, else 0, also if it has no answer."""
+    return [_reward(*texts) for texts in zip(prompts, responses, labels, strict=True)]
+
+
+score.batched = True  # type: ignore[attr-defined]
+
+
+def _reward(prompt: str, response: str, label: str) -> Any:
     try:
         return float(is_right(response, label, prompt))
     except ResponseError:
-        return {"score": 0.0, RESPONSE_ERROR: 1.0}
-
-
-score = in_batches(_reward)
+        return WRONG
 
 
 def is_right(response: str, label: str, prompt: str = "") -> bool:
@@ -276,7 +292,8 @@ def _same_mathematics(label: str, context: str, is_box: bool) -> bool:
     gold = _gold(label)
     if len(context) > _END:
         raise ResponseError(f"a formula of more than {_END:,} characters")
-    if _depth(context) > _DEEPEST:
+    depths = accumulate((brace == "{") - (brace == "}") for brace in context)
+    if max(depths, default=0) > _DEEPEST:
         raise ResponseError(f"braces are nested more than {_DEEPEST} deep")
     if _ENDLESS.search(context):
         raise ResponseError("a formula with a number of more than 100 digits")
@@ -313,10 +330,10 @@ def _read(context: str, is_box: bool) -> list[Any]:
     return [formula for formula in parsed if not isinstance(formula, str)]
 
 
-def _plainly_differ(gold: list[Any], answers: list[Any]) -> bool:
+def _plainly_differ(gold: list[Any], parsed_answers: list[Any]) -> bool:
     """Return whether two formulas have values too far apart to be equal. That takes a tenth of the time in
     which math-verify tries to make them equal. A factor of 100 may be a percentage."""
-    ours, theirs = _value(answers), _value(gold)
+    ours, theirs = _value(parsed_answers), _value(gold)
     if ours is None or theirs is None:
         return False
     return all(
@@ -368,7 +385,3 @@ def _plain(text: str) -> str:
     text = text.replace("\\$", "").replace("\\fbox", "\\boxed").replace("\\varnothing", "\\emptyset")
     text = _SCALE.sub(lambda match: f" \\times 10^{{{_ZEROS[match[1] or match[2]]}}}", text)
     return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
-
-
-def _depth(text: str) -> int:
-    return max(accumulate((brace == "{") - (brace == "}") for brace in text), default=0)

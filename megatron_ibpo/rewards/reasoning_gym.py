@@ -10,10 +10,17 @@ from typing import Any
 from megatron_ibpo.basics.reward_value import WRONG, LabelError
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config import nearest
-from megatron_ibpo.rewards.final_answer import final_boxes, final_part
+from megatron_ibpo.rewards.response import final_boxes, final_part
 from megatron_ibpo.rewards.sandbox import SandboxError
-from megatron_ibpo.rewards.scorer_sandbox import Task, Verdict, judge_answers, open_scorers
-from megatron_ibpo.rewards.scorer_texts import GRADABLE, is_expression, unfit_row
+from megatron_ibpo.rewards.scorer_sandbox import (
+    GRADABLE,
+    Task,
+    Verdict,
+    is_expression,
+    judge_answers,
+    open_scorers,
+    unfit_row,
+)
 
 UNGRADABLE = {
     "boxnet": "its items have no answer (None), and its scorer gives marks for parts of a plan",
@@ -63,11 +70,7 @@ class _Item:
 
     @classmethod
     def from_row(cls, prompt: str, label: str, metadata: dict[str, Any]) -> _Item:
-        """Return the item of a prompt.
-
-        Raises:
-            LabelError: it is none whose scorer may run.
-        """
+        """Return the item of a prompt. Raises LabelError if it is none whose scorer may run."""
         name, parameters = metadata.get("source_dataset"), metadata.get("parameters", {})
         if name is None:
             raise LabelError("it is no item of reasoning_gym; use the --rm-type that grades it, such as math")
@@ -100,8 +103,8 @@ def score(
         SandboxError: the scorer cannot run here.
     """
     items = [_Item.from_row(*row) for row in zip(prompts, labels, metadata, strict=True)]
-    answers = [extract_answer(*pair) for pair in zip(responses, metadata, strict=True)]
-    return _graded(items, answers)
+    extracted = [extract_answer(*pair) for pair in zip(responses, metadata, strict=True)]
+    return _graded(items, extracted)
 
 
 score.batched = True  # type: ignore[attr-defined]
@@ -110,22 +113,22 @@ score.prepare_worker = open_scorers  # type: ignore[attr-defined]
 
 def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
     """Return why an item cannot be graded: its own answer does not get full marks, or a wrong one does."""
-    answers = (label, *_NO_ANSWERS)
+    responses = (label, *_NO_ANSWERS)
     try:
         item = _Item.from_row("", label, metadata)
-        extracted = [extract_answer(answer, metadata) for answer in answers]
-        values = _graded([item] * len(answers), extracted, checks_labels=True)
+        extracted = [extract_answer(response, metadata) for response in responses]
+        values = _graded([item] * len(responses), extracted, checks_labels=True)
     except (LabelError, SandboxError) as error:
         return str(error)
-    for answer, value in zip(answers, values, strict=True):
-        if (value == 1.0) != (answer.strip() == label.strip()):
+    for response, value in zip(responses, values, strict=True):
+        if (value == 1.0) != (response.strip() == label.strip()):
             name, finding = metadata["source_dataset"], "right" if value == 1.0 else "wrong"
-            return f"reasoning_gym's scorer of {name} finds {shown(answer)} {finding}"
+            return f"reasoning_gym's scorer of {name} finds {shown(response)} {finding}"
     return None
 
 
 def _graded(
-    items: Sequence[_Item], answers: Sequence[str | None], *, checks_labels: bool = False
+    items: Sequence[_Item], extracted: Sequence[str | None], *, checks_labels: bool = False
 ) -> list[Any]:
     """Return the values of `score` for answers to items.
 
@@ -134,7 +137,7 @@ def _graded(
     """
     values: list[Any] = [0.0] * len(items)
     gradable = []
-    for place, (item, answer) in enumerate(zip(items, answers, strict=True)):
+    for place, (item, answer) in enumerate(zip(items, extracted, strict=True)):
         if answer is None and item.label.strip():
             continue  # elsewhere the empty answer is right, as now and then in ab
         if (checks_labels and answer == item.label) or is_expression(item.task.name, answer or ""):

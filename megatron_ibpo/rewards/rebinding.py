@@ -21,11 +21,8 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def with_rebinding(tests: str) -> str:
-    """Return the tests with an assignment after each statement that passes a name to a call.
-
-    Raises:
-        SyntaxError: the tests are not Python.
-    """
+    """Return the tests with an assignment after each statement that passes a name to a call. Raises
+    SyntaxError if the tests are not Python."""
     tree = ast.parse(tests)
     _rebind(tree.body, [_bound_in(tree)], set())
     return ast.unparse(ast.fix_missing_locations(tree))
@@ -55,7 +52,7 @@ def _rebind(body: list[ast.stmt], scopes: list[_Scope], outer: set[str]) -> None
             continue
         names = [name for name in _arguments(statement) if any(name in scope for scope in scopes)]
         outer |= {name for name in names if name not in scopes[-1]}
-        rebindings = [_assignment(name) for name in names]
+        rebindings = [ast.parse(f"{name} = {CHANGED}({name})").body[0] for name in names]
         blocks = list(_blocks(statement))
         for block in blocks:
             _rebind(block, scopes, outer)
@@ -74,10 +71,6 @@ def _rebind_function(function: _Function, scopes: list[_Scope]) -> None:
     for name in sorted(outer):
         is_global = next(scope[name] for scope in reversed(scopes) if name in scope)
         function.body.insert(0, ast.Global([name]) if is_global else ast.Nonlocal([name]))
-
-
-def _assignment(name: str) -> ast.stmt:
-    return ast.parse(f"{name} = {CHANGED}({name})").body[0]
 
 
 def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:

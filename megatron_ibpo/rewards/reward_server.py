@@ -22,7 +22,8 @@ import aiohttp
 from megatron_ibpo.basics.redaction import keep_keys_from_logs, without_keys
 from megatron_ibpo.basics.text import counted, shown
 from megatron_ibpo.config import ConfigError
-from megatron_ibpo.rewards.http_wire import API_KEY, REFUSED, UNREADABLE, Question, Wire, is_transient
+from megatron_ibpo.rewards.http_judge import Wire
+from megatron_ibpo.rewards.http_score import API_KEY, REFUSED, UNREADABLE, Question, is_transient
 from megatron_ibpo.rewards.workers import Outcome
 
 RETRIES = "retries"
@@ -190,8 +191,8 @@ class RewardServer:
     async def _ask(self, calls: Sequence[_Call], seconds: float) -> None:
         """Get an answer for the calls within so many seconds."""
         try:
-            answers = await self._request_answers(calls, seconds)
-            for call, answer in zip(calls, answers, strict=True):
+            server_answers = await self._request_answers(calls, seconds)
+            for call, answer in zip(calls, server_answers, strict=True):
                 reading = self._read(self._wire.reading(answer))
                 reading.add_done_callback(partial(self._in_loop, call, answer))
         except _NoAnswerError as error:
@@ -222,8 +223,12 @@ class RewardServer:
             call.outcome.cancel()
         elif isinstance(error := reading.exception(), Exception):
             call.fail(error)
+        elif reading.result().details.get(UNREADABLE) and call.is_repeated:
+            self._doubtful.append((call, answer))
         elif reading.result().details.get(UNREADABLE):
-            self._take_unreadable(call, answer)
+            call.is_repeated = True
+            self._alone.append(call)
+            self._start_asking()
         else:
             read = reading.result()
             details = read.details | {RETRIES: float(call.retries)}
@@ -232,14 +237,6 @@ class RewardServer:
                 self._has_scored, self._unread_in_a_row = True, 0
             call.settle(Outcome(read.value, read.error, details))
         self._settle_doubtful()
-
-    def _take_unreadable(self, call: _Call, answer: Any) -> None:
-        if call.is_repeated:
-            self._doubtful.append((call, answer))
-            return
-        call.is_repeated = True
-        self._alone.append(call)
-        self._start_asking()
 
     def _settle_doubtful(self) -> None:
         """Settle the calls that the server has refused twice to score. The response is the cause, and the
@@ -299,11 +296,8 @@ class RewardServer:
 
 
 def check_server(wire: Wire) -> None:
-    """Make one request, so that a server that is missing or wrong is found before the run.
-
-    Raises:
-        ConfigError: the server does not answer, or not as it must.
-    """
+    """Make one request, so that a server that is missing or wrong is found before the run. Raises ConfigError
+    if the server does not answer, or not as it must."""
     url, body = wire.trial()
     try:
         content = asyncio.run(_tried(url, body))

@@ -3,16 +3,20 @@ model's text, or a label and metadata, which are a data set's.
 
 `rewards.sandbox.judges` runs in the sandbox. Where none can be built, `judge_answers` runs scorers of
 `EVALUATE_NOTHING` in this process and refuses the others.
+
+A text that may be evaluated consists of the parts of the task's expressions. It can call `_FUNCTIONS`, and
+look up or assign nothing else. The lists are of the pinned version of the library.
+`tests/rewards/test_generated_scorers.py` proves them against its source.
 """
 
 from __future__ import annotations
 
 import functools
 import pickle
+import re
 import socket
-import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +28,6 @@ from megatron_ibpo.rewards.limits import cpu_limit
 from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, judges
 from megatron_ibpo.rewards.sandbox.bubblewrap import INSTALL, packages_of
 from megatron_ibpo.rewards.sandbox.seccomp import computing_filter
-from megatron_ibpo.rewards.scorer_texts import EVALUATE_NOTHING, READ_PARAMETERS
 
 _LIMITS = Limits(seconds=1e8, memory_bytes=1 << 30, tasks=1 << 15)
 """Bounds of the sandbox; it lives as long as its owner. A judge starts no task, and before Linux 5.14 those
@@ -71,11 +74,8 @@ Attempt = tuple[str, dict[str, Any]]
 
 
 def judge_answers(task: Task, attempts: Sequence[Attempt]) -> list[Verdict]:
-    """Return the verdict of the task's scorer on each answer.
-
-    Raises:
-        SandboxError: there is no sandbox, and the scorer needs one, with what to do; or the sandbox fails.
-    """
+    """Return the verdict of the task's scorer on each answer. Raises SandboxError with what to do if there is
+    no sandbox, and the scorer needs one; or if the sandbox fails."""
     needs_it = task.name not in EVALUATE_NOTHING - READ_PARAMETERS
     sandbox = open_scorers(retries=needs_it)
     if isinstance(sandbox, ScorerSandbox):
@@ -122,11 +122,7 @@ class ScorerSandbox:
     """A sandbox in which reasoning_gym's scorers judge answers."""
 
     def __init__(self) -> None:
-        """Start it, which takes a second.
-
-        Raises:
-            SandboxError: it cannot be built, or does not isolate.
-        """
+        """Start it, which takes a second. Raises SandboxError if it cannot be built, or does not isolate."""
         ours, theirs = socket.socketpair()
         self._socket = ours
         try:
@@ -153,11 +149,7 @@ class ScorerSandbox:
             raise
 
     def judge(self, task: Task, attempts: Sequence[Attempt]) -> list[Verdict]:
-        """Return the verdict on each answer.
-
-        Raises:
-            SandboxError: the sandbox failed, and is closed.
-        """
+        """Return the verdict on each answer. Raises SandboxError if the sandbox failed, and is closed."""
         verdicts: list[Verdict] = []
         while len(verdicts) < len(attempts):
             verdicts += self._judge(task, _first_pickled(attempts[len(verdicts) :]))
@@ -166,7 +158,7 @@ class ScorerSandbox:
     def _judge(self, task: Task, attempts: Sequence[bytes]) -> list[Verdict]:
         reuses_judge = task.name in EVALUATE_NOTHING
         request = pickle.dumps((task.name, reuses_judge, task.parameters, attempts))
-        max_bytes = len(attempts) * (_HEAD.size + judges.LONGEST_TEXT)
+        max_bytes = len(attempts) * (judges.HEAD.size + judges.LONGEST_TEXT)
         seconds = len(attempts) * (judges.CREATE_S + judges.JUDGE_S + 2 * judges.WALL_S)
         try:
             self._send(request, seconds)
@@ -180,12 +172,12 @@ class ScorerSandbox:
 
     def _send(self, content: bytes, seconds: float) -> None:
         self._socket.settimeout(seconds)
-        self._socket.sendall(_LENGTH.pack(len(content)) + content)
+        self._socket.sendall(judges.LENGTH.pack(len(content)) + content)
 
     def _receive(self, seconds: float, max_bytes: int) -> bytes:
         self._socket.settimeout(seconds)
         try:
-            size = _LENGTH.unpack(self._read(_LENGTH.size))[0]
+            size = judges.LENGTH.unpack(self._read(judges.LENGTH.size))[0]
             if size > max_bytes:
                 raise SandboxError("the sandbox of scorers says too much")
             return self._read(size)
@@ -208,9 +200,6 @@ class ScorerSandbox:
         self._process.end()
 
 
-_LENGTH, _HEAD = struct.Struct("<I"), struct.Struct("<cH")
-
-
 def _first_pickled(attempts: Sequence[Attempt]) -> list[bytes]:
     """Return as many of the first attempts, pickled, as one request may have; at least one."""
     pickled, size = list[bytes](), 0
@@ -225,10 +214,11 @@ def _first_pickled(attempts: Sequence[Attempt]) -> list[bytes]:
 def _verdicts(content: bytes, count: int) -> list[Verdict]:
     verdicts = []
     while content:
-        if len(content) < _HEAD.size:
+        if len(content) < judges.HEAD.size:
             raise ValueError("half a verdict")
-        kind, length = _HEAD.unpack_from(content)
-        text, content = content[_HEAD.size : _HEAD.size + length], content[_HEAD.size + length :]
+        kind, length = judges.HEAD.unpack_from(content)
+        content = content[judges.HEAD.size :]
+        text, content = content[:length], content[length:]
         if kind not in _NAMES or len(text) < length:
             raise ValueError("no verdict")
         reason = "".join(
@@ -268,3 +258,114 @@ def _dataset(name: str) -> Any:
     import reasoning_gym
 
     return reasoning_gym.create_dataset(name, seed=0, size=1)
+
+
+_FUNCTIONS = frozenset({
+    "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "acot", "sinh", "cosh", "tanh",
+    "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "abs", "Abs",
+})  # fmt: skip
+_TOKEN = re.compile(r"([A-Za-z]++)[0-9]*+(\s*+\()?|[0-9]++(?:\.[0-9]++)?|[-+*/()]|[ \t\r\n]++", re.ASCII)
+_CALL_OR_UNPACKING = re.compile(r"\)\s*+\(|\(\s*+\*")
+"""A call of a result, `)(`, or what is unpacked into a call, `(*`."""
+
+
+def _is_formula(text: str) -> bool:
+    """Return whether a text holds only numbers, variables of one letter, `pi`, + - * / ** ( ) and calls of
+    `_FUNCTIONS`. What stands in parentheses cannot be called: E, I, N, O, Q and S are sympy's own."""
+    if _CALL_OR_UNPACKING.search(text):
+        return False
+    place = 0
+    while place < len(text):
+        token = _TOKEN.match(text, place)
+        if token is None:
+            return False
+        name, call = token[1], token[2]
+        if name and (name not in _FUNCTIONS if call else len(name) > 1 and name != "pi"):
+            return False
+        place = token.end()
+    return True
+
+
+def _is_integral(text: str) -> bool:
+    """Return whether a text is a formula in which integrals may be left, as in some labels of the library. As
+    an answer each would be right, being the question."""
+    return _is_formula(text.replace("Integral(", "exp(").replace(",", "+"))
+
+
+def _contains_only(characters: str, without: tuple[str, ...] = ()) -> Callable[[str], bool]:
+    pattern = re.compile(rf"[{characters} \t\r\n]*+")
+
+    def only_these(text: str) -> bool:
+        compact = "".join(text.split())
+        return pattern.fullmatch(text) is not None and not any(part in compact for part in without)
+
+    return only_these
+
+
+_is_arithmetic = _contains_only(r"0-9+\-*/()", without=("**", "//", "(*"))
+# lists of these are evaluated; they have no brackets of a call, and no lower-case letters for a keyword
+_is_letters = _contains_only(r"A-E\[\],'\"")
+_is_numbers = _contains_only(r"0-9\[\],\-")
+_is_board = _contains_only(r"Q_\[\],'\"")
+_ANSWER, _LABEL = "answer", "label"
+_EVALUATED: dict[str, dict[str, Callable[[str], bool]]] = {
+    "binary_matrix": {_ANSWER: _is_numbers},
+    "bitwise_arithmetic": {"problem": _contains_only(r"0-9a-fx+\-*&|\^~<>()", without=("**", "(*"))},
+    "countdown": {_ANSWER: _is_arithmetic},
+    "intermediate_integration": {_ANSWER: _is_formula, _LABEL: _is_integral, "integrand": _is_formula},
+    "n_queens": {_ANSWER: _is_board},
+    "number_sorting": {_LABEL: _contains_only(r"0-9eE.+\-\[\],'\"")},
+    "polynomial_multiplication": {_ANSWER: _is_formula, _LABEL: _is_formula},
+    "puzzle24": {_ANSWER: _is_arithmetic},
+    "simple_integration": {_ANSWER: _is_formula, _LABEL: _is_integral, "integrand": _is_formula},
+    "spiral_matrix": {_ANSWER: _is_numbers},
+    "string_insertion": {_ANSWER: _is_letters},
+}
+"""Task → what its scorer evaluates (the answer, the label, or a key of the metadata) → whether a text may
+be. A label is an answer as well, when it is checked; it may be what an answer may be, unless it is named."""
+EVALUATE_NOTHING = frozenset({
+    "ab", "acre", "advanced_geometry", "aiw", "arc_1d", "arc_agi", "base_conversion", "basic_arithmetic",
+    "bf", "binary_alternation", "caesar_cipher", "calendar_arithmetic", "chain_sum", "circuit_logic",
+    "codeio", "coin_flip", "color_cube_rotation", "complex_arithmetic", "count_bits", "count_primes",
+    "course_schedule", "cryptarithm", "decimal_arithmetic", "decimal_chain_sum", "dice", "emoji_mystery",
+    "family_relationships", "figlet_font", "fraction_simplification", "futoshiki", "game_of_life", "gcd",
+    "group_anagrams", "gsm_symbolic", "isomorphic_strings", "jugs", "kakurasu", "knight_swap",
+    "knights_knaves", "largest_island", "lcm", "leg_counting", "letter_counting", "letter_jumble",
+    "list_functions", "mahjong_puzzle", "manipulate_matrix", "maze", "mini_sudoku", "modulo_grid",
+    "needle_haystack", "number_filtering", "number_format", "number_sequence", "palindrome_generation",
+    "palindrome_partitioning", "path_star", "polynomial_equations", "pool_matrix", "power_function",
+    "prime_factorization", "products", "quantum_lock", "ransom_note", "rearc", "rectangle_count",
+    "rotate_matrix", "rotten_oranges", "self_reference", "sentence_reordering", "shortest_path",
+    "simple_equations", "simple_geometry", "sokoban", "spell_backward", "string_manipulation",
+    "string_splitting", "string_synthesis", "sudoku", "survo", "syllogism", "time_intervals",
+    "tower_of_hanoi", "tsumego", "word_ladder", "word_sequence_reversal", "word_sorting", "zebra_puzzles",
+})  # fmt: skip
+"""Tasks whose scorers evaluate nothing that they read."""
+READ_PARAMETERS = frozenset({
+    "arc_agi", "decimal_arithmetic", "polynomial_equations", "rearc", "sokoban", "time_intervals",
+    "word_ladder",
+})  # fmt: skip
+"""Those of them whose scorers read what the parameters of the dataset have set."""
+GRADABLE = EVALUATE_NOTHING | _EVALUATED.keys()
+"""All tasks that can be graded."""
+
+
+def is_expression(task: str, answer: str) -> bool:
+    """Return whether an answer is an expression that the task's scorer may evaluate, or is not evaluated."""
+    may_be = _EVALUATED.get(task, {}).get(_ANSWER)
+    return may_be is None or may_be(answer)
+
+
+def unfit_row(task: str, label: str, metadata: dict[str, Any]) -> str | None:
+    """Return why the scorer must not evaluate what a data row holds; None if it may."""
+    may_be_of = _EVALUATED.get(task, {})
+    for name, may_be in may_be_of.items():
+        if name == _ANSWER and _LABEL in may_be_of:
+            continue
+        text = label if name in (_ANSWER, _LABEL) else metadata.get(name)
+        if not isinstance(text, str) or not may_be(text):
+            return f"its {'label' if text is label else name} is no expression of the task {task}"
+    numbers = metadata.get("numbers")
+    if task == "puzzle24" and not (isinstance(numbers, list) and all(isinstance(n, int) for n in numbers)):
+        return "its numbers are no list of integers"
+    return None

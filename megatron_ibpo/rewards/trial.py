@@ -56,10 +56,8 @@ def try_rewards(
 
 
 def _check(prefix: str, unread: str, outcome: Outcome, prompt: Prompt, logs: Path | None) -> None:
-    """
-    Args:
-        unread: what the function should do with a response that it cannot read.
-    """
+    """Raise an error of a function as ConfigError; `unread` is what the function should do with a response
+    that it cannot read."""
     if outcome.error is None:
         return
     response = shown(trial_response(prompt))
@@ -74,11 +72,8 @@ def _check(prefix: str, unread: str, outcome: Outcome, prompt: Prompt, logs: Pat
 
 
 def extraction(target: str, response: str, metadata: dict[str, Any]) -> float:
-    """Call `extract_answer` of a function's module, in a worker, since it may hang.
-
-    Raises:
-        whatever it raises.
-    """
+    """Call `extract_answer` of a function's module, in a worker, since it may hang. Raises whatever it
+    raises."""
     extract = getattr(load_module("--rm-type", target), "extract_answer", None)
     if extract is not None:
         answer = extract(*(response, metadata)[: len(inspect.signature(extract).parameters)])

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,9 @@ from megatron_ibpo.basics.text import REWARD_FAULTS, append_trace, counted, faul
 from megatron_ibpo.config import ConfigError, DataConfig, known_or_path, load_module, rm_type_in
 from megatron_ibpo.rewards.code import CHECK, CodeExecution
 from megatron_ibpo.rewards.composite import COMPOSITE, Part, check_parts, combined, parts_of
-from megatron_ibpo.rewards.http_judge import JudgeWire
-from megatron_ibpo.rewards.http_score import ScoreWire
-from megatron_ibpo.rewards.http_wire import Question, Wire
-from megatron_ibpo.rewards.thinking import Response, open_at_end
+from megatron_ibpo.rewards.http_judge import JudgeWire, Wire
+from megatron_ibpo.rewards.http_score import Question, ScoreWire
+from megatron_ibpo.rewards.response import Response, open_at_end
 from megatron_ibpo.rewards.workers import Outcome, WorkerPool
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Pool(Protocol):
         ...
 
 
-class Verifier:
+class Verifier(AbstractContextManager["Verifier"]):
     """A scorer of responses by the verifier of their prompt: the one under `rm_type` in the prompt's
     metadata, else --rm-type.
 
@@ -156,9 +156,6 @@ class Verifier:
         """End the requests to servers; the worker processes are left to the opener of the pool."""
         for server in self._servers.values():
             server.close()
-
-    def __enter__(self) -> Verifier:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -240,11 +237,8 @@ def open_verifier(data: DataConfig) -> Verifier:
 
 
 def check_servers(data: DataConfig, rm_types: Iterable[str] = ()) -> None:
-    """Make one request to the server that `data.rm_type` or `rm_types` need, if there is one.
-
-    Raises:
-        ConfigError: as `reward_functions`; or the server cannot be used, with the reason.
-    """
+    """Make one request to the server that `data.rm_type` or `rm_types` need, if there is one. Raises
+    ConfigError as `reward_functions`, or with the reason why the server cannot be used."""
     for target in reward_functions(data, rm_types):
         if target in WIRES:
             from megatron_ibpo.rewards.reward_server import check_server
@@ -295,11 +289,8 @@ def reward_functions(data: DataConfig, rm_types: Iterable[str] = ()) -> list[str
 
 
 def rm_type_of(prompt: Prompt, data: DataConfig) -> str:
-    """Return the name of a prompt's verifier.
-
-    Raises:
-        ConfigError: its row names an import path that the user did not allow.
-    """
+    """Return the name of a prompt's verifier. Raises ConfigError if its row names an import path that the
+    user did not allow."""
     return rm_type_in(prompt.metadata, data)
 
 
@@ -309,11 +300,8 @@ def main_rm_type(data: DataConfig) -> str:
 
 
 def functions_of(prompt: Prompt, data: DataConfig) -> list[str]:
-    """Return module:function of a prompt's verifier, or of its parts.
-
-    Raises:
-        ConfigError: as `rm_type_of`, or an unknown name (with the nearest).
-    """
+    """Return module:function of a prompt's verifier, or of its parts. Raises ConfigError as `rm_type_of`, or
+    for an unknown name (with the nearest)."""
     return [_function(part.name) for part in parts_of(rm_type_of(prompt, data), data)]
 
 
@@ -421,11 +409,8 @@ def _problem_line(prompt: Prompt, error: str) -> str:
 
 
 def problem(target: str, label: str, metadata: dict[str, Any]) -> float:
-    """Check one label, in a worker, since this check may hang as a reward function may.
-
-    Raises:
-        LabelError: the module of `target` refuses the label.
-    """
+    """Check one label, in a worker, since this check may hang as a reward function may. Raises LabelError if
+    the module of `target` refuses the label."""
     module = load_module("--rm-type", target)
     ask = getattr(module, "label_problem", None)
     if ask is not None and (reason := ask(label, metadata)) is not None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from multiprocessing.connection import Connection
@@ -65,7 +65,7 @@ class Outcome:
     """Traceback, if the function raised an exception."""
 
 
-class WorkerPool:
+class WorkerPool(AbstractContextManager["WorkerPool"]):
     """A pool that runs functions, each named as package.module:function, in `size` processes of its own.
 
     A thread of this process serves each of them: it starts the process, sends it one call after another, and
@@ -130,7 +130,7 @@ class WorkerPool:
         with self._lock:
             self._closed = True
             for worker in self._workers:
-                worker.kill()
+                worker.process.kill()  # and everything it has started
         with suppress(queue.Empty):
             while call := self._calls.get_nowait():
                 call.outcome.cancel()
@@ -139,9 +139,6 @@ class WorkerPool:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(_CLOSE_TIMEOUT)
-
-    def __enter__(self) -> WorkerPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -214,7 +211,7 @@ class WorkerPool:
 
     def _alive(self, worker: _Worker) -> _Worker:
         """Return the worker, or its successor if it died."""
-        if worker.is_alive():
+        if worker.process.is_alive():
             return worker
         if not worker.ended:
             self._count_death(", ".join(self._targets), worker.how_it_died(), "it was idle")
@@ -276,13 +273,9 @@ class _Fault:
 
 
 class _Worker:
-    """One process and the connection to it."""
+    """One process, which may print so many bytes, and the connection to it."""
 
     def __init__(self, targets: Sequence[str], printed: int):
-        """
-        Args:
-            printed: bytes that it may print.
-        """
         ours, theirs = socket.socketpair()
         self._named = f"reward function {', '.join(targets)}"
         connection = str(theirs.fileno())
@@ -338,13 +331,6 @@ class _Worker:
             reason, trace = content
             return [], _Fault(reason, trace=trace)
         return [Outcome(value, error, details) for value, details, error in content], None
-
-    def is_alive(self) -> bool:
-        return self.process.is_alive()
-
-    def kill(self) -> None:
-        """Kill the worker and everything it has started."""
-        self.process.kill()
 
     def how_it_died(self) -> str:
         return f"the worker process died ({self.process.exit_reason()})"

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config, as_specs
 from megatron_ibpo.credit import Vocabulary
-from megatron_ibpo.data import CorrectionTemplate, ResponseText, Tokenizer, load_tokenizer, open_source
+from megatron_ibpo.data import CorrectionTemplate, ResponseText, Tokenizer, load_tokenizer, open_sources
 from megatron_ibpo.engines import Engine, ThreadedEngine
 from megatron_ibpo.engines.registry import (
     check_model,
@@ -58,8 +58,8 @@ def held_out_prompts(config: Config, tokenizer: Tokenizer, max_context: int, cou
     if spec is None:
         raise ValueError("the recipe names no prompts: --prompt-data or --eval-prompt-data")
     room = max_context - config.rollout.rollout_max_response_len
-    source = open_source(
-        spec,
+    source = open_sources(
+        [spec],
         tokenizer,
         data,
         split="eval",

@@ -13,7 +13,7 @@ from megatron_ibpo.basics.user_files import UserFileError, read_user_file
 from megatron_ibpo.commands import train
 from megatron_ibpo.commands.search import main as search
 from megatron_ibpo.config import DataConfig, read_yaml
-from megatron_ibpo.data import DataError, load_tokenizer, open_source, tables
+from megatron_ibpo.data import DataError, load_tokenizer, open_sources, tables
 from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
 from megatron_ibpo.evaluate.stored_samples import read_results
 from megatron_ibpo.journal.entries import records
@@ -38,7 +38,7 @@ def put_ten_gigabytes(path):
 
 def test_a_file_of_the_wrong_kind_is_refused_before_reading(tmp_path, monkeypatch):
     def rows(path):
-        return open_source(str(path), tokenizer, DataConfig(), split="train")
+        return open_sources([str(path)], tokenizer, DataConfig(), split="train")
 
     tokenizer = load_tokenizer(TINY)
     monkeypatch.setattr(user_files, "LINE_BYTES", 2**20)

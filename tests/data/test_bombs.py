@@ -17,8 +17,8 @@ from pyarrow import parquet
 from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.config import DataConfig
-from megatron_ibpo.data import DataError, arrow_tables, open_source, tables
-from megatron_ibpo.data.arrow_sizes import is_compressed, largest_row
+from megatron_ibpo.data import DataError, arrow_tables, open_sources, tables
+from megatron_ibpo.data.arrow_tables import is_compressed, largest_row
 from megatron_ibpo.data.row_prompts import MOST_LINES
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.evaluate import sets
@@ -69,8 +69,8 @@ def test_compressed_lines_are_bounded_in_number_and_in_length(case, tmp_path):
     for split in ("train", "eval"):
         with quickly(), pytest.raises(DataError, match=says):
             list(
-                open_source(
-                    str(path), TINY, DataConfig(skip_bad_rows=True), split=split, holds_out=True
+                open_sources(
+                    [str(path)], TINY, DataConfig(skip_bad_rows=True), split=split, holds_out=True
                 ).batch(0, 1)
             )
 
@@ -80,7 +80,7 @@ def test_files_of_a_source_share_one_line_limit_checked_first(tmp_path, monkeypa
     for number in range(9):
         (tmp_path / f"train-0000{number}-of-00009.jsonl.gz").write_bytes(repeated(ROW + b"\n" * 40_000, 1))
     with pytest.raises(DataError, match=r"-00006-of-00009\.jsonl\.gz: more than 262,144 lines"):
-        open_source(str(tmp_path), TINY, DataConfig(), split="train")
+        open_sources([str(tmp_path)], TINY, DataConfig(), split="train")
     assert MOST_LINES == 262_144
 
 
@@ -90,7 +90,7 @@ def test_line_numbers_count_blanks_and_an_overlong_line_is_bad(tmp_path, monkeyp
         (tmp_path / name).write_bytes(
             pack(b"\n\r\n" + ROW + b'{"x": "' + b"a" * 5500 + b'"}\n \n' + ROW.strip())
         )
-        source = open_source(str(tmp_path / name), TINY, DataConfig(skip_bad_rows=True), split="train")
+        source = open_sources([str(tmp_path / name)], TINY, DataConfig(skip_bad_rows=True), split="train")
         assert (len(source), source.tallies[0].counts) == (2, {"bad rows": 1}), (name, pack)
         assert source.tallies[0].named["bad rows"] == [
             f"{tmp_path / name}, line 4: the line is longer than 0 MiB"
@@ -101,10 +101,10 @@ def test_plain_files_of_blank_lines_are_read_at_once(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(ROW + b"\n" * 30 * MIB)
     with quickly(2), pytest.raises(DataError, match="more than 262,144 lines"):
-        open_source(str(path), TINY, DataConfig(), split="train")
+        open_sources([str(path)], TINY, DataConfig(), split="train")
     path.write_bytes(b"\n" * 70 * MIB + ROW)
     with quickly(2), pytest.raises(DataError, match="no row in the first 64 MiB, but blank lines"):
-        open_source(str(path), TINY, DataConfig(), split="train")
+        open_sources([str(path)], TINY, DataConfig(), split="train")
     path.write_bytes(b"\n" * 30 * MIB + ROW + b"\n" * 40 * MIB + ROW)
     with quickly(2):
         table = tables.JsonLines(path)
@@ -144,7 +144,7 @@ def test_a_value_that_is_repeated_is_one_in_memory(tmp_path):
     assert path.stat().st_size < 2**18
     before = pa.total_allocated_bytes()
     with quickly(), pytest.raises(DataError, match="row 0: the prompt has 1,048,576 characters"):
-        open_source(str(path), TINY, DataConfig(), split="train", max_prompt_len=100)
+        open_sources([str(path)], TINY, DataConfig(), split="train", max_prompt_len=100)
     table = arrow_tables.Parquet(path, ["prompt", "label"])
     assert table.row(0, 19_999)["prompt"] == "1" * MIB
     assert pa.total_allocated_bytes() - before < 20 * MIB
@@ -166,7 +166,7 @@ def test_lists_of_nothing_are_measured_before_they_are_made(tmp_path):
     )
     for name in ("rows.arrow", "rows.parquet"):
         with quickly(), pytest.raises(DataError, match=f"{name}, row 0: the row is larger than 64 MiB"):
-            open_source(str(tmp_path / name), TINY, DataConfig(), split="train")
+            open_sources([str(tmp_path / name)], TINY, DataConfig(), split="train")
 
 
 VALUES = {
@@ -214,7 +214,7 @@ def test_oversized_row_groups_are_refused_at_the_start(tmp_path, monkeypatch):
     def refused(says, **how):
         parquet.write_table(many, path, **how)
         with pytest.raises(DataError, match=f"^{path}: {says}"):
-            open_source(str(path), TINY, DataConfig(), split="train")
+            open_sources([str(path)], TINY, DataConfig(), split="train")
 
     for encoding in ("DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"):
         says = f"has the encoding {encoding}; write it with another one, such as by pandas"
@@ -244,10 +244,10 @@ def test_compressed_arrow_files_are_refused(tmp_path, kind, compression):
     with make(path, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as file:
         file.write_table(table)
     if compression is None:
-        assert len(open_source(str(path), TINY, DataConfig(), split="train")) == 300
+        assert len(open_sources([str(path)], TINY, DataConfig(), split="train")) == 300
         return
     with pytest.raises(DataError, match=r"rows.arrow: .*its buffers are compressed"):
-        open_source(str(path), TINY, DataConfig(), split="train")
+        open_sources([str(path)], TINY, DataConfig(), split="train")
 
 
 def test_damaged_message_metadata_gives_false_or_a_handled_error():

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.credit.corrections import CompareAndCorrect
-from megatron_ibpo.data import CorrectionTemplate, DataError, load_tokenizer, open_source, open_sources
+from megatron_ibpo.data import CorrectionTemplate, DataError, load_tokenizer, open_sources
 from megatron_ibpo.data.demonstrations import DemonstrationReader
 from megatron_ibpo.data.row_prompts import read_jsonl
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
@@ -55,7 +55,9 @@ CHATTY = byte_level(template("{{ m.content | trim }}"), merges=[("a", "a"), ("n"
 
 
 def opened(spec, tokenizer, *, split="train", max_prompt_len=None, **data):
-    return open_source(str(spec), tokenizer, DataConfig(**data), split=split, max_prompt_len=max_prompt_len)
+    return open_sources(
+        [str(spec)], tokenizer, DataConfig(**data), split=split, max_prompt_len=max_prompt_len
+    )
 
 
 PIECES = [*"0123456789+-=#?|*/()., \n", CHAIN_SUM_HEAD, "Candidate solution 1: ", "Candidate solution 2: ",

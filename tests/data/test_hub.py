@@ -17,8 +17,7 @@ from megatron_ibpo.commands import sft
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.config.paths import display_name, missing_snapshot, read_hub_id
 from megatron_ibpo.config.run import RunConfig
-from megatron_ibpo.data.hub import HubError, with_local_copies
-from megatron_ibpo.data.hub_upload import UploadError, prepare_upload, upload_export
+from megatron_ibpo.data.hub import HubError, UploadError, prepare_upload, upload_export, with_local_copies
 from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT

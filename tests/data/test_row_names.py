@@ -12,7 +12,7 @@ from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import ConfigError, DataConfig, EnvironmentConfig, environment_in
-from megatron_ibpo.data import DataError, load_tokenizer, open_source, open_sources
+from megatron_ibpo.data import DataError, load_tokenizer, open_sources
 from megatron_ibpo.data.demonstrations import DemonstrationReader
 from megatron_ibpo.data.inspection import inspect_source
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
@@ -82,8 +82,8 @@ def test_a_row_that_names_code_is_refused_before_work_starts(case, tmp_path, tra
     line = rf"^{path}, line 2: {key} .*(trap|169\.254).*{flag}$"
     for split in ("train", "eval"):
         with pytest.raises(DataError, match=line):
-            open_source(path, TINY, DataConfig(), split=split)
-    skipping = open_source(path, TINY, DataConfig(skip_bad_rows=True), split="train")
+            open_sources([path], TINY, DataConfig(), split=split)
+    skipping = open_sources([path], TINY, DataConfig(skip_bad_rows=True), split="train")
     assert (len(skipping), skipping.tallies[0].counts) == (1, {"bad rows": 1})
     found = inspect_source(path, TINY, DataConfig(), split="train", max_prompt_len=None, most_rows=9, show=0)
     assert flag in found.as_json(TINY)["named"]["bad rows"][0]
@@ -95,22 +95,22 @@ def test_user_tables_and_row_functions_may_name_no_code(tmp_path, trap):
         pa.Table.from_pylist([row(rm_type=None), row(rm_type="trap:score")]), tmp_path / "rows.parquet"
     )
     with pytest.raises(DataError, match=r"rows\.parquet, row 1: rm_type 'trap:score'"):
-        open_source(str(tmp_path / "rows.parquet"), TINY, DataConfig(), split="train")
+        open_sources([str(tmp_path / "rows.parquet")], TINY, DataConfig(), split="train")
     (tmp_path / "rows_of_user.py").write_text(f"def rows(split): return [{row(rm_type='trap:score')!r}]")
     with pytest.raises(DataError, match=r"train row 0: rm_type 'trap:score'"):
-        open_source(f"import://{tmp_path / 'rows_of_user.py'}:rows", TINY, DataConfig(), split="train")
+        open_sources([f"import://{tmp_path / 'rows_of_user.py'}:rows"], TINY, DataConfig(), split="train")
     assert not trap.exists()
 
 
 def test_an_unchecked_row_that_names_code_has_no_reward(tmp_path, trap, monkeypatch):
     monkeypatch.setattr("megatron_ibpo.data.files.SMALL_ROWS", 3)
-    monkeypatch.setattr("megatron_ibpo.data.large_files.FIRST_CHECKED", 1)
-    monkeypatch.setattr("megatron_ibpo.data.large_files.SAMPLE_CHECKED", 0)
+    monkeypatch.setattr("megatron_ibpo.data.prompt_files.FIRST_CHECKED", 1)
+    monkeypatch.setattr("megatron_ibpo.data.prompt_files.SAMPLE_CHECKED", 0)
     path = file_of(tmp_path, [row(), *[row(rm_type="trap:score")] * 9])
     data = DataConfig(rm_type="math", reward_workers=1)
-    drawn = next(p for p in open_source(path, TINY, data, split="train").batch(0, 10) if p.metadata)
+    drawn = next(p for p in open_sources([path], TINY, data, split="train").batch(0, 10) if p.metadata)
     with pytest.raises(DataError, match="line 2: rm_type 'trap:score'"):
-        open_source(path, TINY, data, split="eval").batch(0, 10)  # all are drawn at the start
+        open_sources([path], TINY, data, split="eval").batch(0, 10)  # all are drawn at the start
     with open_verifier(data) as verifier:
         lost, fine = verifier.score([(drawn, "2"), (replace(drawn, metadata={}), r"\boxed{2}")])
     assert (lost.reward, fine.reward) == (None, 1.0)
@@ -173,7 +173,7 @@ def test_no_other_key_of_a_row_leads_to_code(tmp_path, trap):
         tmp_path, [row(**named, metadata=named), row(metadata={"nested": {"rm_type": "trap:score"}})]
     )
     data = DataConfig(rm_type="math", reward_workers=1)
-    prompts = open_source(path, TINY, data, split="eval").batch(0, 2)
+    prompts = open_sources([path], TINY, data, split="eval").batch(0, 2)
     with open_verifier(data) as verifier:
         check_labels(verifier._pool, prompts, data)
         assert [one.reward for one in verifier.score([(one, r"\boxed{2}") for one in prompts])] == [1.0, 1.0]

@@ -20,9 +20,16 @@ from tiny_tokenizer import make_tiny_tokenizer
 from megatron_ibpo.basics.record_lines import append_record, open_records
 from megatron_ibpo.commands import data as data_command
 from megatron_ibpo.config import Config, DataConfig
-from megatron_ibpo.data import DataError, PassRates, open_pass_rates, open_source, open_sources, tables
+from megatron_ibpo.data import (
+    DataError,
+    PassRates,
+    cycle_counts,
+    interleaved,
+    open_pass_rates,
+    open_sources,
+    tables,
+)
 from megatron_ibpo.data.layouts import plain_row
-from megatron_ibpo.data.order import cycle_counts, interleaved
 from megatron_ibpo.data.pass_rates import Rate, policy_fingerprint, prompt_fingerprint, rate_record
 from megatron_ibpo.data.tables import JsonLines
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
@@ -61,7 +68,7 @@ def write(path, content):
 
 
 def opened(path, *, split="train", data=None, tokenizer=TINY, **more):
-    return open_source(str(path), tokenizer, data or DataConfig(), split=split, **more)
+    return open_sources([str(path)], tokenizer, data or DataConfig(), split=split, **more)
 
 
 def labels(source, count, step=0):
@@ -489,7 +496,7 @@ def test_held_out_rows_are_never_trained_on(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="--eval-prompt-data, or turn evaluation off by --eval-num-prompts 0"):
         opened(write(tmp_path / "one.jsonl", rows(1)), holds_out=True)
     monkeypatch.setattr("megatron_ibpo.data.files.SMALL_ROWS", 10)  # of a large file as well
-    monkeypatch.setattr("megatron_ibpo.data.held_out.SHARE_OF_LARGE", 0.1)
+    monkeypatch.setattr("megatron_ibpo.data.prompt_files.SHARE_OF_LARGE", 0.1)
     source = opened(write(path, rows(300) * 2), split="eval", holds_out=True)
     evaluated = labels(source, len(source))
     assert 15 < len(evaluated) < 50

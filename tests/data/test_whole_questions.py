@@ -15,7 +15,6 @@ from megatron_ibpo.data import (
     CorrectionTemplate,
     DataError,
     PromptSuffixes,
-    open_source,
     open_sources,
     prompts_of_rows,
 )
@@ -206,7 +205,7 @@ def left_out(source, **data):
 
 
 def trained(source, **data):
-    return open_source(source, TOKENIZER, DataConfig(apply_chat_template=True, **data), split="train")
+    return open_sources([source], TOKENIZER, DataConfig(apply_chat_template=True, **data), split="train")
 
 
 TOKENIZER = family_tokenizer("qwen3")

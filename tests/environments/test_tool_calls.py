@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ibpo.environments.chat import open_chat
-from megatron_ibpo.environments.hermes import read_text
-from megatron_ibpo.environments.tagged_calls import QWEN3_5
+from megatron_ibpo.environments.tool_calls import QWEN3_5, read_text
 from support.byte_tokenizers import end_ids, family_tokenizer
 
 IN_JSON = ("qwen2_5", "qwen3", "qwen3_instruct_2507")

@@ -15,7 +15,7 @@ from megatron_ibpo.basics.records import Group
 from megatron_ibpo.commands import loss
 from megatron_ibpo.config import Config, ConfigError, DataConfig, RolloutConfig, config_yaml
 from megatron_ibpo.credit import fill_batch, find_group_filter
-from megatron_ibpo.data import DataError, open_source
+from megatron_ibpo.data import DataError, open_sources
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.engines.registry import (
     check_engine,
@@ -69,7 +69,7 @@ def test_the_reward_that_says_more():
 
 def test_the_prompts(tmp_path):
     def open_rows(source, split="train"):
-        return open_source(source, HuggingFaceTokenizer(make_tiny_tokenizer()), DataConfig(), split=split)
+        return open_sources([source], HuggingFaceTokenizer(make_tiny_tokenizer()), DataConfig(), split=split)
 
     train, held_out = open_rows("import://sums:rows"), open_rows("import://sums:rows", "eval")
     assert [len(train), len(held_out)] == [50, 50]

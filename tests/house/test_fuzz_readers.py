@@ -27,7 +27,7 @@ from megatron_ibpo.basics.entry_point import BAD_INPUT, DONE, guarded
 from megatron_ibpo.config import Config, DataConfig, ParallelConfig, config_yaml, named_values
 from megatron_ibpo.config.config import ENTRIES, flag
 from megatron_ibpo.config.recipes import read_recipe
-from megatron_ibpo.data import load_tokenizer, open_source
+from megatron_ibpo.data import load_tokenizer, open_sources
 from megatron_ibpo.evaluate.stored_samples import read_results
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.report.page.html import build_page
@@ -193,7 +193,7 @@ def prompts(rng, place):
         url = rng.choice(
             [f"reasoning_gym://{word}", f"{TASK}?min_terms={word}", f"{TASK}?size=2&weight={word}"]
         )
-    source = open_source(url, TOKENIZER, DataConfig(), split="eval", max_prompt_len=400)
+    source = open_sources([url], TOKENIZER, DataConfig(), split="eval", max_prompt_len=400)
     for prompt in source.batch(0, min(len(source), 3)):
         assert all(word not in json.dumps([prompt.label, prompt.metadata]) for word in ("NaN", "Infinity"))
         prompt.text.encode()

@@ -26,16 +26,20 @@ from megatron_ibpo.rewards import (
     check_labels,
     open_pool,
     scorer_sandbox,
-    scorer_texts,
 )
 from megatron_ibpo.rewards.reasoning_gym import UNGRADABLE, label_problem
 from megatron_ibpo.rewards.sandbox import judges
-from megatron_ibpo.rewards.scorer_sandbox import ScorerSandbox, Task
-from megatron_ibpo.rewards.scorer_texts import EVALUATE_NOTHING, READ_PARAMETERS, is_expression
+from megatron_ibpo.rewards.scorer_sandbox import (
+    EVALUATE_NOTHING,
+    READ_PARAMETERS,
+    ScorerSandbox,
+    Task,
+    is_expression,
+)
 from support.sandboxed import adopts_no_longer, needs_sandbox  # noqa: F401
 from support.waiting import eventually, has_ended
 
-EVALUATING = sorted(scorer_texts._EVALUATED)
+EVALUATING = sorted(scorer_sandbox._EVALUATED)
 GRADED = sorted(DATASETS.keys() - UNGRADABLE.keys())
 WRONG, FAULT = Score(0.0, False), Score(0.0, False, details={"response_error": 1.0})
 
@@ -179,7 +183,7 @@ def is_of_mathematics(name):
 @example("countdown", "1( *2")
 @given(st.sampled_from(["countdown", "n_queens", *["simple_integration"] * 3, "spiral_matrix"]), TEXTS)
 def test_evaluated_answers_call_only_functions_of_mathematics(task, text):
-    assert all(map(is_of_mathematics, scorer_texts._FUNCTIONS))
+    assert all(map(is_of_mathematics, scorer_sandbox._FUNCTIONS))
     text += ")" * (text.count("(") - text.count(")"))
     if not is_expression(task, text):
         return

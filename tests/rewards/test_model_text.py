@@ -16,14 +16,13 @@ from megatron_ibpo.credit import divergence, spans
 from megatron_ibpo.rewards import (
     code,
     exact,
-    final_answer,
     http_judge,
     labels,
     math,
     reasoning_gym,
-    thinking,
+    response,
 )
-from megatron_ibpo.rewards.http_wire import Question
+from megatron_ibpo.rewards.http_score import Question
 
 
 def labels_read(text):
@@ -40,14 +39,14 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "math's vote": math.extract_answer,
     "numbers and text": lambda text: exact.compare(text, "5"),
     "decimal comma": exact.decimal_comma,
-    "place of an answer": lambda text: final_answer.answer_place(text, text[:199] + "?"),
+    "place of an answer": lambda text: response.answer_place(text, text[:199] + "?"),
     "code": code.extract_answer,
     "code's imports": lambda text: code.offered_imports(text[: code.LONGEST_PROGRAM]),
     "generated tasks": lambda text: reasoning_gym.extract_answer(text, {}),
     "sums": lambda text: study_rewards.score("", text, "1", SUM),
     "pairs": lambda text: study_rewards.score("", text, "1", {"kind": "pairs", "pairs": [(1, "+", 2)]}),
-    "thinking": thinking.after_thinking,
-    "thinking of a prompt": thinking.open_at_end,
+    "thinking": response.after_thinking,
+    "thinking of a prompt": response.open_at_end,
     "label": labels_read,
     "judge's question": lambda text: http_judge._fill_template("{{response}}", Question("", text, ""), None),
     "judge": lambda text: http_judge.score(text, None),
@@ -59,12 +58,11 @@ DOORS: dict[str, Callable[[str], Any]] = {
 MODULES = [
     code,
     exact,
-    final_answer,
     http_judge,
     labels,
     math,
     reasoning_gym,
-    thinking,
+    response,
     divergence,
     spans,
     study_rewards,
@@ -145,7 +143,7 @@ def test_a_quadratic_pattern_exceeds_the_step_bound(steps_of):
 def test_boxes_within_boxes_take_no_more_memory_than_the_text():
     nested = "\\boxed{" * 30_000 + "7" + "}" * 30_000
     tracemalloc.start()
-    assert len(final_answer.final_boxes(nested)[0]) == len(nested) - len("\\boxed{}")
+    assert len(response.final_boxes(nested)[0]) == len(nested) - len("\\boxed{}")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 60e6, "each box as a text of its own would take 7 GB"

@@ -18,7 +18,7 @@ from worked_solutions import worked_solution
 from megatron_ibpo import rewards
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import ConfigError, DataConfig
-from megatron_ibpo.data import open_source
+from megatron_ibpo.data import open_sources
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.rewards import LabelError, Outcome, Score, Verifier, WorkerError, check_labels, open_pool
 from megatron_ibpo.rewards.composite import Part, combined
@@ -381,7 +381,7 @@ def reasoning_gym():
 
 def test_worked_solutions_are_right_and_part_marks_are_no_reward(reasoning_gym):
     sums = "reasoning_gym://chain_sum?min_terms=5&max_terms=7&min_digits=1&max_digits=1&compact=1"
-    source = open_source(sums, HuggingFaceTokenizer(make_tiny_tokenizer()), DataConfig(), split="train")
+    source = open_sources([sums], HuggingFaceTokenizer(make_tiny_tokenizer()), DataConfig(), split="train")
     prompts = source.batch(0, 32)
     check_labels(reasoning_gym._pool, prompts, DataConfig())
     right = [(p, worked_solution(p.metadata["expression"])) for p in prompts]

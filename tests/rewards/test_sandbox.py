@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from megatron_ibpo.rewards.code import CodeExecution
-from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap, check_isolation, seccomp
+from megatron_ibpo.rewards.executors import check_isolation
+from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError, bubblewrap, seccomp
 from megatron_ibpo.rewards.sandbox.control_groups import PREFIX, parents
 from megatron_ibpo.rewards.verifier import VERIFIERS
 from megatron_ibpo.rewards.workers import WorkerPool

@@ -9,13 +9,13 @@ from megatron_ibpo.basics.records import Prompt, Sample, token_ids
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import CorrectionTemplate, ResponseText
 from megatron_ibpo.data.prompts import chat_prompt, plain_prompt
-from megatron_ibpo.environments.hermes import read_text
+from megatron_ibpo.environments.tool_calls import read_text
 from megatron_ibpo.rewards import extracted_answer, open_verifier
 from megatron_ibpo.rewards.code import extract_answer as program
-from megatron_ibpo.rewards.final_answer import final_part
 from megatron_ibpo.rewards.http_judge import JudgeWire
-from megatron_ibpo.rewards.http_wire import Question
+from megatron_ibpo.rewards.http_score import Question
 from megatron_ibpo.rewards.reasoning_gym import extract_answer
+from megatron_ibpo.rewards.response import final_part
 from megatron_ibpo.sampling.requests import scorer
 from support.byte_tokenizers import byte_level, family_tokenizer, tagged_bytes
 

@@ -2,6 +2,5 @@
 
 from megatron_ibpo.rewards.sandbox.bubblewrap import SandboxError
 from megatron_ibpo.rewards.sandbox.process import Execution, Limits, Process, Reached
-from megatron_ibpo.rewards.sandbox.self_test import check_isolation
 
-__all__ = ["Execution", "Limits", "Process", "Reached", "SandboxError", "check_isolation"]
+__all__ = ["Execution", "Limits", "Process", "Reached", "SandboxError"]

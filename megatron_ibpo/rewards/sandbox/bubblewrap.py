@@ -40,11 +40,7 @@ class SandboxError(Exception):
 
 
 def bubblewrap() -> str:
-    """Return the path of bwrap.
-
-    Raises:
-        SandboxError: it is not installed.
-    """
+    """Return the path of bwrap. Raises SandboxError if it is not installed."""
     path = shutil.which("bwrap", path=os.environ.get("PATH", os.defpath) + ":/usr/bin:/usr/local/bin")
     if path is None:
         raise SandboxError(f"the sandbox needs the program bwrap, which is not on the PATH: {INSTALL}")
@@ -94,9 +90,8 @@ def bubblewrap_command(
     if as_root:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     command += ["--clearenv"]
-    libraries = {
-        "LD_LIBRARY_PATH": ":".join(sorted(_library_directories()))
-    }  # there is no cache of them inside
+    # there is no cache of them inside
+    libraries = {"LD_LIBRARY_PATH": ":".join(sorted(_library_directories()))}
     for name, value in (ENVIRONMENT | libraries | dict(environment or {})).items():
         command += ["--setenv", name, value]
     # before what is shown: Python and its packages may be below it
@@ -124,7 +119,11 @@ def visible_paths() -> tuple[str, ...]:
     and the directories of the shared libraries that these need."""
     paths = {python(), *_standard_library(), *_library_directories()}
     existing = sorted(path for path in paths if os.path.exists(path))
-    return tuple(path for path in existing if not any(_within(path, parent) for parent in existing))
+    return tuple(
+        path
+        for path in existing
+        if not any(path != parent and Path(path).is_relative_to(parent) for parent in existing)
+    )
 
 
 @functools.cache
@@ -136,11 +135,8 @@ def _standard_library() -> frozenset[str]:
 
 
 def packages_of(name: str) -> tuple[str, ...]:
-    """Return the files and directories of an installed distribution and of those that it requires.
-
-    Raises:
-        SandboxError: it is not installed as files of its own.
-    """
+    """Return the files and directories of an installed distribution and of those that it requires. Raises
+    SandboxError if it is not installed as files of its own."""
     pending, visited, paths = [name], set[str](), set[str]()
     while pending:
         try:
@@ -163,10 +159,6 @@ def packages_of(name: str) -> tuple[str, ...]:
 
 def _parents(paths: Sequence[str]) -> list[str]:
     return sorted({str(parent) for path in paths for parent in Path(path).parents} - {"/"})
-
-
-def _within(path: str, parent: str) -> bool:
-    return path != parent and Path(path).is_relative_to(parent)
 
 
 def _hidden_paths() -> list[str]:

@@ -108,23 +108,25 @@ def parents() -> tuple[Path, ...]:
 def _own_groups() -> set[Path]:
     """Return the groups of this process whose child groups would have a controller that is needed here."""
     groups = set()
-    lines = ""
-    with suppress(OSError):  # a kernel without them
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8")
-    for line in lines.splitlines():
+    for line in _text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2: a group with processes hands nothing down, its parent may
             own_group = _ROOT / path.lstrip("/")
-            groups |= {group for group in (own_group, own_group.parent) if _CONTROLLERS & _handed_down(group)}
+            groups |= {
+                group
+                for group in (own_group, own_group.parent)
+                if _CONTROLLERS & {*_text(group / "cgroup.subtree_control").split()}
+            }
         elif _CONTROLLERS & set(controllers.split(",")):
             groups.add(_ROOT / controllers / path.lstrip("/"))
     return {group for group in groups if group.is_dir()}
 
 
-def _handed_down(group: Path) -> set[str]:
+def _text(file: Path) -> str:
+    """Return the text of a file of the kernel; empty if there is none."""
     with suppress(OSError):
-        return set((group / "cgroup.subtree_control").read_text(encoding="utf-8").split())
-    return set()
+        return file.read_text(encoding="utf-8")
+    return ""
 
 
 def _is_owned(group: Path) -> bool:

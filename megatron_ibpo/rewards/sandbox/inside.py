@@ -321,11 +321,7 @@ def _exception(kind: str, message: str) -> Exception:
 
 
 def needed_names(tests: str) -> set[str]:
-    """Return the global names that tests use and do not define.
-
-    Raises:
-        SyntaxError: the tests are not Python.
-    """
+    """Return the global names that tests use and do not define. Raises SyntaxError if they are not Python."""
     top, *inner = _scopes(tests)
     used = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}
     used |= {

@@ -47,9 +47,9 @@ dataset cannot be made."""
 DIED, SILENT = b"d", b"s"
 """Kinds of this process: the judge died or took too much processor time; it ended or waits for no reason of
 its own."""
-_HEAD = struct.Struct("<cH")
+HEAD = struct.Struct("<cH")
 """Kind of a record, and the length of the text that follows."""
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
 LONGEST_TEXT = 300
 _MAX_JUDGES = 16
 """Judges that are kept; beyond them the one that was first made ends."""
@@ -145,7 +145,7 @@ def serve(control: int, program: _Program) -> None:
             judges[task, parameters] = judge
             if len(judges) > _MAX_JUDGES:
                 judges.pop(next(iter(judges))).end()
-        _send(control, b"".join(_HEAD.pack(kind, len(text)) + text for kind, text in records))
+        _send(control, b"".join(HEAD.pack(kind, len(text)) + text for kind, text in records))
 
 
 def answer(
@@ -212,7 +212,7 @@ class Judge:
         began, deadline = self._processor_time(), time.monotonic() + WALL_S + seconds
         while (record := self._whole_record()) is None:
             if self._poll.poll(_LOOK_EVERY_MS):
-                chunk = self.socket.recv(_HEAD.size + LONGEST_TEXT)
+                chunk = self.socket.recv(HEAD.size + LONGEST_TEXT)
                 if not chunk:
                     return self._exit_record()
                 self._unread += chunk
@@ -223,15 +223,15 @@ class Judge:
         return record
 
     def _whole_record(self) -> "tuple[bytes, bytes] | None":
-        if len(self._unread) < _HEAD.size:
+        if len(self._unread) < HEAD.size:
             return None
-        kind, length = _HEAD.unpack_from(self._unread)
+        kind, length = HEAD.unpack_from(self._unread)
         if kind not in (READY, RIGHT, WRONG, RAISED, UNFIT) or length > LONGEST_TEXT:
             return DIED, b"it answered nonsense"
-        end = _HEAD.size + length
+        end = HEAD.size + length
         if len(self._unread) < end:
             return None
-        text, self._unread = self._unread[_HEAD.size : end], self._unread[end:]
+        text, self._unread = self._unread[HEAD.size : end], self._unread[end:]
         return kind, text
 
     def _processor_time(self) -> float:
@@ -372,7 +372,7 @@ def _tell(kind: bytes, error: "BaseException | None" = None) -> None:
     if error is not None:
         name = "" if type(error) is LookupError else f"{type(error).__name__}: "
         text = f"{name}{error}".encode(errors="replace")[:LONGEST_TEXT]
-    os.write(0, _HEAD.pack(kind, len(text)) + text)
+    os.write(0, HEAD.pack(kind, len(text)) + text)
 
 
 def probe() -> None:
@@ -406,24 +406,24 @@ def probe() -> None:
             attempt()
         except OSError:
             continue
-        os.write(0, _HEAD.pack(READY, len(action)) + action.encode())
+        os.write(0, HEAD.pack(READY, len(action)) + action.encode())
         return
-    os.write(0, _HEAD.pack(READY, 0))
+    os.write(0, HEAD.pack(READY, 0))
 
 
 # ------------------------------------------------------------------------------------------------ messages
 
 
 def _send(descriptor: int, *contents: bytes) -> None:
-    message = memoryview(b"".join(_LENGTH.pack(len(content)) + content for content in contents))
+    message = memoryview(b"".join(LENGTH.pack(len(content)) + content for content in contents))
     while message:
         message = message[os.write(descriptor, message) :]
 
 
 def receive(descriptor: int) -> "bytes | None":
     """Return the next message; None at the end."""
-    head = _read(descriptor, _LENGTH.size)
-    return None if head is None else _read(descriptor, *_LENGTH.unpack(head))
+    head = _read(descriptor, LENGTH.size)
+    return None if head is None else _read(descriptor, *LENGTH.unpack(head))
 
 
 def _read(descriptor: int, size: int) -> "bytes | None":

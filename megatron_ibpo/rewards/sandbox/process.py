@@ -79,7 +79,7 @@ class Execution:
     reached: Reached | None = None
 
 
-class Process:
+class Process(AbstractContextManager["Process"]):
     """A running program, in a sandbox or without one. Used in a `with`, which ends it.
 
     Attributes:
@@ -135,7 +135,11 @@ class Process:
     def _start(self, mode: Mode, source: str, arguments: Sequence[str], stdin: bytes | int) -> None:
         deadline = time.monotonic() + _SETUP_TIMEOUT
         as_root = self._isolated and os.geteuid() == 0
-        groups = self._ends.enter_context(self._groups()) if self._isolated else []
+        limits, groups = self._limits, list[Path]()
+        if self._isolated:
+            memory = limits.memory_bytes + limits.disk_bytes + _KERNEL_BYTES
+            tasks = limits.tasks + _TASKS_OF_SANDBOX
+            groups = self._ends.enter_context(control_groups(memory, tasks))
         with ExitStack() as theirs:
             ready, ready_theirs = _pipe(self._ends, theirs)
             self._out, out = _pipe(self._ends, theirs)
@@ -149,8 +153,8 @@ class Process:
                 block_theirs, block = _pipe(theirs, self._ends)
                 sandbox_fds = info_theirs, block_theirs, _file_in_memory(theirs, _filter(self._forks))
                 passed += sandbox_fds
-                disk, visible = self._limits.disk_bytes, (self._packages, self._environment)
-                command = bubblewrap_command(*sandbox_fds, disk, *visible, as_root=as_root) + command
+                contents = limits.disk_bytes, self._packages, self._environment
+                command = bubblewrap_command(*sandbox_fds, *contents, as_root=as_root) + command
             _adopt()
             process = subprocess.Popen(
                 command,
@@ -167,18 +171,13 @@ class Process:
             self._ends.callback(self._end_processes)
         self.first = first = self._first_process(info, deadline) if self._isolated else process.pid
         self._handle = os.pidfd_open(first)
-        _bound(first, self._limits)
+        _bound(first, limits)
         if self._isolated:
             _enter(groups, first)
             _map_users(first, as_root=as_root)
             os.write(block, b"1")
         if _read(ready, deadline) != b"1":
             raise self.failure("does not start a program")
-
-    def _groups(self) -> AbstractContextManager[list[Path]]:
-        limits = self._limits
-        memory = limits.memory_bytes + limits.disk_bytes + _KERNEL_BYTES
-        return control_groups(memory, limits.tasks + _TASKS_OF_SANDBOX)
 
     def _first_process(self, info: int, deadline: float) -> int:
         """Return the process id, as seen from here, of the sandbox's first process, which takes all others
@@ -277,9 +276,6 @@ class Process:
             os.close(self._handle)
             with suppress(ChildProcessError):
                 os.waitpid(self.first, 0)  # adopted, once bwrap has ended
-
-    def __enter__(self) -> Process:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
