@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_ibpo.config import Config, ParallelConfig, RolloutConfig, RunConfig
+from megatron_ibpo.config import Config, ParallelConfig, RolloutConfig
+from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.data.tokenizer import TOKENIZER_FILES
 from megatron_ibpo.models import least_world
 from megatron_ibpo.weights.formats.weight_files import has_weights
