@@ -27,7 +27,6 @@ class Row:
     """Name of the check, a colon, and what it looked at."""
     verdict: Verdict
     figure: float | None = None
-    """Measured value."""
     bound: float | None = None
     """Largest figure that counts as right."""
     bound_from: str = ""

@@ -16,13 +16,11 @@ from megatron_ibpo.weights.formats.weight_files import has_weights
 
 PROMPTS, RESPONSES, LONGEST = 4, 4, 64
 """Most prompts of a step, responses per prompt, and tokens per response."""
-STEPS = 3
+STEPS, MOST_RANKS = 3, 4
+"""Steps of the run, and most trainer processes on a machine without GPUs."""
 STAND_IN = "megatron_ibpo.verify.made_up_rewards:score"
-CACHE_BYTES = 512 * 1024**2
-MOST_RANKS = 4
-"""Most trainer processes on a machine without GPUs."""
-TINY_BYTES = 64 * 1024**2
-"""Weights up to this size are used as they are."""
+CACHE_BYTES, TINY_BYTES = 512 * 1024**2, 64 * 1024**2
+"""Cache of an engine on CPUs, and largest weights that are used as they are."""
 SPREAD = 0.1
 """Standard deviation of the random weights, with which logits are not flat."""
 SMALL: dict[str, int] = {

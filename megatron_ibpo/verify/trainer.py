@@ -35,10 +35,9 @@ BOUND, RECURRENT_BOUND = 2e-4, 1e-3
 """Largest relative difference of a gradient in float32; delta nets sum long products."""
 FLOOR, SPREADS = 2e-5, 20
 """Least bound of a log-prob, and how many times the spread of float32 against float64 is right."""
-SMALL_LR = 1e-2
-"""Learning rate of a step after which log-probs have changed in proportion to it."""
-NO_KL = 1e-6
-"""Nats that float32 makes of a KL of 0."""
+SMALL_LR, NO_KL = 1e-2, 1e-6
+"""Learning rate of a step after which log-probs have changed in proportion to it, and nats that float32 makes
+of a KL of 0."""
 METRICS = ("loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "kl")
 SCALE = "float32, relative to the largest of a tensor"
 
