@@ -31,7 +31,7 @@ from mutants import ROOT, Mutant, copied, environment, mutant_of
 from megatron_ibpo.basics.entry_point import DONE, FAILED, run_tool
 from megatron_ibpo.basics.supervised import adopt_orphans
 from megatron_ibpo.basics.versions import machine
-from megatron_ibpo.verify.rows import CHECKS
+from megatron_ibpo.verify.rows import CHECKS, check_of
 
 LIST = ROOT / "tools/faults.yaml"
 RESULTS = ROOT / "tools/results"
@@ -45,16 +45,10 @@ LONGEST_S = 900
 class Arguments:
     only: tuple[str, ...] = ()
     """Names of faults, or of settings to run without a fault; all by default."""
-    checks: tuple[str, ...] = ()
-    """Checks of settings to make now, `tokens` with `engine`, which opens the run; by default all not yet
-    recorded. A busy machine may have no time for all at once."""
     save: Path = RESULTS
     """Directory of the results; those of other faults and settings in it are kept."""
     table: bool = False
     """Print the table of the stored results, and plant nothing."""
-
-
-NO_RECORD: dict[str, Any] = {"as_expected": False, "checks": []}
 
 
 @dataclass(frozen=True)
@@ -69,22 +63,17 @@ class Trial:
     """Without a fault it changes nothing."""
     caught_by: tuple[str, ...] = ()
 
-    def run(self, copy: Path, only: Sequence[str] = ()) -> dict[str, Any]:
-        """Run verify in a copy with the fault; return its result.
-
-        Args:
-            only: checks to make; all by default.
-        """
-        path, saved, began = copy / self.mutant.file, copy / "verify.json", time.monotonic()
-        log = copy / "verify.log"  # shows how far it is
-        source, began_cpu = path.read_text(), cpu_seconds()
+    def run(self, copy: Path, only: Sequence[str]) -> dict[str, Any]:
+        """Run these checks of verify in a copy with the fault; return its result."""
+        path, saved, log = copy / self.mutant.file, copy / "verify.json", copy / "verify.log"
+        source, began, began_cpu = path.read_text(), time.monotonic(), cpu_seconds()
         words = [sys.executable, "-m", "megatron_ibpo.commands.verify", *self.flags, "--save", str(saved)]
-        words += ["--only", ",".join(only)] if only else []
+        words += ["--only", ",".join(only)]
         words += [] if self.model is None else ["--hf-checkpoint", str(changed_model(copy, self.model))]
         saved.unlink(missing_ok=True)
         path.write_text(self.mutant.planted(source))
         try:
-            with log.open("w") as output:
+            with log.open("w") as output:  # shows how far it is
                 status = subprocess.run(
                     words, cwd=copy, env=environment(copy), timeout=LONGEST_S, stdout=output, stderr=output
                 ).returncode
@@ -112,34 +101,6 @@ class Trial:
             "seed": content["seed"], "cpu_seconds": round(cpu_seconds() - began_cpu, 1), "checks": [*only],
             "right": len(rows) - len(wrong) - len(unchecked), "wrong": wrong, "not_checked": unchecked,
         }  # fmt: skip
-
-
-def check_of(row_name: str) -> str:
-    """Return the check that a row of verify belongs to."""
-    return row_name.partition(":")[0]
-
-
-def remaining_checks(record: dict[str, Any], chosen: Sequence[str]) -> list[str]:
-    """Return the checks that a setting's record lacks; all if there is nothing to continue.
-
-    Args:
-        chosen: no others; all if empty.
-    """
-    missing = [check for check in CHECKS if check not in record["checks"]] if record["as_expected"] else []
-    return [check for check in missing or CHECKS if not chosen or check in chosen]
-
-
-def continued(record: dict[str, Any], new_result: dict[str, Any]) -> dict[str, Any]:
-    """Return a setting's record with the result of further checks; that alone if nothing can be continued."""
-    if not record["as_expected"] or {*record["checks"]} & {*new_result["checks"]}:
-        return new_result
-    return new_result | {
-        "seconds": round(record["seconds"] + new_result["seconds"], 1),
-        "cpu_seconds": round(record["cpu_seconds"] + new_result["cpu_seconds"], 1),
-        "checks": record["checks"] + new_result["checks"],
-        "right": record["right"] + new_result["right"],
-        "not_checked": record["not_checked"] | new_result["not_checked"],
-    }
 
 
 def cpu_seconds() -> float:
@@ -184,17 +145,18 @@ def read_trials() -> list[Trial]:
     """Return every setting without a fault, and then all faults."""
     listed = yaml.safe_load(LIST.read_text())
     settings = {
-        name: (tuple(entry["flags"]), entry.get("model")) for name, entry in listed["settings"].items()
+        name: Trial(
+            name, tuple(entry["flags"]), entry.get("model"), Mutant(name, "", "README.md", (), None, None)
+        )
+        for name, entry in listed["settings"].items()
     }
-    trials = [
-        Trial(name, flags, model, Mutant(name, "", "README.md", (), None, None))
-        for name, (flags, model) in settings.items()
-    ]
-    for entry in listed["faults"]:
-        flags, model = settings[entry["under"]]
-        flags = (*flags, *entry.get("flags", ()))
-        trials.append(Trial(entry["name"], flags, model, mutant_of(entry), tuple(entry["caught_by"])))
-    return trials
+    return [*settings.values(), *(fault_of(entry, settings[entry["under"]]) for entry in listed["faults"])]
+
+
+def fault_of(entry: dict[str, Any], under: Trial) -> Trial:
+    """Return a fault from its entry in the list."""
+    flags = (*under.flags, *entry.get("flags", ()))
+    return Trial(entry["name"], flags, under.model, mutant_of(entry), tuple(entry["caught_by"]))
 
 
 def main(arguments: Arguments) -> int:
@@ -210,14 +172,7 @@ def main(arguments: Arguments) -> int:
     is_right = True
     with copied(1) as (copy,):
         for trial in chosen:
-            record = read_results(arguments.save).get(trial.name, NO_RECORD)
-            if trial.caught_by:
-                result = trial.run(copy, checks_of(trial) if arguments.only else ())
-            elif checks := remaining_checks(record, arguments.checks):
-                result = trial.run(copy, checks)
-                result = continued(read_results(arguments.save).get(trial.name, NO_RECORD), result)
-            else:
-                continue
+            result = trial.run(copy, checks_of(trial) if trial.caught_by and arguments.only else CHECKS)
             store(result, trials, arguments.save)
             is_right = is_right and result["as_expected"]
     return DONE if is_right else FAILED
@@ -231,11 +186,8 @@ def checks_of(trial: Trial) -> list[str]:
 def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the tables of docs/verify.md: faults that were tried, and what saw them; then
     settings without a fault."""
-    yield (
-        "| what went wrong | reported in | planted in, under | seen by | figure | bound |\n"
-        + "|---" * 6
-        + "|"
-    )
+    titles = "what went wrong | reported in | planted in, under | seen by | figure | bound"
+    yield f"| {titles} |\n{'|---' * 6}|"
     listed = yaml.safe_load(LIST.read_text())
     for entry in listed["faults"]:
         if entry["name"] not in results:
@@ -254,16 +206,9 @@ def table(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     for name in listed["settings"]:
         if name in results:
             result = results[name]
-            counts = (result["right"], len(result["wrong"]), len(result["not_checked"]))
-            missing = [check for check in CHECKS if check not in result["checks"]]
-            cells = (
-                name,
-                result["seed"],
-                *counts,
-                ", ".join(missing),
-                result["seconds"],
-                result["cpu_seconds"],
-            )
+            missing = ", ".join(check for check in CHECKS if check not in result["checks"])
+            counts = (result["right"], len(result["wrong"]), len(result["not_checked"]), missing)
+            cells = (name, result["seed"], *counts, result["seconds"], result["cpu_seconds"])
             yield f"| {' | '.join('' if cell is None else str(cell) for cell in cells)} |"
 
 

@@ -1,33 +1,37 @@
-"""A batch as the run makes it, without an engine: the run's prompts and template, made-up responses of
-different lengths, and the run's own operator, estimator, token credit and weights."""
+"""A batch as the run makes it, without an engine: its prompts and template, made-up responses of different
+lengths, its own operator, estimator, token credit and weights; and what one update of it changes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from safetensors.torch import load_file
+from torch import Tensor
 
-from megatron_ibpo.basics.records import (
-    Floats,
-    Group,
-    Sample,
-    SampleRequest,
-    TokenIds,
-    TrainSequence,
-    token_ids,
-)
-from megatron_ibpo.config import Config
-from megatron_ibpo.credit import CreditContext, LogProbQuery, assign_credit
+from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, TrainSequence, token_ids
+from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.credit import CreditContext, assign_credit
+from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.run.cost import CostMeter
+from megatron_ibpo.run.in_one_process import OwnRank, own_trainer
 from megatron_ibpo.run.resolve import Foundation, read_foundation
 from megatron_ibpo.run.run_data import RunData, open_run_data
 from megatron_ibpo.run.state import as_sequence
-from megatron_ibpo.verify.one_rank import policy_on_one_rank
 from megatron_ibpo.verify.rows import NotCheckedError
 
 LONGEST = 40
 """Tokens of the longest made-up response."""
+READ_OFF = 1000.0
+"""Learning rate with which a step's change of the weights shows its gradient."""
+ROUNDING = 2.0**-21
+"""Rounding of a float32 weight of size up to 4, twice."""
+
+Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Batch:
     """Sequences of a step."""
 
     sequences: list[TrainSequence]
-    """Sequences to train on."""
+    """Sequences to train on, with holes in their loss masks and log-probs near the policy's."""
     credited: list[TrainSequence]
     """The same as credit made them."""
     credited_reversed: list[TrainSequence]
@@ -65,16 +69,30 @@ class Subject:
 
     @cached_property
     def batch(self) -> Batch:
-        """A batch with gradients, with holes in its loss masks and log-probs near the policy's."""
+        """A batch with gradients."""
         with policy_on_one_rank(self.small) as (policy, _):
-            context = _context(self, policy)
-            groups = list(_groups(self, context))
-            credited = assign_credit(groups, context).sequences
-            credited_reversed = assign_credit(groups[::-1], context).sequences
+            config, foundation = self.small, self.foundation
+            context = CreditContext(
+                config.algorithm, config.rollout, self.data.vocabulary, foundation.max_context,
+                config.run.seed, 0, config.data.reward_threshold,
+                lambda queries: policy.logprobs([as_sequence(query) for query in queries]),
+                policy.values, CostMeter(foundation.shape, 1).of_sample,
+            )  # fmt: skip
+            groups = list(self._groups(context))
+            credited, credited_reversed = (
+                assign_credit(ordered, context).sequences for ordered in (groups, groups[::-1])
+            )
             if not any(s.has_advantage for s in credited):
                 raise NotCheckedError("no sequence of the batch has an advantage")
             holed = [_with_hole(s) if i % 3 == 2 else s for i, s in enumerate(credited)]
-            near = _with_engine_logprobs(holed, policy.logprobs(holed), self.small.loss.eps_clip or 0.05)
+            logprobs = policy.logprobs(holed)
+        # log-probs of an engine so near the policy's that the loss clips some sequences and not others
+        clip = config.loss.eps_clip or 0.05
+        shifts = [clip * (-3.0, -0.4, 0.4, 3.0)[i % 4] for i in range(len(holed))]
+        near = [
+            replace(s, rollout_logprobs=np.where(s.loss_mask, of_policy + shift, 0).astype(np.float32))
+            for s, of_policy, shift in zip(holed, logprobs, shifts, strict=True)
+        ]
         unscored = {
             (group.prompt.index, "response", index)
             for group in groups
@@ -83,69 +101,42 @@ class Subject:
         }
         return Batch(near, credited, credited_reversed, unscored)
 
-    def prompt_ids(self, count: int) -> list[TokenIds]:
-        """Return the ids of the run's first prompts; made-up ids for prompts that an environment writes.
+    def first_prompts(self, count: int) -> list[Prompt]:
+        """Return the run's first prompts, with made-up ids for those that an environment writes."""
+        assert self.data.prompts is not None  # the small run replays nothing
+        return [
+            prompt if len(prompt.token_ids) else replace(prompt, token_ids=token_ids([1, 2, 3]))
+            for prompt in self.data.prompts.batch(0, count)
+        ]
 
-        Raises:
-            NotCheckedError: there are no prompts.
-        """
-        if self.data.prompts is None:
-            raise NotCheckedError("the run replays recorded rollouts, which have a batch of their own")
-        prompts = self.data.prompts.batch(0, count)
-        return [prompt.token_ids if len(prompt.token_ids) else token_ids([1, 2, 3]) for prompt in prompts]
+    def _groups(self, context: CreditContext) -> Iterator[Group]:
+        """Yield groups of made-up responses, with what the run's operator asks for."""
+        config, operator = self.small, self.foundation.method.operator
+        rng = np.random.default_rng(config.run.seed)
+        for prompt in self.first_prompts(config.rollout.rollout_batch_size):
+            prompt = replace(prompt, head_length=prompt.head_length or 1)
+            count = max(2, config.rollout.n_samples_per_prompt)
+            request = SampleRequest(prompt.token_ids, 0, LONGEST, config.rollout.rollout_temperature)
+            group = Group(prompt, [self._sample(request, i, rng) for i in range(count)])
+            if prompt.index == 0 and count > 2:  # a response whose verifier failed
+                failed = group.responses[-1]
+                failed.reward, failed.correct, failed.reward_error = None, False, "made up for this batch"
+            follow_ups = operator.follow_ups(group, context)
+            samples = [self._sample(follow_up.request, i, rng) for i, follow_up in enumerate(follow_ups)]
+            operator.attach(group, follow_ups, samples)
+            yield group
 
-    @property
-    def sequences(self) -> list[TrainSequence]:
-        return self.batch.sequences
-
-
-def _context(subject: Subject, policy: Policy) -> CreditContext:
-    def logprobs(queries: Sequence[LogProbQuery]) -> list[Floats]:
-        return policy.logprobs([as_sequence(query) for query in queries])
-
-    config, data = subject.small, subject.data
-    return CreditContext(
-        config.algorithm, config.rollout, data.vocabulary, subject.foundation.max_context, config.run.seed, 0,
-        config.data.reward_threshold, logprobs, policy.values,
-        CostMeter(subject.foundation.shape, 1).of_sample,
-    )  # fmt: skip
-
-
-def _groups(subject: Subject, context: CreditContext) -> Iterator[Group]:
-    """Yield groups of made-up responses, with what the run's operator asks for."""
-    config, operator = subject.small, subject.foundation.method.operator
-    rng = np.random.default_rng(config.run.seed)
-    all_ids = subject.prompt_ids(config.rollout.rollout_batch_size)
-    assert subject.data.prompts is not None  # prompt_ids has looked
-    for prompt, ids in zip(subject.data.prompts.batch(0, len(all_ids)), all_ids, strict=True):
-        prompt = replace(prompt, token_ids=ids, head_length=prompt.head_length or 1)
-        count = max(2, config.rollout.n_samples_per_prompt)
-        request = SampleRequest(prompt.token_ids, 0, LONGEST, config.rollout.rollout_temperature)
-        group = Group(prompt, [_sample(request, i, subject, rng) for i in range(count)])
-        if prompt.index == 0 and count > 2:
-            group.responses[-1] = _unscored(group.responses[-1])
-        follow_ups = operator.follow_ups(group, context)
-        samples = [_sample(follow_up.request, i, subject, rng) for i, follow_up in enumerate(follow_ups)]
-        operator.attach(group, follow_ups, samples)
-        yield group
-
-
-def _sample(request: SampleRequest, index: int, subject: Subject, rng: np.random.Generator) -> Sample:
-    """Return a response of random tokens; every second one is right."""
-    longest = min(LONGEST, subject.small.rollout.rollout_max_response_len)
-    length = int(rng.integers(min(2, longest), longest + 1))
-    drawn = rng.integers(1, subject.foundation.shape.vocab_size, length)
-    ids = token_ids(np.where(drawn == subject.data.tokenizer.pad_id, 0, drawn))  # no gradient elsewhere
-    correct = index % 2 == 0
-    return Sample(
-        request.prompt_token_ids, ids, np.full(length, -1.0, np.float32), "length", request.temperature,
-        ((0, 0),), np.ones(length, bool), index=index, reward=float(correct), correct=correct,
-    )  # fmt: skip
-
-
-def _unscored(sample: Sample) -> Sample:
-    """Return the sample as one whose verifier failed."""
-    return replace(sample, reward=None, correct=False, reward_error="made up for this batch")
+    def _sample(self, request: SampleRequest, index: int, rng: np.random.Generator) -> Sample:
+        """Return a response of random tokens; every second one is right."""
+        longest = min(LONGEST, self.small.rollout.rollout_max_response_len)
+        length = int(rng.integers(min(2, longest), longest + 1))
+        drawn = rng.integers(1, self.foundation.shape.vocab_size, length)
+        ids = token_ids(np.where(drawn == self.data.tokenizer.pad_id, 0, drawn))  # no gradient elsewhere
+        correct = index % 2 == 0
+        return Sample(
+            request.prompt_token_ids, ids, np.full(length, -1.0, np.float32), "length", request.temperature,
+            ((0, 0),), np.ones(length, bool), index=index, reward=float(correct), correct=correct,
+        )  # fmt: skip
 
 
 def _with_hole(sequence: TrainSequence) -> TrainSequence:
@@ -155,15 +146,89 @@ def _with_hole(sequence: TrainSequence) -> TrainSequence:
     return replace(sequence, loss_mask=mask) if mask.any() else sequence
 
 
-def _with_engine_logprobs(
-    sequences: Sequence[TrainSequence], logprobs: Sequence[Floats], clip: float
-) -> list[TrainSequence]:
-    """Return the sequences with log-probs of an engine so near the policy's that the loss clips some of them
-    and not others."""
-    shifts = (-3.0, -0.4, 0.4, 3.0)
-    return [
-        replace(
-            s, rollout_logprobs=np.where(s.loss_mask, policy + clip * shifts[i % 4], 0).astype(np.float32)
-        )
-        for i, (s, policy) in enumerate(zip(sequences, logprobs, strict=True))
-    ]
+class Update:
+    """One update of all its sequences, and what it did."""
+
+    def __init__(self, initial: Tensors, updated: Tensors, metrics: dict[str, float]) -> None:
+        """
+        Args:
+            initial, updated: the weights before and after it, by name in a checkpoint.
+        """
+        lr = metrics["learning_rate"]
+        self.metrics = metrics
+        self.change = {name: (initial[name] - updated[name]) / lr for name in initial}
+        """How far each weight moved against its gradient, over the learning rate: about the gradient."""
+        self.rounding = ROUNDING / lr
+        """Rounding of `change`."""
+
+
+@contextmanager
+def policy_on_one_rank(config: Config) -> Iterator[tuple[Policy, Any]]:
+    """Provide (the policy on one rank in this process, the rank)."""
+    parallel = replace(ParallelConfig(), use_distributed_optimizer=config.parallel.use_distributed_optimizer)
+    config = replace(config, parallel=parallel, cluster=replace(config.cluster, num_trainers=1))
+    shape = read_hf_config(config.model.hf_dir)
+    with own_trainer(config) as rank:
+        yield Policy(OwnRank(rank), config, 1, partial(forward_flops, shape)), rank
+
+
+def update_on_one_rank(config: Config, sequences: Sequence[TrainSequence]) -> Update:
+    """Take one update of the sequences in this process, from the initial weights."""
+    with policy_on_one_rank(config) as (policy, rank):
+
+        def weights() -> Tensors:
+            return {name: tensor.detach().float().cpu().clone() for name, tensor in rank.export}
+
+        initial = weights()
+        metrics = policy.update(sequences)
+        return Update(initial, weights(), metrics)
+
+
+def with_lr(config: Config, lr: float = READ_OFF) -> Config:
+    """Return the settings of one optimizer step per rollout at a constant learning rate. With READ_OFF the
+    step's change of the weights is its gradient, where |g| << 1."""
+    optimizer = replace(config.optimizer, lr=lr, lr_decay_style="constant")
+    loss = replace(config.loss, num_steps_per_rollout=1, num_epochs_per_rollout=1)
+    return replace(config, optimizer=optimizer, loss=loss)
+
+
+def from_engine(config: Config) -> Config:
+    """Return `with_lr` of the settings, with ratios to the engine's log-probs, so that the clip acts in a
+    first update. Importance corrections read those already."""
+    config = with_lr(config)
+    if config.loss.corrections or config.loss.use_routing_replay:
+        return config
+    return replace(config, loss=replace(config.loss, old_logprobs="engine"))
+
+
+def step_of(gradient: Tensor) -> Tensor:
+    """Return the first step of Adam along a gradient, over the learning rate (`small_run`)."""
+    return gradient / (gradient.abs() + 1)
+
+
+def weights_in(directory: Path) -> Tensors:
+    """Return all tensors of a checkpoint in float32."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
+
+
+def largest_difference(tensors: Tensors, expected: Tensors, rounding: float) -> tuple[float, str, int]:
+    """Return the largest difference of a tensor relative to its own largest value, that tensor's name, and
+    the number of tensors compared. Tensors within a hundred roundings of 0 in both are not compared.
+
+    Raises:
+        ValueError: the two do not hold the same tensors.
+    """
+    if tensors.keys() != expected.keys():
+        names = sorted(tensors.keys() ^ expected.keys())
+        raise ValueError(f"{len(names)} tensors are on one side only: {', '.join(names[:3])}")
+    largest, furthest, count = 0.0, "", 0
+    for name, reference in expected.items():
+        scale = max(reference.abs().max().item(), tensors[name].abs().max().item())
+        if scale <= 100 * rounding:
+            continue
+        count += 1
+        gap = max(0.0, (tensors[name] - reference).abs().max().item() - rounding) / scale
+        if not gap <= largest:  # NaN too
+            largest, furthest = gap, name
+    return largest, furthest, count

@@ -1,124 +1,135 @@
-"""All checks: those of one process, and those over one start of the run's trainers and engines."""
+"""All checks: those of one process, and those over one start of the run's trainers and engines, which is
+opened again to see whether it resumes."""
 
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.basics.records import TrainSequence
+import psutil
+import torch
+
+from megatron_ibpo.basics.records import Group, Sample, TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines.registry import samples_in_trainer
+from megatron_ibpo.models.lora import TrainedWeights, adapter_entries
+from megatron_ibpo.plan.memory import GIB
+from megatron_ibpo.plan.node_memory import memory_on_cpus
+from megatron_ibpo.plan.parameter_count import census_by_names
+from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.run import saving
 from megatron_ibpo.run import steps as loop
+from megatron_ibpo.run.inputs import JOURNAL
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.rollouts import LiveRollouts
 from megatron_ibpo.run.state import Run
-from megatron_ibpo.verify.arrival import check_arrival
-from megatron_ibpo.verify.batch import Subject
-from megatron_ibpo.verify.engine import engine_rows
-from megatron_ibpo.verify.memory import check_memory
-from megatron_ibpo.verify.one_rank import ROUNDING, Update, changes, update_on_one_rank, weights_in
-from megatron_ibpo.verify.prompts import check_data
-from megatron_ibpo.verify.reference import check_reference
-from megatron_ibpo.verify.resume import check_resume
-from megatron_ibpo.verify.rewards import check_rewards
-from megatron_ibpo.verify.rows import CHECKS, NotCheckedError, Row, attempted, in_order
-from megatron_ibpo.verify.small_run import described, small_run
-from megatron_ibpo.verify.split import check_split, compared
-from megatron_ibpo.verify.tokens import Turn, as_turn, check_cut, check_samples, check_tokens
+from megatron_ibpo.verify.batch import Subject, Update, largest_difference, update_on_one_rank, weights_in
+from megatron_ibpo.verify.engine import check_arrival, engine_rows
+from megatron_ibpo.verify.inputs import check_data, check_rewards
+from megatron_ibpo.verify.rows import (
+    CHECKS,
+    NotCheckedError,
+    Row,
+    attempted,
+    check_of,
+    counted_faults,
+    in_order,
+    measured,
+)
+from megatron_ibpo.verify.small_run import small_run
+from megatron_ibpo.verify.tokens import Turns, check_cut, check_samples, check_tokens
+from megatron_ibpo.verify.trainer import check_reference, check_split, compared
+from megatron_ibpo.weights.formats.hugging_face import trained_elements
 
 WITHOUT_ENGINE: dict[str, Callable[[Subject], Iterable[Row]]] = {
-    "rewards": check_rewards,
-    "data": check_data,
-    "tokens": check_tokens,
-    "split": check_split,
+    "rewards": check_rewards, "data": check_data, "tokens": check_tokens, "split": check_split,
     "reference": check_reference,
-}
+}  # fmt: skip
 """Checks that need no engine, quick ones first."""
 LIVE = ("engine", "arrival", "resume", "memory")
 """Checks that need the run's processes. `split` and `tokens` have a part that does."""
+ON_GPU = 1e-3
+"""Relative difference of weights on GPUs, whose kernels add in varying orders; not measured on one yet."""
+MEMORY_BOUND = 2.0
+"""Activations, libraries and their threads come on top of what is counted (`plan.node_memory`)."""
 
 
 def run_checks(
     config: Config, *, full: bool = False, only: Collection[str] = CHECKS
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Make the checks named in `only`. Return (rows in the order of CHECKS, what verify.json says about the
-    settings)."""
+    """Make the checks named in `only`, and print each row as soon as it is there. Return (rows in the order
+    of CHECKS, what verify.json says about the settings)."""
     rows: list[Row] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ibpo-verify-") as scratch:
         small = small_run(config, Path(scratch), full=full)
         subject = Subject(config, small, full)
-        for name, check in WITHOUT_ENGINE.items():
-            if name in only:
-                rows += _reported(name, partial(check, subject))
-        needs_run = [name for name in LIVE if name in only]
-        if "split" in only and (small.cluster.num_trainers or 1) > 1:
-            needs_run.append("split")
-        if needs_run:
-            rows += _reported(needs_run[0], partial(check_live, subject, only))
-        about = described(config, small)
-    missing = set(only) - {row.check.partition(":")[0] for row in rows}
+        work: list[tuple[str, Callable[[], Iterable[Row]]]] = [
+            (name, partial(check, subject)) for name, check in WITHOUT_ENGINE.items() if name in only
+        ]
+        live = (*LIVE, "split") if (small.cluster.num_trainers or 1) > 1 else LIVE
+        if needs_run := [name for name in live if name in only]:
+            work.append((needs_run[0], partial(check_live, subject, only)))
+        for name, check in work:
+            print(f"checking {name} …", file=sys.stderr, flush=True)
+            for row in attempted(name, check):
+                print(f"  {row.verdict}: {row.check}", file=sys.stderr, flush=True)
+                rows.append(row)
+    missing = set(only) - {check_of(row.check) for row in rows}
     rows += [Row(name, "not checked", reason="the run ended before it") for name in missing]
-    return in_order(rows), about | {"full": full, "seconds": round(time.monotonic() - began, 1)}
-
-
-def _reported(name: str, check: Callable[[], Iterable[Row]]) -> list[Row]:
-    """Return the rows of a check, and print each as soon as it is there."""
-
-    def rows() -> Iterator[Row]:
-        for row in check():
-            print(f"  {row.verdict}: {row.check}", file=sys.stderr, flush=True)
-            yield row
-
-    print(f"checking {name} …", file=sys.stderr, flush=True)
-    return attempted(name, rows)
+    return in_order(rows), {
+        "model": str(config.model.hf_dir),
+        "cut_down": small.model.hf_dir != config.model.hf_dir,
+        "layout": {name: size for name, size in vars(small.parallel).items() if name.endswith("_size")},
+        "trainers": small.cluster.num_trainers,
+        "precision": "float32",
+        "seed": small.run.seed,
+        "full": full,
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
     """Open the run, take two steps, and make the checks named in `only`."""
-    turns: set[Turn] = set()
+    turns: Turns = set()
 
-    def rows(check: str, work: Callable[[], Iterable[Row]]) -> list[Row]:
-        return attempted(check, work) if check.partition(":")[0] in only else []
+    def rows(check: str, work: Callable[..., Iterable[Row]], *arguments: Any) -> Iterable[Row]:
+        return attempted(check, partial(work, *arguments)) if check_of(check) in only else ()
 
     with redirect_stdout(sys.stderr), open_run(subject.small) as run:
-        if isinstance(run.rollouts, LiveRollouts):  # a recording has no sampler
-            run.rollouts.sampler.on_sample = lambda sample: turns.add(as_turn(sample))
+        assert isinstance(run.rollouts, LiveRollouts)  # the small run replays nothing
+        run.rollouts.sampler.on_sample = lambda s: turns.add((s.token_ids.tobytes(), s.logprobs.tobytes()))
         export = partial(_export, run)
         initial = export("initial")
         groups = loop.sample(run)
         sequences = loop.credit(run, groups).sequences
-        yield from rows("engine: before", lambda: engine_rows("before an update", run, groups, initial))
-        yield from rows("tokens: samples", lambda: check_samples(subject, groups, sequences, turns))
-        yield from rows("tokens: cut responses", lambda: check_cut(subject, run))
-        metrics = _train(run, sequences)
+        yield from rows("engine: before", engine_rows, "before an update", run, groups, initial)
+        yield from rows("tokens: samples", check_samples, subject, groups, sequences, turns)
+        yield from rows("tokens: cut responses", check_cut, subject, run)
+        metrics = loop.update(run, sequences)
+        loop.sync(run)
         updated = export("updated")
         if not samples_in_trainer(subject.small.rollout.rollout_backend):
-            step = partial(_layout_row, subject, run.config, sequences, metrics, initial, updated)
-            yield from rows("split: the run's layout", lambda: [step()])
+            step = (run.config, sequences, metrics, initial, updated)
+            yield from rows("split: the run's layout", _check_layout, subject, *step)
         saving.save_if_due(run)
         run.policy.saved(wait=True)
         second = loop.sample(run)
         second_sequences = loop.credit(run, second).sequences
-        yield from rows("engine: after", lambda: engine_rows("after an update", run, second, updated))
-        _train(run, second_sequences)
-        yield from rows("memory", lambda: check_memory(run))
+        yield from rows("engine: after", engine_rows, "after an update", run, second, updated)
+        loop.update(run, second_sequences)
+        loop.sync(run)
+        yield from rows("memory", check_memory, run)
         undisturbed = export("undisturbed")
-        yield from rows("arrival", lambda: check_arrival(subject, run, export))
+        yield from rows("arrival", check_arrival, subject, run, export)
     with redirect_stdout(sys.stderr):
-        yield from rows("resume", lambda: check_resume(subject.small, [groups, second], undisturbed))
-
-
-def _train(run: Run, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """Take the step's update, and send the weights to the engines. Return the update's metrics."""
-    metrics = loop.update(run, sequences)
-    loop.sync(run)
-    return metrics
+        yield from rows("resume", check_resume, subject.small, [groups, second], undisturbed)
 
 
 def _export(run: Run, name: str) -> Path:
@@ -128,14 +139,102 @@ def _export(run: Run, name: str) -> Path:
     return directory
 
 
-def _layout_row(
+def _check_layout(
     subject: Subject, config: Config, sequences: Sequence[TrainSequence], metrics: dict[str, float],
     initial: Path, updated: Path,
-) -> Row:  # fmt: skip
+) -> Iterator[Row]:  # fmt: skip
     """Compare the first step of the run's ranks with the same step of one rank in this process."""
     if not any(s.has_advantage for s in sequences):
         raise NotCheckedError("no response has an advantage: all rewards of a prompt are the same")
-    lr = metrics["learning_rate"]
-    update = Update(changes(weights_in(initial), weights_in(updated), lr), metrics, ROUNDING / lr)
+    update = Update(weights_in(initial), weights_in(updated), metrics)
     check = f"split: the run's layout, {config.cluster.num_trainers} ranks"
-    return compared(check, update, update_on_one_rank(config, sequences), subject)
+    yield compared(check, update, update_on_one_rank(config, sequences), subject)
+
+
+def check_memory(run: Run) -> Iterator[Row]:
+    """Compare what trainers and engines hold of main memory with what the plan counts."""
+    if torch.cuda.is_available():
+        raise NotCheckedError("on GPUs: metrics.jsonl has the peak of each rank, `ibpo plan` the prediction")
+    used = _bytes_held()
+    if not used:
+        raise NotCheckedError("trainer and engine are this process, which does much else")
+    config, shape = run.config, run.foundation.shape
+    elements = trained_elements(run.foundation.hf_dir, shape)
+    weights = TrainedWeights(elements, adapter_entries(config.model, shape))
+    ranks = config.cluster.num_trainers or 1
+    census = census_by_names(shape, config, read_overrides(config).chunks, weights, ranks)
+    planned = sum(memory_on_cpus(config, shape, census).values())
+    yield measured(
+        "memory: main", used / planned, MEMORY_BOUND, "activations and libraries come on top",
+        f"{used / GIB:.2f} GiB held by trainers and engines, {planned / GIB:.2f} planned", "ibpo plan",
+    )  # fmt: skip
+
+
+def _bytes_held() -> int:
+    """Return the bytes that trainers, engines, and the processes that these started hold alone."""
+
+    def is_actor(process: psutil.Process) -> bool:
+        try:
+            return "".join(process.cmdline()[:1]).startswith("ray::_Process")
+        except psutil.Error:
+            return False
+
+    actors = [p for p in psutil.Process().children(recursive=True) if is_actor(p)]
+    processes = {p for actor in actors for p in (actor, *actor.children(recursive=True))}
+    return sum(process.memory_full_info().uss for process in processes if process.is_running())
+
+
+def check_resume(config: Config, steps: Sequence[Sequence[Group]], undisturbed: Path) -> Iterator[Row]:
+    """Open the run again, which ended after two steps, and train its second step from the first checkpoint
+    and the journal; then sample that step anew.
+
+    Args:
+        steps: groups of the two steps.
+        undisturbed: the weights after them.
+    """
+    resumed = replace(config, run=replace(config.run, load=config.run.run_dir))
+    with open_run(resumed) as run:
+        faults = [] if run.progress.step == 1 else [f"it goes on after step {run.progress.step}, not 1"]
+        second = loop.sample(run)
+        faults += _different(steps[1], second)
+        loop.update(run, loop.credit(run, second).sequences)
+        weights = _export(run, "resumed")
+    yield counted_faults("resume: journal", faults, "the second step is that of the journal")
+    gap, furthest, _ = largest_difference(weights_in(weights), weights_in(undisturbed), 0.0)
+    on_gpu = torch.cuda.is_available()
+    yield measured(
+        "resume: weights", gap, ON_GPU if on_gpu else 0.0, "stated for GPUs" if on_gpu else "bit for bit",
+        f"largest difference after step 2; {furthest or 'no tensor differs'}",
+        "the checkpoint's optimizer state, learning rate and step; the journal",
+    )  # fmt: skip
+    shutil.rmtree(config.run.run_dir / JOURNAL)
+    with open_run(resumed) as run:
+        second = loop.sample(run)
+    faults = _different(steps[1], second, exactly=False)
+    if config.algorithm.group_filter is None:  # a filter takes further prompts
+        faults += [
+            f"step {number + 1} took prompt {group.prompt.index} in place {place}"
+            for number, groups in enumerate([steps[0], second])
+            for place, group in enumerate(groups, start=number * config.rollout.rollout_batch_size)
+            if group.prompt.index != place
+        ]
+    reason = "without the journal, the same prompts and tokens come again"
+    yield counted_faults("resume: samples", faults, reason)
+
+
+def _different(groups: Sequence[Group], repeated: Sequence[Group], *, exactly: bool = True) -> list[str]:
+    """Return the samples that differ from those of the run that ended.
+
+    Args:
+        exactly: in log-probs too, whose last bits depend on what an engine computed together.
+    """
+
+    def content(sample: Sample) -> list[object]:
+        arrays = [sample.prompt_token_ids, sample.token_ids, sample.loss_mask, sample.logprobs]
+        contents = [array.tobytes() for array in (arrays if exactly else arrays[:-1])]
+        return [*contents, sample.reward, sample.temperature, sample.finish_reason]
+
+    first, second = ([content(s) for group in step for s in group.samples] for step in (groups, repeated))
+    if len(first) != len(second):
+        return [f"{len(second)} samples in place of {len(first)}"]
+    return [f"sample {i} differs" for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]

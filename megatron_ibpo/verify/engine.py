@@ -1,31 +1,46 @@
-"""Log-probs of sampled tokens: the engine's beside the trainer's."""
+"""Log-probs of sampled tokens: the engine's beside the trainer's. They also show whether weights arrive: each
+kind of tensor is changed alone, sent, and seen in what the engine samples."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
-from megatron_ibpo.basics.records import Group, Sample, SampleRequest, TrainSequence
+from megatron_ibpo.basics.records import Floats, Group, Sample, SampleRequest, TokenIds, TrainSequence
 from megatron_ibpo.engines.probe import TIMEOUT_S
+from megatron_ibpo.engines.registry import sampling_precision
+from megatron_ibpo.run import steps as loop
 from megatron_ibpo.run.saving import sleep_engines, wake_engines
 from megatron_ibpo.run.state import Run
-from megatron_ibpo.verify.reference import Array, differences, loaded, logprobs_of, mean_difference
+from megatron_ibpo.verify.batch import Subject, weights_in
 from megatron_ibpo.verify.rows import Row, measured
+from megatron_ibpo.verify.trainer import Array, differences, loaded, logprobs_of, mean_difference
+from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
 
 FLOOR, SPREADS = 5e-5, 4.0
 """Least bound in nats, and how many times the spread of the engine's precision is right."""
-BIN = 8
-"""Tokens of a part of a response whose mean difference is looked at."""
-FEWEST = 24
-"""Tokens that such a mean must have."""
-
+BIN, FEWEST = 8, 24
+"""Tokens of a stretch of a response whose mean difference is looked at, and fewest tokens in such a mean."""
 OTHER_TEMPERATURES = (0.5, 0.8, 1.25, 2.0)
 """Factors of the temperature at which samples could have been drawn instead."""
 SURE = 13.8
 """Logarithm of a million: chances below its inverse are none."""
+PROMPTS, LONGEST, BLOCK = 6, 24, 300
+"""Prompts to sample after each change of weights, tokens of a response, and tokens of a prompt that fills a
+block of every cache: those of delta nets have 256."""
+SHIFT = 0.05
+"""What is added to the factors of adapters, and changes tensors of zeros."""
+VISIBLE = 3.0
+"""Bounds by which a change must move the trainer's log-probs to be seen."""
+
+Sent = tuple[list[TrainSequence], list[Floats]]
+"""Samples from the engine after a change was sent, and the trainer's log-probs under the same weights."""
 
 
 def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> Iterator[Row]:
@@ -35,20 +50,18 @@ def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> I
     sequences = [as_trained(sample) for sample in samples]
     trainer = run.policy.logprobs(sequences)
     gaps = differences([sample.logprobs for sample in samples], trainer, sequences)
-    dtype = engine_dtype(run)
     model = loaded(hf_dir, torch.float64)
     exact = logprobs_of(model, sequences)
-    spreads = differences(logprobs_of(loaded(hf_dir, dtype), sequences), exact, sequences)
+    precision = sampling_precision(run.config.rollout).dtype
+    spreads = differences(logprobs_of(loaded(hf_dir, getattr(torch, precision)), sequences), exact, sequences)
     mean, spread = float(np.concatenate(gaps).mean()), float(np.concatenate(spreads).mean())
     bound = max(FLOOR, SPREADS * spread)
-    source = (
-        f"{SPREADS:.0f} x the spread of transformers in {str(dtype).removeprefix('torch.')}, {spread:.1e}"
-    )
-    next_step = "temperature, top-p and top-k of both, the engine's precision, weight updates (arrival)"
+    source = f"{SPREADS:.0f} x the spread of transformers in {precision}, {spread:.1e}"
     yield measured(
         f"engine: {when}", mean, bound, source,
         f"mean |difference| in nats over {sum(map(len, gaps))} tokens of {len(samples)} samples, largest "
-        f"{max(gap.max() for gap in gaps):.1e}", next_step,
+        f"{max(gap.max() for gap in gaps):.1e}",
+        "temperature, top-p and top-k of both, the engine's precision, weight updates (arrival)",
     )  # fmt: skip
     largest, place = furthest(gaps)
     allowed, _ = furthest(spreads)
@@ -74,16 +87,16 @@ def drawn_row(check: str, model: Any, sequences: Sequence[TrainSequence]) -> Row
         model: transformers' model with the weights that they were sampled with.
     """
     if any(s.sampling_mask is not None for s in sequences):
-        return Row(
-            check, "not checked", reason="top-p or top-k cuts what is drawn from, which only the engine has"
-        )
+        reason = "top-p or top-k cuts what is drawn from, which only the engine has"
+        return Row(check, "not checked", reason=reason)
 
     def total_logprob(factor: float) -> float:
         scaled = [replace(s, temperature=s.temperature * factor) for s in sequences]
         pairs = zip(logprobs_of(model, scaled), sequences, strict=True)
         return sum(float(logprobs[s.loss_mask].sum()) for logprobs, s in pairs)
 
-    log_ratios = {factor: total_logprob(factor) - total_logprob(1.0) for factor in OTHER_TEMPERATURES}
+    total = total_logprob(1.0)
+    log_ratios = {factor: total_logprob(factor) - total for factor in OTHER_TEMPERATURES}
     likeliest = max(log_ratios, key=lambda factor: log_ratios[factor])
     return measured(
         check, log_ratios[likeliest], SURE, "chance of 1 in a million",
@@ -105,14 +118,8 @@ def as_trained(sample: Sample) -> TrainSequence:
     """Return the sample as a sequence for which trainers compute log-probs."""
     return TrainSequence(
         sample.prompt_token_ids, sample.token_ids, sample.loss_mask, 0.0, 0.0, 0, 0, 0,
-        temperature=sample.temperature, sampling_mask=sample.sampling_mask,
+        temperature=sample.temperature, rollout_logprobs=sample.logprobs, sampling_mask=sample.sampling_mask,
     )  # fmt: skip
-
-
-def engine_dtype(run: Run) -> torch.dtype:
-    """Return the precision that the engine computes in."""
-    name = run.config.rollout.parameters.get("vllm_dtype", "float32")
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def furthest(gaps: Sequence[Array]) -> tuple[float, str]:
@@ -121,17 +128,107 @@ def furthest(gaps: Sequence[Array]) -> tuple[float, str]:
         f"tokens {start} to {start + BIN - 1}": [gap[start : start + BIN] for gap in gaps]
         for start in range(0, max(map(len, gaps)), BIN)
     }
-    by_length = sorted(gaps, key=len)
-    for quarter in range(4):
-        part = by_length[quarter * len(gaps) // 4 : (quarter + 1) * len(gaps) // 4]
-        if part:
-            parts[f"responses of {len(part[0])} to {len(part[-1])} tokens"] = part
-    means = {
-        name: float(np.concatenate(part).mean())
-        for name, part in parts.items()
-        if sum(map(len, part)) >= FEWEST
-    }
-    if not means:
-        return float(np.concatenate(gaps).mean()), "all tokens"
+    by_length, size = sorted(gaps, key=len), len(gaps)
+    quarters = [by_length[size * i // 4 : size * (i + 1) // 4] for i in range(4)]
+    parts |= {f"responses of {len(q[0])} to {len(q[-1])} tokens": q for q in quarters if q}
+    long_parts = {name: part for name, part in parts.items() if sum(map(len, part)) >= FEWEST}
+    all_tokens = {"all tokens": list(gaps)}
+    means = {name: float(np.concatenate(part).mean()) for name, part in (long_parts or all_tokens).items()}
     worst = max(means, key=lambda name: means[name])
     return means[worst], worst
+
+
+def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> Iterator[Row]:
+    """Change all tensors, and then each kind of tensor alone; send each change, and compare what the engine
+    samples."""
+    origin = export("arrival")
+    tensors = weights_in(origin)
+    kinds = {"all tensors": list(tensors)}
+    if not subject.full:
+        for name in tensors:
+            kinds.setdefault(_kind_of(name), []).append(name)
+    sent: dict[str, Sent] = {}
+    for number, (kind, names) in enumerate(kinds.items()):
+        changed = _changed(origin, tensors, names, seed=number)
+        run.policy.load_weights(changed)
+        sent[kind] = _send_and_sample(subject, run)
+        if number == 0:  # a policy so random that its samples tell much
+            yield drawn_row("arrival: the draw", loaded(changed, torch.float64), sent[kind][0])
+            yield _seeds_row(loop.sample(run))
+            sleep_engines(run)
+    run.policy.load_weights(origin)
+    for factor in () if subject.small.model.lora_rank is None else ("A", "B"):
+        run.policy.shift_adapters(factor, SHIFT)
+        sent[f"adapters' {factor}"] = _send_and_sample(subject, run)
+        run.policy.shift_adapters(factor, -SHIFT)
+    sequences = [s for of_kind, _ in sent.values() for s in of_kind]
+    precision = sampling_precision(run.config.rollout).dtype
+    exact, rounded = (
+        logprobs_of(loaded(origin, getattr(torch, dtype)), sequences) for dtype in ("float64", precision)
+    )
+    bound = max(FLOOR, SPREADS * mean_difference(exact, rounded, sequences))
+    for kind, (of_kind, trainer) in sent.items():
+        engine = [s.rollout_logprobs for s in of_kind if s.rollout_logprobs is not None]
+        gap = mean_difference(trainer, engine, of_kind)
+        moved = mean_difference(trainer, run.policy.logprobs(of_kind), of_kind)
+        source = f"{SPREADS:.0f} x the spread of the engine's precision"
+        reason = f"mean |difference| in nats after an update that moves the trainer's by {moved:.2g}"
+        next_step = "--check-weight-update-equal, the engine's name and layout of this tensor"
+        row = measured(f"arrival: {kind}", gap, bound, source, reason, next_step)
+        if gap <= bound and moved < VISIBLE * bound:
+            unseen = f"{reason}, too little to be seen beside the bound"
+            row = replace(row, verdict="not checked", reason=unseen)
+        yield row
+
+
+def _kind_of(name: str) -> str:
+    """Return a tensor's name without the numbers of its layer and its expert."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name).removeprefix("model.").removesuffix(".weight")
+
+
+def _changed(origin: Path, tensors: Mapping[str, Tensor], names: Sequence[str], seed: int) -> Path:
+    """Write a checkpoint in which the tensors `names` differ from those of `origin`, by as much as their root
+    mean square."""
+    target = origin.parent / "changed"
+    target.mkdir(exist_ok=True)
+    copy_all_but_weights(origin, target, torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    changed = dict(tensors)
+    for name in names:
+        size = tensors[name].square().mean().sqrt().item() or SHIFT
+        changed[name] = tensors[name] + torch.randn(tensors[name].shape, generator=generator) * size
+    save_file(changed, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def _send_and_sample(subject: Subject, run: Run) -> Sent:
+    """Send the trainers' weights, and sample the same prompts from the engine as before."""
+    assert run.engines is not None
+    rollout = subject.small.rollout
+    run.engines.update_weights(run.engines.version + 1)
+    length, cut = min(LONGEST, rollout.rollout_max_response_len), rollout.top_p_and_k(0)
+    samples = engine_samples(run, [
+        SampleRequest(ids, seed, length, rollout.rollout_temperature, *cut)
+        for seed, ids in enumerate(_prompts(subject))
+    ])  # fmt: skip
+    sequences = [as_trained(sample) for sample in samples]
+    return sequences, run.policy.logprobs(sequences)
+
+
+def _prompts(subject: Subject) -> list[TokenIds]:
+    """Return the run's first prompts, and twice a long one made of many, as caches keep whole blocks only."""
+    room = subject.foundation.max_context - LONGEST - 1
+    prompts = [prompt.token_ids for prompt in subject.first_prompts(8 * PROMPTS)]
+    long_prompt = np.concatenate(prompts)[: min(BLOCK + PROMPTS, room)]
+    return [*prompts[:PROMPTS], long_prompt, long_prompt]
+
+
+def _seeds_row(groups: Sequence[Group]) -> Row:
+    """Responses to a prompt are drawn independently, and so are not all the same unless that is likely."""
+    equal = [g.responses for g in groups if len({r.token_ids.tobytes() for r in g.responses}) == 1]
+    unlikely = -sum(float(response.logprobs.sum()) for responses in equal for response in responses[1:])
+    return measured(
+        "arrival: seeds", unlikely if len(equal) == len(groups) else 0.0, SURE, "chance of 1 in a million",
+        "nats by which it is unlikely that all responses to a prompt are the same, as they are for "
+        f"{len(equal)} of {len(groups)} prompts", "seeds of requests",
+    )  # fmt: skip

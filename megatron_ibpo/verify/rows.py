@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,6 @@ from megatron_ibpo.report import jsonable
 
 CHECKS = ("split", "reference", "engine", "arrival", "tokens", "rewards", "data", "resume", "memory")
 """Names of the checks, in the order of the table."""
-
 Verdict = Literal["right", "wrong", "not checked"]
 
 
@@ -28,11 +27,9 @@ class Row:
     """Name of the check, a colon, and what it looked at."""
     verdict: Verdict
     figure: float | None = None
-    """Measured value."""
     bound: float | None = None
     """Largest figure that counts as right."""
     bound_from: str = ""
-    """Where the bound comes from."""
     reason: str = ""
     """What was measured, why it was not, or what to look at next."""
 
@@ -52,32 +49,31 @@ def measured(
 
 
 def counted_faults(check: str, faults: Sequence[str], reason: str) -> Row:
-    """Return the row of a check that allows no fault; the first three faults are named.
-
-    Args:
-        reason: what was looked at.
-    """
+    """Return the row of a check that allows no fault; the first three faults are named behind `reason`, which
+    says what was looked at."""
     named = f"{reason}: {'; '.join(faults[:3])}" if faults else reason
-    verdict: Verdict = "wrong" if faults else "right"
-    return Row(check, verdict, float(len(faults)), 0.0, "exact", named)
+    return measured(check, float(len(faults)), 0.0, "exact", named)
 
 
-def attempted(check: str, work: Callable[[], Iterable[Row]]) -> list[Row]:
-    """Return the rows of a check. One that cannot be made is "not checked"; one that fails is wrong, since
-    the run would fail there too."""
-    rows: list[Row] = []
+def attempted(check: str, work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """Yield the rows of a check. One that cannot be made is "not checked"; one that fails is wrong, since the
+    run would fail there too."""
     try:
-        rows.extend(work())
+        yield from work()
     except NotCheckedError as why:
-        rows.append(Row(check, "not checked", reason=str(why)))
+        yield Row(check, "not checked", reason=str(why))
     except Exception as error:
-        rows.append(Row(check, "wrong", reason=f"it failed: {fault_text(error)}"))
-    return rows
+        yield Row(check, "wrong", reason=f"it failed: {fault_text(error)}")
+
+
+def check_of(row_name: str) -> str:
+    """Return the check that a row belongs to."""
+    return row_name.partition(":")[0]
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
     """Return the rows in the order of their checks."""
-    return sorted(rows, key=lambda row: CHECKS.index(row.check.partition(":")[0]))
+    return sorted(rows, key=lambda row: CHECKS.index(check_of(row.check)))
 
 
 def exit_status(rows: Iterable[Row]) -> int:
@@ -95,12 +91,8 @@ def table(rows: Sequence[Row]) -> str:
     """Return the rows as text, a line each, with the reason below."""
     lines = [f"{'check':<34} {'verdict':<12} {'figure':>9} {'bound':>9}  bound from"]
     for row in rows:
-        values = f"{_short(row.figure):>9} {_short(row.bound):>9}"
-        lines.append(f"{row.check:<34} {row.verdict:<12} {values}  {row.bound_from}".rstrip())
+        figure, bound = ("" if value is None else f"{value:.3g}" for value in (row.figure, row.bound))
+        lines.append(f"{row.check:<34} {row.verdict:<12} {figure:>9} {bound:>9}  {row.bound_from}".rstrip())
         lines += [f"    {row.reason}"] if row.reason else []
     counts = {name: sum(row.verdict == name for row in rows) for name in ("right", "wrong", "not checked")}
     return "\n".join([*lines, "", ", ".join(f"{count} {name}" for name, count in counts.items())])
-
-
-def _short(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"

@@ -1,23 +1,36 @@
 """The run's settings for a small run that checks them: the same model family, loss, credit, sampling, data
-and layout, with few prompts, short responses and float32."""
+and layout, with few prompts, short responses, float32, and a small random model in place of a large one."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_ibpo.config import Config, ParallelConfig
+from megatron_ibpo.config import Config, ParallelConfig, RolloutConfig
+from megatron_ibpo.config.run import RunConfig
+from megatron_ibpo.data.tokenizer import TOKENIZER_FILES
 from megatron_ibpo.models import least_world
-from megatron_ibpo.verify.cut_down import cut_down, is_tiny
+from megatron_ibpo.weights.formats.checkpoint_files import has_weights
 
 PROMPTS, RESPONSES, LONGEST = 4, 4, 64
 """Most prompts of a step, responses per prompt, and tokens per response."""
-STEPS = 3
-STAND_IN = "megatron_ibpo.verify.stand_in_reward:score"
-CACHE_BYTES = 512 * 1024**2
-MOST_RANKS = 4
-"""Most trainer processes on a machine without GPUs."""
+STEPS, MOST_RANKS = 3, 4
+"""Steps of the run, and most trainer processes on a machine without GPUs."""
+STAND_IN = "megatron_ibpo.verify.made_up_rewards:score"
+CACHE_BYTES, TINY_BYTES = 512 * 1024**2, 64 * 1024**2
+"""Cache of an engine on CPUs, and largest weights that are used as they are."""
+SPREAD = 0.1
+"""Standard deviation of the random weights, with which logits are not flat."""
+SMALL: dict[str, int] = {
+    "intermediate_size": 192, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 32,
+    "linear_num_key_heads": 2, "sliding_window": 24, "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+"""Field of config.json → the most of it in the small model."""
 
 
 def small_run(config: Config, scratch: Path, *, full: bool) -> Config:
@@ -27,35 +40,46 @@ def small_run(config: Config, scratch: Path, *, full: bool) -> Config:
         scratch: directory for its model and its files.
         full: check the run's own model, whatever its size.
     """
-    hf_dir = config.model.hf_dir
+    on_gpu, hf_dir = torch.cuda.is_available(), config.model.hf_dir
     if not full and not is_tiny(hf_dir):
         hf_dir = cut_down(hf_dir, scratch / "model", config.run.seed)
-    on_gpu = torch.cuda.is_available()
     parallel = config.parallel if on_gpu and full else _small_layout(config.parallel)
-    model = replace(
-        config.model, hf_checkpoint=hf_dir, bf16=False, mtp_num_layers=0, ref_load=None,
-        model_override=config.model.model_override if on_gpu else (),
-    )  # fmt: skip
-    # a first step is lr · g / (|g| + eps), so that gradients can be read off it
-    optimizer = replace(
-        config.optimizer, lr=1.0, critic_lr=1e-3, adam_eps=1.0, clip_grad=1e9, lr_warmup_fraction=0.0,
-        lr_decay_style="cosine",  # a resume that loses the schedule then shows
-        weight_decay=0.0, use_precision_aware_optimizer=False, optimizer_cpu_offload=False,
-        overlap_cpu_optimizer_d2h_h2d=False, optimizer_override=(),
-    )  # fmt: skip
     trainers = config.cluster.num_trainers if on_gpu else _num_trainers(config, parallel)
-    cluster = replace(config.cluster, num_trainers=trainers)
-    short = _short(config, scratch, on_gpu=on_gpu)
-    return replace(short, model=model, parallel=parallel, optimizer=optimizer, cluster=cluster)
+    return replace(
+        config,
+        model=replace(
+            config.model, hf_checkpoint=hf_dir, bf16=False, mtp_num_layers=0, ref_load=None,
+            model_override=config.model.model_override if on_gpu else (),
+        ),
+        parallel=parallel,
+        # a first step is lr · g / (|g| + eps), so that gradients can be read off it
+        optimizer=replace(
+            config.optimizer, lr=1.0, critic_lr=1e-3, adam_eps=1.0, clip_grad=1e9, lr_warmup_fraction=0.0,
+            lr_decay_style="cosine",  # a resume that loses the schedule then shows
+            weight_decay=0.0, use_precision_aware_optimizer=False, optimizer_cpu_offload=False,
+            overlap_cpu_optimizer_d2h_h2d=False, optimizer_override=(),
+        ),
+        cluster=replace(config.cluster, num_trainers=trainers),
+        rollout=_short(config.rollout, config.loss.num_steps_per_rollout, on_gpu=on_gpu),
+        run=RunConfig(
+            run_dir=scratch / "run", num_rollout=STEPS, seed=config.run.seed, save_interval=1,
+            save_interval_minutes=None, eval_num_prompts=0, operator_skill_prompts=0,
+            max_reward_error_rate=config.run.max_reward_error_rate,
+            max_nonfinite_steps=config.run.max_nonfinite_steps,
+        ),
+        data=replace(
+            config.data, rm_type=STAND_IN, reward_part=(), reward_threshold=1.0, rm_url=None, rm_model=None,
+            rm_template=None, rm_score=None,
+        ),
+    )  # fmt: skip
 
 
-def _short(config: Config, scratch: Path, *, on_gpu: bool) -> Config:
-    """Return the settings with few steps, few prompts, short responses and a made-up reward."""
-    rollout, steps = config.rollout, config.loss.num_steps_per_rollout
+def _short(rollout: RolloutConfig, steps: int, *, on_gpu: bool) -> RolloutConfig:
+    """Return the settings with few prompts and short responses, in a rollout of `steps` optimizer steps."""
     engine = dict(rollout.parameters)
     if not on_gpu and "vllm_arg" in engine:  # quantization, which CPUs lack, and a GPU's cache
         engine |= {"vllm_arg": (), "vllm_kv_cache_bytes": CACHE_BYTES}
-    rollout = replace(
+    return replace(
         rollout, parameters=engine,
         rollout_batch_size=max(1, PROMPTS // steps) * steps,
         n_samples_per_prompt=min(rollout.n_samples_per_prompt, RESPONSES),
@@ -64,16 +88,6 @@ def _short(config: Config, scratch: Path, *, on_gpu: bool) -> Config:
         rollout_num_gpus=rollout.rollout_num_gpus if on_gpu else None,
         max_staleness=0, over_sampling_batch_size=None, keep_order=False, check_weight_update_equal=False,
     )  # fmt: skip
-    run = replace(
-        config.run, run_dir=scratch / "run", num_rollout=STEPS, num_epoch=None, budget=None, load=None,
-        load_debug_rollout_data=None, debug_rollout_only=False, save=True, save_interval=1,
-        save_interval_minutes=None, eval_num_prompts=0, eval_interval=None, operator_skill_prompts=0,
-        gradient_meter_interval=None, use_wandb=False, use_trackio=False, push_to_hub=None,
-        export_interval=None,
-    )  # fmt: skip
-    data = replace(config.data, rm_type=STAND_IN, reward_part=(), reward_threshold=1.0, rm_url=None,
-                   rm_model=None, rm_template=None, rm_score=None)  # fmt: skip
-    return replace(config, rollout=rollout, run=run, data=data)
 
 
 def _small_layout(parallel: ParallelConfig) -> ParallelConfig:
@@ -83,11 +97,10 @@ def _small_layout(parallel: ParallelConfig) -> ParallelConfig:
              "expert_tensor_parallel_size", "context_parallel_size")  # fmt: skip
     least: dict[str, Any] = {name: min(2, getattr(parallel, name)) for name in sizes}
     least |= {"decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None}
-    small = replace(parallel, **least)
     for name in ("context_parallel_size", "pipeline_model_parallel_size", "expert_tensor_parallel_size"):
-        if least_world(small) > MOST_RANKS:
-            small = replace(small, **dict[str, Any]({name: 1}))
-    return small
+        if least_world(replace(parallel, **least)) > MOST_RANKS:
+            least[name] = 1
+    return replace(parallel, **least)
 
 
 def _num_trainers(config: Config, small: ParallelConfig) -> int:
@@ -97,13 +110,64 @@ def _num_trainers(config: Config, small: ParallelConfig) -> int:
     return 2 * least if shares > 1 and 2 * least <= MOST_RANKS else least
 
 
-def described(config: Config, small: Config) -> dict[str, Any]:
-    """Return what verify.json says of the settings."""
-    return {
-        "model": str(config.model.hf_dir),
-        "cut_down": small.model.hf_dir != config.model.hf_dir,
-        "layout": {name: size for name, size in vars(small.parallel).items() if name.endswith("_size")},
-        "trainers": small.cluster.num_trainers,
-        "precision": "float32",
-        "seed": small.run.seed,
-    }
+def is_tiny(hf_dir: Path) -> bool:
+    """Return whether the checkpoint's weights are small enough to be used as they are."""
+    files = [*hf_dir.glob("*.safetensors"), *hf_dir.glob("*.bin")]
+    return has_weights(hf_dir) and sum(file.stat().st_size for file in files) <= TINY_BYTES
+
+
+def cut_down(hf_dir: Path, target: Path, seed: int) -> Path:
+    """Write a model of the same family with few layers and a small hidden size into `target`, with random
+    weights in float32 and the same tokenizer. Return `target`."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig  # take seconds
+
+    config = AutoConfig.from_pretrained(hf_dir).get_text_config()
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the small weights are not packed
+    _shrink(config)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.dim() == 1 and (tensor.requires_grad or name.endswith("e_score_correction_bias")):
+                tensor.add_(torch.randn_like(tensor) * SPREAD / 2)  # constants would hide a mix-up
+    if (hf_dir / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(hf_dir)
+    model.save_pretrained(target)
+    for name in TOKENIZER_FILES:
+        if (hf_dir / name).is_file():
+            shutil.copyfile(hf_dir / name, target / name)
+    return target
+
+
+def _shrink(config: Any) -> None:
+    """Make the sizes small, and keep what decides how a layer is laid out: ratios of heads, experts, ties."""
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    is_square = head_dim * heads == config.hidden_size
+    value_heads = getattr(config, "linear_num_value_heads", 0)
+    ratio = value_heads // config.linear_num_key_heads if value_heads else 0
+    config.num_hidden_layers = layers = _num_layers(config)
+    for name, most in SMALL.items():
+        if isinstance(value := getattr(config, name, None), int):
+            setattr(config, name, min(value, most))
+    config.num_key_value_heads = min(2, keys)
+    config.num_attention_heads = config.num_key_value_heads * min(max(1, heads // keys), 2)
+    # 1, 2 or 4 heads of 32 are never 96
+    config.hidden_size = 32 * config.num_attention_heads if is_square else 96
+    if value_heads:
+        config.linear_num_value_heads = config.linear_num_key_heads * min(ratio, 2)
+    config.initializer_range = SPREAD
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "mrope_section" in rope:
+        rope["mrope_section"] = [2, 1, 1]  # of the 32 / 8 pairs that are rotated
+
+
+def _num_layers(config: Any) -> int:
+    """Return the fewest layers, a multiple of two pipeline stages, that have every kind."""
+    kinds = getattr(config, "layer_types", None) or [0]
+    last_new = max(kinds.index(kind) for kind in set(kinds)) + 1
+    with_dense_start = 4 if getattr(config, "first_k_dense_replace", 0) else 2
+    return min(config.num_hidden_layers, max(last_new + last_new % 2, with_dense_start))

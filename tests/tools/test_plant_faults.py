@@ -2,22 +2,9 @@ from dataclasses import replace
 
 import pytest
 from mutants import ROOT
-from plant_faults import (
-    LIST,
-    NO_RECORD,
-    RESULTS,
-    Arguments,
-    changed_model,
-    continued,
-    main,
-    read_results,
-    read_trials,
-    remaining_checks,
-    table,
-)
+from plant_faults import LIST, RESULTS, Arguments, changed_model, main, read_results, read_trials, table
 
 from megatron_ibpo.run.settings import parse_config
-from megatron_ibpo.verify.rows import CHECKS
 
 
 def test_every_published_fault_fits_its_file_once():
@@ -40,21 +27,6 @@ def test_the_fault_record_is_complete_and_documented():
     assert [name for name, result in results.items() if not result["as_expected"]] == []
     document = (ROOT / "docs/verify.md").read_text()
     assert [line for line in table(results) if line not in document] == []
-
-
-def test_a_setting_is_continued_with_the_checks_it_lacks():
-    first = {"as_expected": True, "seconds": 1.0, "cpu_seconds": 2.0, "checks": ["split", "data"], "right": 9,
-             "wrong": [], "not_checked": {"data: epochs": "why"}}  # fmt: skip
-    missing = remaining_checks(first, ())
-    assert {*missing} == {*CHECKS} - {"split", "data"}
-    assert remaining_checks(first, ("split", "memory")) == ["memory"]
-    last = continued(first, first | {"checks": missing, "not_checked": {"memory": "why"}})
-    assert {*last["checks"]} == {*CHECKS}
-    assert (last["seconds"], last["cpu_seconds"], last["right"]) == (2.0, 4.0, 18)
-    assert [*last["not_checked"]] == ["data: epochs", "memory"]
-    for record in (last, first | {"as_expected": False}, NO_RECORD):  # nothing to continue
-        assert remaining_checks(record, ()) == [*CHECKS]
-        assert continued(record, last | {"right": 1})["right"] == 1
 
 
 @pytest.mark.slow

@@ -62,9 +62,9 @@ def test_verification_rows_are_ordered_and_complete_in_json():
     assert table(rows).endswith(f"{len(CHECKS)} right, 0 wrong, 0 not checked")
 
 
-@pytest.mark.parametrize("seed", ["0", "7", "4294967295", "random"])
+@pytest.mark.parametrize("seed", ["0", "1", "4294967295", "random"])
 def test_a_second_reading_has_another_hash_seed(monkeypatch, seed):
-    from megatron_ibpo.verify.prompts import with_other_hashes  # imports torch
+    from megatron_ibpo.verify.inputs import with_other_hashes  # imports torch
 
     monkeypatch.setenv("PYTHONHASHSEED", seed)
     printed = [sys.executable, "-c", "print(hash('a prompt'))"]
@@ -77,7 +77,7 @@ def test_a_second_reading_has_another_hash_seed(monkeypatch, seed):
 @pytest.mark.slow
 def test_the_reduced_model_of_packed_weights_is_unpacked(tmp_path):
     """gpt-oss is published in MXFP4: vLLM would look for kernels of that format."""
-    from megatron_ibpo.verify.cut_down import cut_down  # imports torch
+    from megatron_ibpo.verify.small_run import cut_down  # imports torch
 
     published = ROOT / "examples/models/gpt_oss_20b"
     assert "quantization_config" in json.loads((published / "config.json").read_text())
