@@ -184,8 +184,8 @@ def _shared_token(run_dir: Path | None) -> Iterator[str]:
 
 @contextmanager
 def _handed_on() -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """Forward signals to the command in the list, which ends in its own way and time. A terminal sends some
-    to both; the command counts two in quick succession as one."""
+    """Provide a list; signals to this process go on to the commands that the caller puts there, which end in
+    their own way and time. A terminal sends some to both; a command counts two in quick succession as one."""
     commands: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, _: object) -> None:

@@ -160,7 +160,7 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
         self._end(worker)
 
     def _settled(self, worker: _Worker, calls: list[_Call]) -> _Worker:
-        """Get the calls answered, whatever happens; return the worker that is left."""
+        """Answer the calls as `_settle` does, or with the error of a worker that cannot be replaced."""
         try:
             return self._settle(self._alive(worker), calls)
         except WorkerError as error:

@@ -60,7 +60,8 @@ def _doubled_start(ids: TokenIds, tokenizer: Tokenizer) -> bool:
 
 
 def _rendering(subject: Subject, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> Iterator[Row]:
-    """Prompts begin and end, and responses stop, as transformers has it."""
+    """Yield whether prompts are rendered to the ids that transformers makes of them, and responses stop at
+    the ids of its generation settings."""
     from transformers import AutoTokenizer, GenerationConfig  # take seconds
 
     hf_dir, data = subject.foundation.hf_dir, subject.config.data

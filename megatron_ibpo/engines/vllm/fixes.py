@@ -251,7 +251,8 @@ def _split_experts(model: Any, weights: Weights, loaded: set[str]) -> Iterator[t
 
 
 def _load_sinks(model: Any, name: str, sinks_H: torch.Tensor) -> set[str]:
-    """Return the parameter that took this worker's heads; none if it belongs to a layer of another worker."""
+    """Load the sinks of this worker's heads. Return the name of their parameter, or nothing where another
+    worker has the layer."""
     parameter = dict(model.named_parameters()).get(name)
     if parameter is None:
         return set()

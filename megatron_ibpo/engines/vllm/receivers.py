@@ -159,7 +159,7 @@ class Drafter:
         """Tensors still to come; None until an update brings the first: the engine then keeps its weights."""
 
     def fed(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights, and load the drafter's."""
+        """Yield the weights as they come, and load those of the drafter into its model on the way."""
         for name, tensor in weights:
             if name.startswith(DRAFTED):
                 if self._absent is None:

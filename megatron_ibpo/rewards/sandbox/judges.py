@@ -343,16 +343,16 @@ def _equals(expression: str, number: float) -> bool:
     return bool(sympy.parse_expr(expression.strip()) == sympy.Rational(number))
 
 
-def _has_numbers(answer: str, _: "dict[str, Any]") -> bool:
-    """Check an answer to tasks that compare numbers so that NaN is close to all of them."""
+def _names_no_nan(answer: str, _: "dict[str, Any]") -> bool:
+    """Return whether an answer names no NaN, which the tasks that use this would find close to any number."""
     return "nan" not in answer.replace(" ", "").lower()
 
 
 _EARNS: "dict[str, Callable[[str, dict[str, Any]], bool]]" = {
     "coin_flip": _is_close,
-    "complex_arithmetic": _has_numbers,
+    "complex_arithmetic": _names_no_nan,
     "countdown": _makes_target,
-    "number_sorting": _has_numbers,
+    "number_sorting": _names_no_nan,
     "puzzle24": _makes_24,
 }
 
