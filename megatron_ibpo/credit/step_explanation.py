@@ -57,13 +57,14 @@ def check_words(groups: Sequence[Group], judgement: Judgement) -> None:
     words = judgement.explanations
     if words is None:
         return
-    sizes, own_sizes = [len(group.responses) for group in groups], [len(of_group) for of_group in words]
-    if own_sizes != sizes:
+    sizes = [len(group.responses) for group in groups]
+    explained = [len(group_words) for group_words in words]
+    if explained != sizes:
         raise ValueError(
-            f"the operator's explanations are for groups of {own_sizes} responses instead of {sizes}: it "
+            f"the operator's explanations are for groups of {explained} responses instead of {sizes}: it "
             "gives a list of lines for every response"
         )
-    lines = [line for of_group in words for of_response in of_group for line in of_response]
+    lines = [line for group_words in words for response_words in group_words for line in response_words]
     if misfit := next((line for line in lines if not isinstance(line, Line)), None):
         raise ValueError(f"the operator's explanations hold {shown(misfit)}, which is no Line")
 

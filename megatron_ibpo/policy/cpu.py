@@ -64,12 +64,12 @@ class NullStream:
     """A stream on which all work is already done. There is only one."""
 
     cuda_stream = 0
-    _only: NullStream | None = None
+    _instance: NullStream | None = None
 
     def __new__(cls, *_: Any, **__: Any) -> NullStream:
-        if cls._only is None:
-            cls._only = super().__new__(cls)
-        return cls._only
+        if cls._instance is None:
+            cls._instance = super().__new__(cls)
+        return cls._instance
 
     def wait_stream(self, _stream: Any) -> None: ...
     def wait_event(self, _event: Any) -> None: ...

@@ -369,12 +369,12 @@ class _Totals:
 
     def metrics(self) -> dict[str, float]:
         sums = self.sums
-        out = {name: sums[name] for name in ("updates_skipped", "updates_empty", "loss")}
+        metrics = {name: sums[name] for name in ("updates_skipped", "updates_empty", "loss")}
         # a mean over nothing is absent: an entropy of 0 would look like a collapse
         for mean, total, count in _MEANS:
             if total in sums and sums[count]:
-                out[mean] = sums[total] / sums[count]
-        return out | mtp_metrics(sums) | self.maxima
+                metrics[mean] = sums[total] / sums[count]
+        return metrics | mtp_metrics(sums) | self.maxima
 
 
 def _update_metrics(epochs: Sequence[_Totals], num_minibatches: int) -> dict[str, float]:
