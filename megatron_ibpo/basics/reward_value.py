@@ -62,7 +62,8 @@ def read_reward(value: Any) -> tuple[float, dict[str, float]]:
             raise ValueError(f"names have at most {LONGEST_NAME} printable characters, got {shown(name)}")
         if not isinstance(number, Real):
             raise TypeError(f"expected a {kind}, got {type(number).__name__} {shown(number)}")
-        if not abs(float(number)) <= LARGEST_REWARD:  # as NaN is not
+        size: Any = abs(number)  # an integer may be too large for a float
+        if not size <= LARGEST_REWARD:  # as NaN is not
             raise ValueError(f"expected a {_too_large(kind, number)}")
     return float(parts.pop("score")), {name: float(number) for name, number in parts.items()}
 
