@@ -6,6 +6,9 @@ buffers, which are unpacked as soon as they are read. So sizes are found before 
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +29,8 @@ _MOST_GROUP_ROWS, _MOST_GROUP_VALUES = 2**22, 2**26
 """Most rows of a row group, and most values of one of its columns."""
 _UNREAD_ENCODINGS = {"DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"}
 """Encodings of text in which the library cannot read repeated values as one."""
+FOOTERS_TIMEOUT_S = 60
+"""Seconds to read footers, beside one for each file."""
 _ARROW_MAGIC, _ARROW_PADDING = b"ARROW1", 8
 """Beginning of an Arrow file that is no stream, and where its messages start."""
 
@@ -59,8 +64,45 @@ class _Blocks(ABC):
         return f"{self.path}, row {self._first[block] + number}"
 
 
+_READ_FOOTERS = """
+import json, sys
+from pyarrow import parquet
+for path in json.load(sys.stdin):
+    print(json.dumps(path), flush=True)
+    try:
+        metadata = parquet.read_metadata(path)
+    except Exception:
+        continue  # the reader says why
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for place in range(group.num_columns):
+            group.column(place)
+"""
+
+
+def check_footers(files: Sequence[Path]) -> None:
+    """Raise DataError if the footer of a parquet file among these would end the process: pyarrow lets some
+    errors of its C++ pass all handlers of Python. So a process of its own reads all of them first."""
+    paths = [str(file) for file in files if file.suffix == ".parquet"]
+    if not paths:
+        return
+    timeout = FOOTERS_TIMEOUT_S + len(paths)
+    try:
+        child = subprocess.run(
+            [sys.executable, "-P", "-c", _READ_FOOTERS], input=json.dumps(paths), capture_output=True,
+            text=True, timeout=timeout, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise DataError(f"{paths[0]}: reading the footers took more than {timeout} s") from None
+    if child.returncode:
+        path = json.loads(child.stdout.splitlines()[-1]) if child.stdout else paths[0]
+        lines = child.stderr.split("what():")[-1].strip().splitlines()
+        reason = lines[0] if lines else f"its reader ended with {child.returncode}"
+        raise DataError(f"{path}: not a parquet file, or damaged ({reason[:200]})")
+
+
 class Parquet(_Blocks):
-    """A parquet file in row groups."""
+    """A parquet file in row groups, whose footer has passed `check_footers`."""
 
     def __init__(self, path: Path, columns: Sequence[str] | None = None):
         """

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from megatron_ibpo.basics.user_files import check_user_file, read_json_object
 from megatron_ibpo.config import nearest, searched
-from megatron_ibpo.data.arrow_tables import ArrowFile, Parquet
+from megatron_ibpo.data.arrow_tables import ArrowFile, Parquet, check_footers
 from megatron_ibpo.data.row_prompts import (
     LARGEST_COMPRESSED,
     Budget,
@@ -71,6 +71,7 @@ def small_rows(files: Sequence[Path], columns: Sequence[str]) -> Rows | None:
                 "which are read whole; `gunzip`"
             )
         check_budget(file for file in files if file.name.endswith(LINES))
+        check_footers(files)
         return _all_rows(files, columns)
     if size > SMALL_BYTES:
         return None
@@ -86,6 +87,7 @@ def small_rows(files: Sequence[Path], columns: Sequence[str]) -> Rows | None:
 def open_table(files: Sequence[Path], columns: Sequence[str]) -> Table:
     """Open the rows of the files as one table. Raises DataError for a file that is damaged or of another
     format."""
+    check_footers(files)
     tables = [_table(file, columns) for file in files]
     return tables[0] if len(tables) == 1 else Files(tables)
 

@@ -19,7 +19,7 @@ from megatron_ibpo.basics.user_files import (
 )
 from megatron_ibpo.config import path_in_recipe, searched
 from megatron_ibpo.data import DataError
-from megatron_ibpo.data.arrow_tables import Parquet
+from megatron_ibpo.data.arrow_tables import Parquet, check_footers
 from megatron_ibpo.data.row_prompts import LARGEST_COMPRESSED, MOST_BRACKETS, MOST_LINES
 from megatron_ibpo.data.tables import num_brackets
 
@@ -114,6 +114,7 @@ def _of_list(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _of_parquet(file: Path) -> Iterator[tuple[str, Row]]:
+    check_footers([file])
     table = Parquet(file)
     for block in range(table.num_blocks):
         for number in range(table.count(block)):
