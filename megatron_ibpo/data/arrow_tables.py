@@ -288,13 +288,16 @@ def _most_bytes(array: Any, times: int) -> int:
 
 
 def _longest(array: Any, offset_type: type) -> int:
-    offsets: Any = np.frombuffer(array.buffers()[1], offset_type)
-    return int(np.diff(offsets[array.offset : array.offset + len(array) + 1]).max())
+    # a damaged buffer may have bytes beyond its last element
+    offsets: Any = np.frombuffer(array.buffers()[1], offset_type, array.offset + len(array) + 1)
+    return int(np.diff(offsets[array.offset :]).max())
 
 
 def _longest_view(array: Any) -> int:
-    views: Any = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)  # each begins with its length
-    return int(views[array.offset : array.offset + len(array), 0].max())
+    end = array.offset + len(array)
+    # each view begins with its length
+    views: Any = np.frombuffer(array.buffers()[1], np.int32, 4 * end).reshape(-1, 4)
+    return int(views[array.offset :, 0].max())
 
 
 def is_compressed(metadata: bytes) -> bool:

@@ -306,6 +306,7 @@ TABLES = {"jsonl": as_lines(rows(50)), "parquet": as_parquet(rows(50)), "arrow":
 @example("parquet", [(0.6484375, b"\x80")], False)  # the name of a column in a row group
 @example("parquet", [(0.08984375, b"\x0e")], False)  # an index beyond the repeated values
 @example("parquet", [(0.5827356760684823, b"\xff\xff")], False)  # a footer that ended the process
+@example("arrow", [(0.23635537576686483, b"\xff\x0c\x80")], True)  # a buffer with a part of an element
 @settings(max_examples=90)
 def test_any_damage_to_a_file_is_a_data_error(tmp_path_factory, suffix, hits, skips):
     content = bytearray(TABLES[suffix])
