@@ -8,7 +8,7 @@ Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, overload
 from unittest import mock
 
 import torch
@@ -230,6 +230,29 @@ def causal_conv(x_NF: Tensor, weight_FK: Tensor, positions_N: Tensor) -> Tensor:
     return _CausalConv.apply(x_NF, weight_FK, positions_N)
 
 
+@overload
+def gated_delta_rule(
+    query_NGD: Tensor,
+    key_NGD: Tensor,
+    value_NHE: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    cu_seqlens: Tensor,
+) -> Tensor: ...
+
+
+@overload
+def gated_delta_rule(
+    query_NGD: Tensor,
+    key_NGD: Tensor,
+    value_NHE: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    cu_seqlens: Tensor,
+    first_SHDE: Tensor,
+) -> tuple[Tensor, Tensor]: ...
+
+
 def gated_delta_rule(
     query_NGD: Tensor,
     key_NGD: Tensor,
@@ -238,7 +261,7 @@ def gated_delta_rule(
     beta_NH: Tensor,
     cu_seqlens: Tensor,
     first_SHDE: Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Apply the gated delta rule to packed sequences. Returns [N, H, E] in the dtype of `value`.
 
     Each of the H value heads has a state S [D, E], zero at a sequence's start, and at every token:
