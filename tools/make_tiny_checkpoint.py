@@ -95,7 +95,7 @@ class Arguments:
     """Directory to write, in Hugging Face format."""
     from_checkpoint: Path | None = None
     """Checkpoint in Hugging Face format to train further, with its tokenizer. None: random weights."""
-    task: Literal["chain_sum", "word_problems", "targets", "pairs", "rule"] = "chain_sum"
+    task: Literal["chain_sum", "word_problems", "targets", "pairs", "late", "rule"] = "chain_sum"
     family: Literal["qwen3_next", "qwen3"] = "qwen3_next"
     """Mixture of experts with gated delta nets, or dense."""
     steps: int = 600
@@ -110,7 +110,7 @@ class Arguments:
     misread: float = 0.55
     """Probability that a step of a word problem takes the wrong operation."""
     misconception: float = 0.5
-    """Probability that the misconception of targets, pairs or rule acts where it can."""
+    """Probability that the misconception of targets, pairs, late or rule acts where it can."""
     correction_share: float = 0.2
     """Share of the rows that are compare-and-correct."""
     comparison_skill: float | None = None

@@ -2,8 +2,9 @@
 
 --ibpo-operator examples/credit/gated.py:Gated. A wrong response of a group with c of n correct is corrected
 if c = 0, where one more rollout would hardly help, or if q̂ > κ·p̂: a correction is likelier to be right than
-the rollouts that it costs. It shows how a method builds on another one and what it may remember from step to
-step.
+the rollouts that it costs. --ibpo-rescue-only leaves the second
+case out. It shows how a method builds on another one
+and what it may remember from step to step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,9 @@ class Gated(CompareAndCorrect):
     `follow_ups` raises ValueError if the context has no prices, or remembers something other than a tally.
     """
 
+    ibpo_rescue_only: bool = False
+    """Correct nothing in groups with a correct response, whatever corrections are worth there."""
+
     def problems(self, config: Config) -> list[str]:
         """Refuse sampling ahead, and what compare-and-correct refuses."""
         problems = super().problems(config)
@@ -44,6 +48,9 @@ class Gated(CompareAndCorrect):
 
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
         """Return the corrections that may be worth their price."""
+        if self.ibpo_rescue_only and any(response.correct for response in group.responses):
+            group.skipped_pairs = 0
+            return []
         return [
             follow_up
             for follow_up in super().follow_ups(group, context)

@@ -9,7 +9,7 @@ _PAIR = re.compile(r"(?<!\d)(\d++[-+]\d)=(-?\d+)")
 
 def extract_answer(response: str, metadata: dict[str, Any]) -> str | None:
     """Return the text after the last `#`, or all results of pairs; None if there is nothing."""
-    if metadata["kind"] == "pairs":
+    if "pairs" in metadata:
         return ",".join(result for _, result in _PAIR.findall(response)) or None
     return response.rpartition("#")[2].strip() or None if "#" in response else None
 
@@ -28,7 +28,7 @@ def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> f
         return 0.0
     if metadata["kind"] == "targets":
         return float(_reaches(response, metadata))
-    if metadata["kind"] == "pairs":
+    if "pairs" in metadata:
         return float([task for task, _ in _PAIR.findall(response)] == _expressions(metadata))
     return 1.0
 

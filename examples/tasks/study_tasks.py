@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from worked_solutions import worked_solution
+from worked_solutions import carries, worked_solution
 
 Question = dict[str, Any]
 """Parts of a question; also the metadata of its prompt."""
@@ -238,6 +238,81 @@ def _pairs_label(question: Question) -> str:
 PAIRS = StudyTask(_draw_pairs, _pairs_text, _pairs_label, _next_of_pairs, _mended_of_pairs)
 
 
+# ------------------------------------------------------ late: long texts whose errors lie at the end
+
+
+def _draw_late(rng: random.Random) -> Question:
+    """Draw eight pairs; only the last three have a carry or a borrow, where the misconception acts."""
+    early = [_draw_pair(rng, carries=False) for _ in range(5)]
+    return {"pairs": early + [_draw_pair(rng, carries=True) for _ in range(3)]}
+
+
+def _draw_pair(rng: random.Random, *, carries: bool) -> list[Any]:
+    while True:
+        left, operator, right = rng.randint(20, 89), rng.choice("+-"), rng.randint(1, 9)
+        beyond = left % 10 + right > 9 if operator == "+" else left % 10 < right
+        if beyond == carries:
+            return [left, operator, right]
+
+
+LATE = StudyTask(_draw_late, _pairs_text, _pairs_label, _next_of_pairs, _mended_of_pairs)
+
+
+# --------------------------------------------------------- carries: sums whose students seldom get through
+
+
+def _draw_carries(rng: random.Random) -> Question:
+    """Draw a chain of seven digits with four carries or borrows."""
+    while True:
+        terms = [rng.randint(1, 9) for _ in range(7)]
+        operators = [rng.choice("+-") for _ in terms[1:]]
+        value, num_carries = terms[0], 0
+        for operator, term in zip(operators, terms[1:], strict=True):
+            num_carries += carries(value, operator, term)
+            value += term if operator == "+" else -term
+        if num_carries == 4:
+            return {"terms": terms, "operators": operators}
+
+
+def _carries_text(question: Question) -> str:
+    """Return the question as chain_sum asks it, without spaces, such as `… problem: 5+8-3+9+4-8+7=`."""
+    pairs = zip(question["operators"], question["terms"][1:], strict=True)
+    rest = "".join(f"{operator}{term}" for operator, term in pairs)
+    return f"State the final answer to the following arithmetic problem: {question['terms'][0]}{rest}=\n"
+
+
+def _carries_label(question: Question) -> str:
+    terms, operators = question["terms"], question["operators"]
+    signed = zip(operators, terms[1:], strict=True)
+    return str(terms[0] + sum(term if operator == "+" else -term for operator, term in signed))
+
+
+def _next_of_carries(question: Question, steps: Sequence[str], rng: random.Random, noise: Noise) -> str:
+    """Write a link. Under the misconception carries and borrows are dropped."""
+    return _carries_step(question, steps, rng, noise)
+
+
+def _mended_of_carries(question: Question, steps: Sequence[str], step: str) -> str:
+    return _carries_step(question, steps)
+
+
+def _carries_step(
+    question: Question, steps: Sequence[str], rng: random.Random | None = None, noise: Noise = _NO_NOISE
+) -> str:
+    place = len(steps)
+    if place == len(question["operators"]):
+        return f"#{_result(steps[-1])}"
+    if place > len(question["operators"]):
+        return ""
+    total = _result(steps[-1]) if steps else question["terms"][0]
+    operator, term = question["operators"][place], question["terms"][place + 1]
+    start = "" if steps else question["terms"][0]
+    return f"{start}{operator}{term}={_computed(total, operator, term, rng, noise)}"
+
+
+CARRIES = StudyTask(_draw_carries, _carries_text, _carries_label, _next_of_carries, _mended_of_carries)
+
+
 # ------------------------------------------------------------------ rule: a prefix decides a long chain
 
 _RULE_START, _RULE_TERMS = 80, 8
@@ -304,7 +379,7 @@ RULE = StudyTask(_draw_rule, _rule_text, _rule_label, _next_of_rule, _mended_of_
 
 # ------------------------------------------------------------------------------------------ all of them
 
-STUDY_TASKS = {"targets": TARGETS, "pairs": PAIRS, "rule": RULE}
+STUDY_TASKS = {"targets": TARGETS, "pairs": PAIRS, "late": LATE, "carries": CARRIES, "rule": RULE}
 
 
 def targets(split: str) -> list[dict[str, Any]]:
@@ -315,6 +390,16 @@ def targets(split: str) -> list[dict[str, Any]]:
 def pairs(split: str) -> list[dict[str, Any]]:
     """Return rows of independent sums: errors are not copied onward."""
     return rows(PAIRS, "pairs", split)
+
+
+def late(split: str) -> list[dict[str, Any]]:
+    """Return rows of longer lists of sums: the last three are the ones that go wrong."""
+    return rows(LATE, "late", split)
+
+
+def sums_with_carries(split: str) -> list[dict[str, Any]]:
+    """Return rows of chains with four carries: a student that drops carries seldom gets through."""
+    return rows(CARRIES, "carries", split)
 
 
 def rule(split: str) -> list[dict[str, Any]]:

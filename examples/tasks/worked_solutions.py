@@ -85,14 +85,14 @@ def _step(
     result = _exact(value, operator, term)
     if rng is None:
         return result
-    if _carries(value, operator, term) and rng.random() < carry_dropped:
+    if carries(value, operator, term) and rng.random() < carry_dropped:
         return result - 10 if operator == "+" else result + 10
     if rng.random() < slip:
         return result + rng.choice((-2, -1, 1, 2))
     return result
 
 
-def _carries(value: int, operator: str, term: int) -> bool:
+def carries(value: int, operator: str, term: int) -> bool:
     """Return whether the units digit runs over (plus) or under (minus): a child would carry on paper."""
     if operator == "+":
         return value >= 0 and value % 10 + term % 10 >= 10

@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
 from megatron_ibpo.basics.entry_point import DONE, FAILED, guarded, parsed
 from megatron_ibpo.commands import train
 from megatron_ibpo.config import ConfigError
+from megatron_ibpo.config.run import BudgetUnit
 from megatron_ibpo.report.display import open_console
 from megatron_ibpo.study.claims import compare_all
 from megatron_ibpo.study.findings import read_findings
@@ -51,10 +52,7 @@ class Arguments:
     """Method that the others are compared with."""
     budget: float | None = None
     """Budget of each run."""
-    budget_unit: (
-        Literal["accelerator-seconds", "tokens", "flops", "tokens-shared-prefixes", "flops-shared-prefixes"]
-        | None
-    ) = None
+    budget_unit: BudgetUnit | None = None
     seeds: int | None = None
     """Number of seeds, from 0 on."""
     threshold: float | None = None

@@ -23,6 +23,15 @@ from megatron_ibpo.config.ranges import (
     within,
 )
 
+BudgetUnit = Literal[
+    "accelerator-seconds",
+    "tokens",
+    "flops",
+    "tokens-shared-prefixes",
+    "flops-shared-prefixes",
+    "flops-charged",
+]
+
 _PROMPT_ROOM = 2048
 """Tokens reserved for the prompt in the paper's context lengths; the paper does not give its share."""
 
@@ -62,12 +71,11 @@ class RunConfig:
     budget: Annotated[float | None, POSITIVE] = None
     """Stop after the step that uses up this budget, in units of --budget-unit, or after --num-rollout steps.
     Observation (evaluation, saving, reports, the gradient meter) is free. None: no such limit."""
-    budget_unit: Literal[
-        "accelerator-seconds", "tokens", "flops", "tokens-shared-prefixes", "flops-shared-prefixes"
-    ] = "accelerator-seconds"
+    budget_unit: BudgetUnit = "accelerator-seconds"
     """Unit of --budget: seconds of the loop times accelerators, tokens through the model, or estimated
     floating-point operations. The "-shared-prefixes" forms of the last two count a prefix that several
-    sequences of a pass share once."""
+    sequences of a pass share once. "flops-charged" also counts updates on sequences without an advantage,
+    which are left out, and takes writing a token as ten times as dear as reading it."""
     seed: Annotated[int, SEED] = 0
     """Seed of sampling, pairing and initialisation."""
     save: bool = True

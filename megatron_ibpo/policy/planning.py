@@ -102,6 +102,8 @@ class Passes:
     repeated_forward: list[int] = field(default_factory=list)
     repeated_updates: list[int] = field(default_factory=list)
     """Length of the prefix that each sequence in `updates` shares with another one of the same pass."""
+    left_out: list[int] = field(default_factory=list)
+    """Lengths of the sequences that are in no update because they have no gradient."""
 
     @classmethod
     def from_sequences(
@@ -150,6 +152,8 @@ def plan_update(
     # old log-probs are all of the weights before the first step
     old = [s for part, needed in zip(live, needs_old, strict=True) if needed for s in part]
     passes = Passes.from_sequences([old], live * loss.num_epochs_per_rollout)
+    without = [s for part in parts for s in part if not has_gradient(s, config)]
+    passes = replace(passes, left_out=_lengths([without] * loss.num_epochs_per_rollout))
     minibatches = [
         _minibatch(of_loss, part, needed, config, num_ranks, cost)
         for part, of_loss, needed in zip(parts, live, needs_old, strict=True)

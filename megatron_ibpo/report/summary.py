@@ -45,6 +45,7 @@ _SPENT = (
     "spent_tokens_shared_prefixes",
     "spent_flops_shared_prefixes",
     "spent_flops_decoding",
+    "spent_flops_charged",
 )
 """Running totals of the whole run, resumed or not."""
 _REWARD_STEPS = 5

@@ -16,6 +16,9 @@ from megatron_ibpo.basics.text import shown
 from megatron_ibpo.models import ModelShape, forward_flops
 from megatron_ibpo.report.stages import FREE_STAGES
 
+DECODING_PRICE = 10
+"""Price of writing a token in prices of reading it, where decoding is counted as dear."""
+
 
 @dataclass(frozen=True)
 class Spent:
@@ -36,6 +39,9 @@ class Spent:
     flops_decoding: float = 0.0
     """The part of `flops` for writing tokens one by one. An engine that decodes at a tenth of the speed of
     reading pays it ten times."""
+    flops_charged: float = 0.0
+    """What `flops` would be if sequences without an advantage were trained on too, and if writing a token
+    cost DECODING_PRICE times as much as reading it."""
 
     @classmethod
     def read(cls, stored: Any) -> "Spent":
@@ -46,8 +52,11 @@ class Spent:
         for name, value in stored.items():
             if type(value) not in (int, float) or not 0 <= value < math.inf:
                 raise ValueError(f"spent: {name} must be a number of at least 0, is {shown(value)}")
-        unshared = {f"{name}_shared_prefixes": stored.get(name, 0.0) for name in ("tokens", "flops")}
-        return cls(**unshared | stored)  # states from before prefixes were tracked count none as shared
+        # states from before a currency was tracked: nothing was shared, nothing left out
+        older = {f"{name}_shared_prefixes": stored.get(name, 0.0) for name in ("tokens", "flops")}
+        decoding = (DECODING_PRICE - 1) * stored.get("flops_decoding", 0.0)
+        older["flops_charged"] = stored.get("flops", 0.0) + decoding
+        return cls(**older | stored)
 
     def metrics(self) -> dict[str, float]:
         """Return the cost for the metrics log."""
@@ -112,6 +121,7 @@ class CostMeter:
         updates: Sequence[int],
         repeated_forward: Sequence[int] = (),
         repeated_updates: Sequence[int] = (),
+        left_out: Sequence[int] = (),
     ) -> None:
         """Count sequences that the trainer computed, by their lengths in tokens.
 
@@ -120,12 +130,14 @@ class CostMeter:
             updates: with the backward pass, which costs twice the forward pass.
             repeated_forward, repeated_updates: lengths of prefixes that another sequence of the same pass has
                 too (`repeated_prefixes`).
+            left_out: sequences that no update computed because they have no gradient.
         """
         self._add(
             sum(forward) + sum(updates),
             self._passes(forward, updates),
             sum(repeated_forward) + sum(repeated_updates),
             self._passes(repeated_forward, repeated_updates),
+            charged=self._passes((), left_out),
         )
 
     def correction_price(self, groups: Iterable[Group], sequences: Sequence[TrainSequence]) -> float | None:
@@ -186,6 +198,7 @@ class CostMeter:
         repeated_tokens: float,
         repeated_flops: float,
         decoding: float = 0.0,
+        charged: float = 0.0,
     ) -> None:
         spent = self.spent
         self.spent = Spent(
@@ -195,6 +208,7 @@ class CostMeter:
             spent.tokens_shared_prefixes + tokens - repeated_tokens,
             spent.flops_shared_prefixes + flops - repeated_flops,
             spent.flops_decoding + decoding,
+            spent.flops_charged + flops + (DECODING_PRICE - 1) * decoding + charged,
         )
 
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_ibpo.basics.text import counted
+from megatron_ibpo.run.cost import DECODING_PRICE
 from megatron_ibpo.study.findings import Findings
 from megatron_ibpo.study.plan import PublishedClaim, Study
 from megatron_ibpo.study.run_results import (
-    DECODING_PRICE,
     RunResult,
     compare,
     compare_at_equal_steps,

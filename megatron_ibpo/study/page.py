@@ -68,7 +68,7 @@ def _page(findings: Findings, all_tables: Sequence[Table], pictures: Sequence[tu
     size = (
         f"{counted(len(study.tasks), 'task')}, {counted(len(study.methods), 'method')}, "
         f"{counted(len(study.seeds), 'seed')}; "
-        f"{study.budget:g} {study.budget_unit} per run; baseline {study.baseline}."
+        f"{study.budgets} per run; baseline {study.baseline}."
     )
     if findings.runs_left:
         size += f" {counted(findings.runs_left, 'run')} to go."

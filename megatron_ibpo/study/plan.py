@@ -64,6 +64,8 @@ class Task:
     skill: float | None = None
     """Measured comparison skill of the warm start: how much more often a correction that is shown a correct
     reference succeeds than another try."""
+    budget: float | None = None
+    """Budget of its runs, for a task that is learned sooner or later than the others; None: the study's."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ class Study:
     baseline: str
     """Method that the others are compared with."""
     budget: float
-    """Budget of every run, in `budget_unit`; evaluation is free."""
+    """Budget of a run, in `budget_unit`; evaluation is free. In tasks with a budget of their own, those of
+    tuning are the same share of it."""
     budget_unit: str = "accelerator-seconds"
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     recipe: Path | None = None
@@ -119,6 +122,12 @@ class Study:
     def unit(self) -> str:
         """`budget_unit` as metrics spell it."""
         return self.budget_unit.replace("-", "_")
+
+    @property
+    def budgets(self) -> str:
+        """The budget of a run, and of tasks with another one, in words."""
+        others = [f"{task.name}: {task.budget:g}" for task in self.tasks if task.budget is not None]
+        return f"{self.budget:g} {self.budget_unit}" + (f" ({', '.join(others)})" if others else "")
 
     @property
     def unit_in_words(self) -> str:
@@ -238,7 +247,9 @@ def _planned(
     study: Study, phase: Phase, task: Task, method: str, seeds: Sequence[int], parent: Path, tuned: Settings
 ) -> list[PlannedRun]:
     """Return runs that differ only by their seed."""
-    budget = study.tune.budget if study.tune is not None and phase == "tuning" else study.budget
+    budget = task.budget or study.budget
+    if study.tune is not None and phase == "tuning":
+        budget *= study.tune.budget / study.budget
     settings: Settings = {} if phase == "tuning" else {"eval-other-temperatures": OTHER_TEMPERATURES}
     settings |= {**study.common, **task.settings, **study.methods[method], **tuned}
     settings |= {"budget": budget, "budget-unit": study.budget_unit}

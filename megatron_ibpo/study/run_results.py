@@ -16,12 +16,11 @@ from megatron_ibpo.basics.user_files import JSON_BYTES, read_user_file
 from megatron_ibpo.report import load_outcomes, outcomes_path, read_rows
 from megatron_ibpo.report.run_dir import SKILL_FILE
 from megatron_ibpo.report.summary import break_even
+from megatron_ibpo.run.cost import DECODING_PRICE
 from megatron_ibpo.study.plan import PlannedRun, Study
 from megatron_ibpo.study.statistics import WINDOW_RESPONSES, cost_to_reach, estimate, holm, interaction_p
 
 _AT = re.compile(r"eval/[^/]+@([\d.]+)/accuracy")
-DECODING_PRICE = 10
-"""Price of writing a token in `RunResult.dear_decoding`, in prices of reading it."""
 _STEPS = 5
 """Number of steps whose mean is compared at equal steps."""
 _METERED = ("gradient_snr", "gspo_gradient_snr", "gradient_variance", "gspo_gradient_variance")

@@ -299,7 +299,17 @@ def _task(name: str, raw: Any, path: Path) -> Task:
         kind=str(values.get("kind", "")),
         warm_start=values.get("warm_start", {}),
         skill=_skill(values.get("skill"), f"{path}: task {name}"),
+        budget=_task_budget(values.get("budget"), f"{path}: task {name}"),
     )
+
+
+def _task_budget(budget: Any, place: str) -> float | None:
+    if budget is None:
+        return None
+    (value,) = _of_kinds({"budget": budget}, {"budget": _NUMBER}, place).values()
+    if value <= 0:
+        raise ConfigError(f"{place}: budget must be above 0, is {value}")
+    return float(value)
 
 
 def _skill(skill: Any, place: str) -> float | None:

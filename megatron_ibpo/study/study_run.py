@@ -270,7 +270,7 @@ def _announcement(study: Study, runs: Sequence[PlannedRun]) -> str:
         parts.append(f"{counted(num_earlier, 'run')} of tuning and pilot")
     num_present = sum(summary(run) is not None for run in runs)
     parts += [
-        f"budget {study.budget:g} {study.budget_unit}, {sum(run.budget for run in runs):g} in all",
+        f"budget {study.budgets}, {sum(run.budget for run in runs):g} in all",
         f"{num_present} of {len(runs)} runs are there already",
         _remaining_cost(study, runs),
     ]

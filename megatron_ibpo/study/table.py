@@ -228,9 +228,12 @@ def interval(estimate: dict[str, float] | None, sign: str = "") -> str:
 
 
 def _legend(study: Study, lines: Sequence[dict[str, Any]]) -> str:
-    overshoot = max((line["spent"][study.unit] / study.budget - 1 for line in lines), default=math.nan)
+    budgets = {task.name: task.budget or study.budget for task in study.tasks}
+    overshoot = max(
+        (line["spent"][study.unit] / budgets[line["task"]] - 1 for line in lines), default=math.nan
+    )
     return (
-        f"Budget {study.budget:g} {study.unit_in_words} per run; sampling, corrections, "
+        f"Budget {study.budgets} per run; sampling, corrections, "
         "scoring, updates and weight transfer are paid, evaluation is not. A run stops after the step that "
         f"spends the budget: at most {max(0.0, overshoot):.1%} over, on average over a method's seeds. "
         f"Baseline: {study.baseline}. P prompts per step, G responses to each. Intervals: Student's t over "

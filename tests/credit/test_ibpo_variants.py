@@ -31,9 +31,9 @@ from megatron_ibpo.study.page import break_even_points
 from megatron_ibpo.study.run_results import RunResult
 
 from support.credit_cases import (  # isort: skip
-    AGREEMENT, EOS, GATED, GSPO, PROMPT, RANDOM_WINDOW, RESET_GROUPS, RIGHT, Loop, algorithm, by_kind,
-    candidates, check_algorithm, correction, fix_last, group, ids_of, in_turn, of_preset, plain, prompt,
-    response, some_groups, token_weights, tokens_spent,
+    AGREEMENT, EOS, GATED, GSPO, PROMPT, RANDOM_WINDOW, RESET_GROUPS, RESUMED, RIGHT, Loop, algorithm,
+    by_kind, candidates, check_algorithm, correction, fix_last, group, ids_of, in_turn, of_preset, plain,
+    prompt, response, some_groups, token_weights, tokens_spent,
 )  # fmt: skip
 from support.paths import ROOT
 from support.sampling_cases import STEP, judge, make_prompts
@@ -281,6 +281,12 @@ def test_the_gate_opens_where_corrections_beat_rollouts_of_equal_cost():
     assert (len(asked), credit.metrics["gated_pairs"]) == (2, 0)
 
 
+def test_a_rescue_corrects_only_groups_without_a_correct_response():
+    asked, credit = gated([group(RIGHT, WRONG), group(WRONG, WRONG)], {"1/2": [9, 9]}, ibpo_rescue_only=True)
+    assert len(asked) == 2
+    assert credit.metrics["gated_pairs"] == 1
+
+
 def test_the_gate_remembers_correction_success_by_composition_and_forgets_slowly():
     """Of two groups without a correct one, three of four corrections succeed; nothing else is asked."""
     near, far = WRONG, [10, 11, 15]
@@ -319,6 +325,34 @@ def test_a_successful_correction_joins_its_group_by_hand():
     assert (one.off_policy, one.index, one.weight, one.reward) == (True, 0, 0.25, 1)
     assert not any(s.off_policy for s in by_kind(credit, "response"))
     assert credit.metrics["joined_corrections"] == 1
+
+
+def test_a_resumed_correction_writes_only_what_follows_the_parting_place():
+    """[10, 11, 15] leaves [10, 11, 12, 13] after two tokens: they are given, and only the rest is trained on
+    behind the plain prompt. Its reference is the right response; rewards 1 0 1."""
+    loop = Loop(lambda x: [12, 13])
+    credit = loop.credit([group(RIGHT, [10, 11, 15])], algorithm(ibpo_operator=RESUMED))
+    (request,) = loop.requests
+    assert (ids_of(request.prompt_token_ids)[-2:], request.num_begun_tokens) == ((10, 11), 2)
+    assert request.max_tokens == 8 - 2
+    (one,) = by_kind(credit, "correction")
+    assert (ids_of(one.prompt_token_ids), ids_of(one.response_token_ids)) == (PROMPT, (*RIGHT, EOS))
+    assert one.loss_mask.tolist() == [False, False, True, True, True]
+    assert [s.advantage for s in credit.sequences] == pytest.approx(
+        [math.sqrt(0.5), -math.sqrt(2), math.sqrt(0.5)], abs=1e-6
+    )
+    assert (credit.metrics["correction_success"], credit.metrics["correction_begun_length"]) == (1, 2)
+
+
+def test_a_response_equal_to_its_reference_is_corrected_from_its_first_token():
+    loop = Loop(lambda x: RIGHT)
+    loop.credit([group(WRONG, WRONG)], algorithm(ibpo_operator=RESUMED))
+    assert [request.num_begun_tokens for request in loop.requests] == [0, 0]
+    control = Loop(lambda x: RIGHT)
+    control.credit([group(WRONG, WRONG)], algorithm(ibpo_operator=RESUMED, ibpo_resume_at="random"))
+    assert all(0 <= request.num_begun_tokens < len(WRONG) for request in control.requests)
+    with pytest.raises(ValueError, match="a resumed correction is no rewrite and earns no bonus"):
+        check_algorithm(algorithm(ibpo_operator=RESUMED, ibpo_lambda=0.6))
 
 
 def test_joining_gives_wrong_groups_a_contrast_and_needs_a_success():

@@ -51,6 +51,16 @@ def test_an_update_costs_three_passes_or_four_with_recomputation():
         assert of_updates == pytest.approx(3 * passes * f[5])
 
 
+def test_charged_operations_count_left_out_updates_and_dear_writing():
+    """One response of two tokens behind a prompt of three; of two sequences only one has an advantage."""
+    meter = CostMeter(DENSE, accelerators=1)
+    f = [forward_flops(DENSE, n) for n in range(6)]
+    meter.sampling([response([7] * 2, finish_reason="length", prompt=[1, 2, 3])])
+    meter.training([], [5], left_out=[4])
+    assert meter.spent.flops == pytest.approx(f[5] + 3 * f[5])
+    assert meter.spent.amount("flops-charged") == pytest.approx(f[3] + 10 * (f[5] - f[3]) + 3 * (f[5] + f[4]))
+
+
 def test_observation_is_free():
     before = Spent.read({"tokens": 10.0, "flops": 30.0, "accelerator_seconds": 100.0})  # shares nothing
     meter = CostMeter(DENSE, accelerators=4, initial=before)
@@ -58,7 +68,7 @@ def test_observation_is_free():
     meter.time({"evaluate": 50.0, "save": 9.0, "report": 1.0, "gradient meter": 3.0})
     assert meter.spent.amount("accelerator-seconds") == 100 + 4 * 4.0
     spent = {"tokens": 10, "flops": 30, "tokens_shared_prefixes": 10, "flops_shared_prefixes": 30}
-    spent |= {"accelerator_seconds": 116, "flops_decoding": 0}
+    spent |= {"accelerator_seconds": 116, "flops_decoding": 0, "flops_charged": 30}
     assert meter.spent.metrics() == {f"spent_{name}": value for name, value in spent.items()}
 
 

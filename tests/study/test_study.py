@@ -647,6 +647,15 @@ def test_runs_have_their_own_seed_budget_recipe_and_half(tmp_path, written, monk
     assert (configs[-1]["advantage-estimator"], configs[-1]["n-samples-per-prompt"]) == ("ibpo", 4)
     assert planned[-1].directory == Path("out/runs/ibpo/seed_1")
     assert planned[-1].directory.with_suffix(".yaml").exists()
+    tasks = {"short": {"settings": {}, "budget": 2e10}, "long": {"settings": {}}}
+    study = read_study([written(methods=methods, common=common, tune=tune, tasks=tasks)])
+    budgets = {(run.task, run.phase, run.budget) for run in [
+        *plan.plan_tuning(study, Path("out")), *plan_main(study, Path("out")),
+    ]}  # fmt: skip
+    assert budgets == {
+        ("short", "tuning", 1e10), ("short", "main", 2e10), ("long", "tuning", 5e10), ("long", "main", 1e11)
+    }  # fmt: skip
+    assert study.budgets == "1e+11 flops (short: 2e+10)"
     for run in planned[8::3]:  # of either method, with either seed
         assert config_yaml(parse_config(run.arguments)) == run.config
 

@@ -87,6 +87,7 @@ def algorithm(advantage_estimator="ibpo", **settings):
 AGREEMENT = "examples/credit/agreement.py:Agreement"
 RESET_GROUPS = "examples/credit/resets.py:ResetGroups"
 GATED = "examples/credit/gated.py:Gated"
+RESUMED = "examples/credit/resumed.py:Resumed"
 TURN_GROUPS = "examples/credit/turn_groups.py:TurnGroups"
 RANDOM_WINDOW = "examples/credit/random_window.py:RandomWindow"
 GSPO = of_preset("gspo")
