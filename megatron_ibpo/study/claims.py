@@ -4,6 +4,7 @@ methods after an equal amount of what they spend, in several currencies."""
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -67,24 +68,34 @@ def _outcome(claim: PublishedClaim, seeds: int, test: Estimate | None, holm_p: f
 
 
 def _differences_per_seed(claim: PublishedClaim, study: Study, runs: Sequence[RunResult]) -> list[float]:
-    """Return one difference per seed; empty where nothing was run."""
-    method, baseline = (
-        {run.seed: run for run in runs if run.method == name} for name in (claim.method, claim.than)
-    )
-    return _MEASURES[claim.measure](method, baseline, study.threshold)
+    """Return one difference per seed, the mean over the claim's tasks; empty where nothing was run. Seeds
+    without a difference on one of the tasks are left out."""
+    tasks = [claim.task] if claim.task else [task.name for task in study.tasks]
+    by_task = []
+    for task in tasks:
+        method, baseline = (
+            {run.seed: run for run in runs if (run.task, run.method) == (task, name)}
+            for name in (claim.method, claim.than)
+        )
+        by_task.append(_MEASURES[claim.measure](method, baseline, study.threshold))
+    seeds = sorted(set.intersection(*map(set, by_task)))
+    return [fmean(differences[seed] for differences in by_task) for seed in seeds]
 
 
-def _accuracy(method: _Runs, baseline: _Runs, _: float) -> list[float]:
-    return [
-        method[s].accuracy[-1][1] - baseline[s].accuracy[-1][1]
-        for s in sorted(method.keys() & baseline.keys())
-    ]
+def _accuracy(method: _Runs, baseline: _Runs, _: float) -> dict[int, float]:
+    both = method.keys() & baseline.keys()
+    return {seed: method[seed].accuracy[-1][1] - baseline[seed].accuracy[-1][1] for seed in both}
 
 
-def _cost(method: _Runs, baseline: _Runs, threshold: float) -> list[float]:
+def _greedy_accuracy(method: _Runs, baseline: _Runs, _: float) -> dict[int, float]:
+    both = method.keys() & baseline.keys()
+    return {seed: method[seed].greedy - baseline[seed].greedy for seed in both}
+
+
+def _cost(method: _Runs, baseline: _Runs, threshold: float) -> dict[int, float]:
     """Return log₂(cost to the threshold of the baseline, over that of the method). A run that never reached
     it counts as if it had at its end, which favours it; seeds where neither did are left out."""
-    differences = []
+    differences = {}
     for seed in sorted(method.keys() & baseline.keys()):
         costs = [cost_to_threshold(runs[seed], threshold) for runs in (method, baseline)]
         if any(map(math.isfinite, costs)):
@@ -92,28 +103,32 @@ def _cost(method: _Runs, baseline: _Runs, threshold: float) -> list[float]:
                 cost if math.isfinite(cost) else runs[seed].reward[-1][0]
                 for cost, runs in zip(costs, (method, baseline), strict=True)
             )
-            differences.append(math.log2(second / first))
+            differences[seed] = math.log2(second / first)
     return differences
 
 
-def _correction_success(method: _Runs, baseline: _Runs, threshold: float) -> list[float]:
+def _correction_success(method: _Runs, baseline: _Runs, threshold: float) -> dict[int, float]:
     """Return the rise of the corrections' success from the first to the last five steps of a run."""
-    pairs = [method[seed].correction_success for seed in sorted(method)]
-    return [pair[1] - pair[0] for pair in pairs if pair]
+    pairs = {seed: run.correction_success for seed, run in method.items()}
+    return {seed: pair[1] - pair[0] for seed, pair in pairs.items() if pair}
 
 
-_MEASURES: dict[str, Callable[[_Runs, _Runs, float], list[float]]] = {
+_MEASURES: dict[str, Callable[[_Runs, _Runs, float], dict[int, float]]] = {
     "accuracy": _accuracy,
+    "greedy accuracy": _greedy_accuracy,
     "cost to threshold": _cost,
     "correction success": _correction_success,
 }
 
 
-def read_claims(raw: Any, methods: Mapping[str, Any], location: str) -> tuple[PublishedClaim, ...]:
+def read_claims(
+    raw: Any, methods: Mapping[str, Any], tasks: Sequence[str], location: str
+) -> tuple[PublishedClaim, ...]:
     """Return the claims of a study file.
 
     Raises:
-        ValueError: a claim with missing or unknown keys, or with a method that the study does not have.
+        ValueError: a claim with missing or unknown keys, or with a method or task that the study does not
+            have.
     """
     claims = []
     for number, entry in enumerate(raw, start=1):
@@ -121,11 +136,12 @@ def read_claims(raw: Any, methods: Mapping[str, Any], location: str) -> tuple[Pu
             claim = PublishedClaim(**entry)
         except TypeError as error:
             raise ValueError(f"{location}: published-claims, number {number}: {error}") from error
-        strangers = {claim.method, claim.than} - {"", *methods}
+        strangers = ({claim.method, claim.than} - {"", *methods}) | ({claim.task} - {"", *tasks})
         if strangers or claim.measure not in _MEASURES or not (claim.method or claim.untestable):
             raise ValueError(
                 f"{location}: published-claims, number {number}: must have a method of the study and may "
-                f"have than (another), and a measure of {', '.join(_MEASURES)}; or untestable, the reason why"
+                f"have than (another), a task of it, and a measure of {', '.join(_MEASURES)}; or untestable, "
+                "the reason why"
             )
         claims.append(claim)
     return tuple(claims)

@@ -80,7 +80,10 @@ class PublishedClaim:
     than: str = ""
     """Method that it is compared with."""
     measure: str = "accuracy"
-    """accuracy, cost to threshold, or correction success (of the method alone, last less first steps)."""
+    """accuracy, greedy accuracy, cost to threshold, or correction success (of the method alone, last less
+    first steps)."""
+    task: str = ""
+    """Task of the study that the claim is about; empty: the mean over all of them."""
     untestable: str = ""
     """Why the study cannot test it; empty if it can."""
 

@@ -135,7 +135,9 @@ def read_study(
     methods = {**raw["methods"], **(add or {})}
     raw["methods"] = {str(name): method_settings(settings) for name, settings in methods.items()}
     try:
-        raw["published_claims"] = read_claims(raw.get("published_claims", ()), raw["methods"], str(paths[0]))
+        names = [task.name for task in raw.get("tasks", ())]
+        claims = read_claims(raw.get("published_claims", ()), raw["methods"], names, str(paths[0]))
+        raw["published_claims"] = claims
     except ValueError as error:
         raise ConfigError(str(error)) from error
     study = Study(**raw)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ibpo.study.claims import SEEDS_TO_REPEAT, Claim, ClaimOutcome, Comparison
 from megatron_ibpo.study.findings import Findings
-from megatron_ibpo.study.plan import Study
+from megatron_ibpo.study.plan import PublishedClaim, Study
 from megatron_ibpo.study.statistics import WINDOW_RESPONSES, estimate, in_words, shown_p
 
 
@@ -108,7 +108,7 @@ def _published(outcomes: Sequence[ClaimOutcome]) -> Table:
             f"{outcome.claim.method} – {outcome.claim.than}"
             if outcome.claim.than
             else outcome.claim.method or "–",
-            outcome.claim.measure if outcome.claim.method else "–",
+            _measured(outcome.claim),
             str(outcome.seeds) if outcome.seeds else "–",
             interval(asdict(outcome.difference), "+") if outcome.difference is not None else "–",
             shown_p(outcome.holm_p),
@@ -124,6 +124,10 @@ def _published(outcomes: Sequence[ClaimOutcome]) -> Table:
         "adjusted over all claims tested. Undecided is no proof of equality."
     )
     return Table("Published claims", header, rows, legend)
+
+
+def _measured(claim: PublishedClaim) -> str:
+    return claim.measure + (f" on {claim.task}" if claim.task else "") if claim.method else "–"
 
 
 def _standing(claim: Claim) -> str:

@@ -28,7 +28,7 @@ from megatron_ibpo.basics.user_files import JSON_BYTES
 from megatron_ibpo.config import ConfigError, config_yaml
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.study import plan, run_results, runs, statistics
-from megatron_ibpo.study.claims import Claim, compare_all, compare_at_equal_amounts, judge_claims
+from megatron_ibpo.study.claims import Claim, compare_all, compare_at_equal_amounts, judge_claims, read_claims
 from megatron_ibpo.study.findings import Findings, read_findings, write_findings
 from megatron_ibpo.study.page import write_page
 from megatron_ibpo.study.plan import (
@@ -450,6 +450,23 @@ def test_a_published_claim_is_repeated_not_repeated_undecided_or_untested():
     assert [one.outcome for one in outcomes(4)][:3] == ["undecided"] * 3, "too few seeds"
     assert outcomes(5, lambda seed: [0.2, 0.3 - 0.2 * (seed % 2)])[2].outcome == "undecided"
     assert outcomes(5, lambda _: [])[2].outcome == "not run"
+
+
+def test_a_claim_about_greedy_accuracy_takes_one_task_or_their_mean():
+    """ibpo gains .3 on the short task and loses .1 on the hard one; one seed lacks a task."""
+    runs = []
+    for seed in range(6):
+        runs += over_tasks("gspo", seed, short=0.5, hard=0.4)
+        runs += over_tasks("ibpo", seed, short=0.8, hard=0.3)
+    claims = [
+        PublishedClaim("ours", "greedy", "ibpo", "gspo", "greedy accuracy", task=task)
+        for task in ("", "short", "hard")
+    ]
+    outcomes = judge_claims(replace(TASKS, published_claims=tuple(claims)), runs[:-1])
+    assert [outcome.difference.mean for outcome in outcomes] == pytest.approx([0.1, 0.3, -0.1])
+    assert [outcome.seeds for outcome in outcomes] == [5, 6, 5]
+    with pytest.raises(ValueError, match="a task of it"):
+        read_claims([{"source": "", "claim": "", "method": "ibpo", "task": "long"}], {"ibpo": {}}, [], "x")
 
 
 def test_a_run_below_the_threshold_counts_its_full_cost():
