@@ -143,9 +143,9 @@ def changed_model(copy: Path, changes: dict[str, Any]) -> Path:
 def read_trials() -> list[Trial]:
     """Return every setting without a fault, and then all faults."""
     listed = yaml.safe_load(LIST.read_text())
-    none = Mutant("none", "", "README.md", (), None, None)
+    no_fault = Mutant("none", "", "README.md", (), None, None)
     settings = {
-        name: Trial(name, tuple(entry["flags"]), entry.get("model"), none)
+        name: Trial(name, tuple(entry["flags"]), entry.get("model"), no_fault)
         for name, entry in listed["settings"].items()
     }
     faults = [
