@@ -211,6 +211,8 @@ def _prompts(subject: Subject) -> list[TokenIds]:
 
 def _seeds_row(groups: Sequence[Group]) -> Row:
     """Responses to a prompt are drawn independently, and so are not all the same unless that is likely."""
+    if all(len(group.responses) < 2 for group in groups):
+        return not_checked("arrival: seeds", "no prompt has two responses")
     equal = [g.responses for g in groups if len({r.token_ids.tobytes() for r in g.responses}) == 1]
     unlikely = -sum(float(response.logprobs.sum()) for responses in equal for response in responses[1:])
     reason = (

@@ -35,7 +35,8 @@ def check_tokens(subject: Subject) -> Iterator[Row]:
     prompts, tokenizer = data.first_prompts[:NUM_PROMPTS], data.tokenizer
     faults = [f"prompt {p.index}: {fault}" for p in prompts for fault in _prompt_faults(p, tokenizer)]
     reason = f"{len(prompts)} prompts show their text, and begin as they should"
-    yield counted_faults("tokens: prompts", faults, reason)
+    no_prompts = not_checked("tokens: prompts", "the run replays recorded rollouts and reads no prompts")
+    yield counted_faults("tokens: prompts", faults, reason) if prompts else no_prompts
     yield from attempted("tokens: rendering", lambda: _rendering(subject, prompts, tokenizer))
     yield _masked_row(subject)
 
