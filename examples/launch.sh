@@ -53,17 +53,24 @@ choose() {
     LAYOUT_ARGS=("${chosen[@]:3}")
 }
 
-# verify_first PYTHON FLAGS…: without --verify among FLAGS, nothing. Otherwise check the run and exit if something is
-# wrong; then FLAGS is set to the others.
+# verify_first PYTHON FLAGS…: without --verify among FLAGS, nothing. Otherwise check the run, with --full on its own
+# model, and exit if something is wrong; then FLAGS is set to the others.
 verify_first() {
-    local python=$1 flag is_asked=false
+    local python=$1 flag is_asked=false full=()
     FLAGS=()
     for flag in "${@:2}"; do
-        case $flag in --verify) is_asked=true ;; *) FLAGS+=("$flag") ;; esac
+        case $flag in
+            --verify) is_asked=true ;;
+            --full) full=(--full) ;;
+            *) FLAGS+=("$flag") ;;
+        esac
     done
-    $is_asked || return 0
+    if ! $is_asked; then
+        FLAGS=("${@:2}")
+        return
+    fi
     "$python" -m megatron_ibpo.commands.verify --config "$RECIPE" --num-trainers $((NNODES * PROCESSES)) \
-        "${FLAGS[@]}" || exit $?
+        "${full[@]}" "${FLAGS[@]}" || exit $?
 }
 
 # launch FLAGS…: train with the recipe and these flags; with --dry-run among them print the plan, for which no

@@ -8,8 +8,9 @@
 #   HF_CHECKPOINT=… NNODES=4 NODE_RANK=… MASTER_ADDR=… bash examples/run.sh  on every one of four nodes
 #
 # Flags are passed through (--help-all lists them) and win over what is chosen. --dry-run prints the plan and starts
-# nothing; it needs no more of a model than its config.json. --verify first checks on a small model of the same family
-# whether this run would compute what it claims (docs/verify.md), and stops if something is wrong.
+# nothing; it needs no more of a model than its config.json. --verify first checks whether this run would compute what
+# it claims (docs/verify.md), on a small model of the same family or with --full on its own, and stops if something is
+# wrong.
 set -euo pipefail
 export IBPO_CWD=${IBPO_CWD:-$PWD} # relative paths of the user's count from here
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -32,7 +32,7 @@ MADE_FOR = 1e7
 ROOM = 0.05
 """Share of a GPU's memory to leave free, for the error of a plan's estimates."""
 IN_MAIN_MEMORY = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
-OF_SCRIPT = {"--print-config", "--verify"}
+OF_SCRIPT = {"--print-config", "--verify", "--full"}
 """Flags that do not say how to train."""
 QUESTIONS = {"-h", "--help", "--help-all"}
 """Flags that `train` answers without a run."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,6 +31,8 @@ READ_OFF = 1000.0
 """Learning rate with which a step's change of the weights shows its gradient."""
 ROUNDING = 2.0**-21
 """Rounding of a float32 weight of size up to 4, twice."""
+CLIPS = (-3.0, -0.4, 0.4, 3.0)
+"""Distances of the engine's log-probs from the policy's, in clips: the loss clips half of the sequences."""
 
 Tensors = Mapping[str, Tensor]
 
@@ -38,14 +41,13 @@ Tensors = Mapping[str, Tensor]
 class Batch:
     """Sequences of a step."""
 
-    sequences: list[TrainSequence]
-    """Sequences to train on, with holes in their loss masks and log-probs near the policy's."""
+    groups: list[Group]
     credited: list[TrainSequence]
-    """The same as credit made them."""
+    """The groups as credit makes sequences of them."""
     credited_reversed: list[TrainSequence]
-    """As credit makes them of the same groups in the reverse order."""
-    unscored: set[tuple[int, str, int]]
-    """(index of the prompt, kind, index) of samples whose verifier failed."""
+    """As credit makes them of the groups in the reverse order."""
+    sequences: list[TrainSequence]
+    """Those to train on: with holes in their loss masks and log-probs near the policy's."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Subject:
 
     @cached_property
     def foundation(self) -> Foundation:
+        """Model and method of the small run."""
         return read_foundation(self.small)
 
     @cached_property
@@ -69,9 +72,9 @@ class Subject:
 
     @cached_property
     def batch(self) -> Batch:
-        """A batch with gradients."""
-        with policy_on_one_rank(self.small) as (policy, _):
-            config, foundation = self.small, self.foundation
+        """A batch with gradients. Reading it raises NotCheckedError if it has none."""
+        config, foundation = self.small, self.foundation
+        with policy_on_one_rank(config) as (policy, _):
             context = CreditContext(
                 config.algorithm, config.rollout, self.data.vocabulary, foundation.max_context,
                 config.run.seed, 0, config.data.reward_threshold,
@@ -86,20 +89,24 @@ class Subject:
                 raise NotCheckedError("no sequence of the batch has an advantage")
             holed = [_with_hole(s) if i % 3 == 2 else s for i, s in enumerate(credited)]
             logprobs = policy.logprobs(holed)
-        # log-probs of an engine so near the policy's that the loss clips some sequences and not others
         clip = config.loss.eps_clip or 0.05
-        shifts = [clip * (-3.0, -0.4, 0.4, 3.0)[i % 4] for i in range(len(holed))]
-        near = [
-            replace(s, rollout_logprobs=np.where(s.loss_mask, of_policy + shift, 0).astype(np.float32))
-            for s, of_policy, shift in zip(holed, logprobs, shifts, strict=True)
+        near = [of_policy + clip * CLIPS[i % len(CLIPS)] for i, of_policy in enumerate(logprobs)]
+        sequences = [
+            replace(s, rollout_logprobs=np.where(s.loss_mask, of_engine, 0).astype(np.float32))
+            for s, of_engine in zip(holed, near, strict=True)
         ]
-        unscored = {
-            (group.prompt.index, "response", index)
-            for group in groups
-            for index, sample in enumerate(group.responses)
-            if sample.reward is None
-        }
-        return Batch(near, credited, credited_reversed, unscored)
+        return Batch(groups, credited, credited_reversed, sequences)
+
+    @cached_property
+    def uncut(self) -> "Update":
+        """One update of the batch in one micro-batch."""
+        return self.update(self.batch.sequences)
+
+    def update(self, sequences: Sequence[TrainSequence], most_tokens: int = 10**9) -> "Update":
+        """Take one update of the sequences in micro-batches of so many tokens (`update_on_one_rank`)."""
+        config = from_engine(self.small)
+        cut = replace(config.model, max_tokens_per_gpu=most_tokens, log_probs_max_tokens_per_gpu=None)
+        return update_on_one_rank(replace(config, model=cut), sequences)
 
     def first_prompts(self, count: int) -> list[Prompt]:
         """Return the run's first prompts, with made-up ids for those that an environment writes."""
@@ -111,12 +118,11 @@ class Subject:
 
     def _groups(self, context: CreditContext) -> Iterator[Group]:
         """Yield groups of made-up responses, with what the run's operator asks for."""
-        config, operator = self.small, self.foundation.method.operator
-        rng = np.random.default_rng(config.run.seed)
-        for prompt in self.first_prompts(config.rollout.rollout_batch_size):
+        rollout, operator = self.small.rollout, self.foundation.method.operator
+        rng, count = np.random.default_rng(self.small.run.seed), max(2, rollout.n_samples_per_prompt)
+        for prompt in self.first_prompts(rollout.rollout_batch_size):
             prompt = replace(prompt, head_length=prompt.head_length or 1)
-            count = max(2, config.rollout.n_samples_per_prompt)
-            request = SampleRequest(prompt.token_ids, 0, LONGEST, config.rollout.rollout_temperature)
+            request = SampleRequest(prompt.token_ids, 0, LONGEST, rollout.rollout_temperature)
             group = Group(prompt, [self._sample(request, i, rng) for i in range(count)])
             if prompt.index == 0 and count > 2:  # a response whose verifier failed
                 failed = group.responses[-1]
@@ -147,13 +153,9 @@ def _with_hole(sequence: TrainSequence) -> TrainSequence:
 
 
 class Update:
-    """One update of all its sequences, and what it did."""
+    """What one update of all its sequences did to the weights, which are those of a checkpoint by name."""
 
     def __init__(self, initial: Tensors, updated: Tensors, metrics: dict[str, float]) -> None:
-        """
-        Args:
-            initial, updated: the weights before and after it, by name in a checkpoint.
-        """
         lr = metrics["learning_rate"]
         self.metrics = metrics
         self.change = {name: (initial[name] - updated[name]) / lr for name in initial}
@@ -201,34 +203,29 @@ def from_engine(config: Config) -> Config:
     return replace(config, loss=replace(config.loss, old_logprobs="engine"))
 
 
-def step_of(gradient: Tensor) -> Tensor:
-    """Return the first step of Adam along a gradient, over the learning rate (`small_run`)."""
-    return gradient / (gradient.abs() + 1)
-
-
 def weights_in(directory: Path) -> Tensors:
     """Return all tensors of a checkpoint in float32."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
 
 
-def largest_difference(tensors: Tensors, expected: Tensors, rounding: float) -> tuple[float, str, int]:
-    """Return the largest difference of a tensor relative to its own largest value, that tensor's name, and
-    the number of tensors compared. Tensors within a hundred roundings of 0 in both are not compared.
+def tensor_gaps(tensors: Tensors, expected: Tensors, rounding: float) -> dict[str, float]:
+    """Return each tensor's largest difference relative to its own largest value. Tensors within a hundred
+    roundings of 0 in both are not compared.
 
     Raises:
         ValueError: the two do not hold the same tensors.
+        NotCheckedError: none is compared.
     """
     if tensors.keys() != expected.keys():
         names = sorted(tensors.keys() ^ expected.keys())
         raise ValueError(f"{len(names)} tensors are on one side only: {', '.join(names[:3])}")
-    largest, furthest, count = 0.0, "", 0
+    relative = {}
     for name, reference in expected.items():
-        scale = max(reference.abs().max().item(), tensors[name].abs().max().item())
-        if scale <= 100 * rounding:
-            continue
-        count += 1
-        gap = max(0.0, (tensors[name] - reference).abs().max().item() - rounding) / scale
-        if not gap <= largest:  # NaN too
-            largest, furthest = gap, name
-    return largest, furthest, count
+        scale = torch.stack([reference, tensors[name]]).abs().max().item()
+        if not scale <= 100 * rounding:  # NaN too
+            gap = (tensors[name] - reference).abs().max().item() - rounding
+            relative[name] = max(gap, 0.0) / scale  # in this order, max keeps a NaN
+    if not relative:
+        raise NotCheckedError("all tensors are 0, but for rounding")
+    return relative

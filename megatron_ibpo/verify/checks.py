@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from megatron_ibpo.run.inputs import JOURNAL
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.rollouts import LiveRollouts
 from megatron_ibpo.run.state import Run
-from megatron_ibpo.verify.batch import Subject, Update, largest_difference, update_on_one_rank, weights_in
+from megatron_ibpo.verify.batch import Subject, Update, tensor_gaps, update_on_one_rank, weights_in
 from megatron_ibpo.verify.engine import check_arrival, engine_rows
 from megatron_ibpo.verify.inputs import check_data, check_rewards
 from megatron_ibpo.verify.rows import (
@@ -39,12 +39,13 @@ from megatron_ibpo.verify.rows import (
     attempted,
     check_of,
     counted_faults,
-    in_order,
+    largest,
     measured,
+    not_checked,
 )
 from megatron_ibpo.verify.small_run import small_run
 from megatron_ibpo.verify.tokens import Turns, check_cut, check_samples, check_tokens
-from megatron_ibpo.verify.trainer import check_reference, check_split, compared
+from megatron_ibpo.verify.trainer import bound_of, check_reference, check_split, compared
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
 
 WITHOUT_ENGINE: dict[str, Callable[[Subject], Iterable[Row]]] = {
@@ -52,8 +53,8 @@ WITHOUT_ENGINE: dict[str, Callable[[Subject], Iterable[Row]]] = {
     "reference": check_reference,
 }  # fmt: skip
 """Checks that need no engine, quick ones first."""
-LIVE = ("engine", "arrival", "resume", "memory")
-"""Checks that need the run's processes. `split` and `tokens` have a part that does."""
+LIVE = ("engine", "arrival", "resume", "memory", "tokens")
+"""Checks that need the run's processes, in part or as a whole. So does `split` of several trainers."""
 ON_GPU = 1e-3
 """Relative difference of weights on GPUs, whose kernels add in varying orders; not measured on one yet."""
 MEMORY_BOUND = 2.0
@@ -70,20 +71,17 @@ def run_checks(
     with tempfile.TemporaryDirectory(prefix="ibpo-verify-") as scratch:
         small = small_run(config, Path(scratch), full=full)
         subject = Subject(config, small, full)
-        work: list[tuple[str, Callable[[], Iterable[Row]]]] = [
-            (name, partial(check, subject)) for name, check in WITHOUT_ENGINE.items() if name in only
-        ]
+        work = [(name, partial(check, subject)) for name, check in WITHOUT_ENGINE.items() if name in only]
         live = (*LIVE, "split") if (small.cluster.num_trainers or 1) > 1 else LIVE
-        if needs_run := [name for name in live if name in only]:
-            work.append((needs_run[0], partial(check_live, subject, only)))
+        work += [(name, partial(check_live, subject, only)) for name in live if name in only][:1]
         for name, check in work:
             print(f"checking {name} …", file=sys.stderr, flush=True)
             for row in attempted(name, check):
                 print(f"  {row.verdict}: {row.check}", file=sys.stderr, flush=True)
                 rows.append(row)
     missing = set(only) - {check_of(row.check) for row in rows}
-    rows += [Row(name, "not checked", reason="the run ended before it") for name in missing]
-    return in_order(rows), {
+    rows += [not_checked(name, "the run ended before it") for name in missing]
+    return sorted(rows, key=lambda row: CHECKS.index(check_of(row.check))), {
         "model": str(config.model.hf_dir),
         "cut_down": small.model.hf_dir != config.model.hf_dir,
         "layout": {name: size for name, size in vars(small.parallel).items() if name.endswith("_size")},
@@ -95,7 +93,7 @@ def run_checks(
     }
 
 
-def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
+def check_live(subject: Subject, only: Collection[str]) -> Iterable[Row]:
     """Open the run, take two steps, and make the checks named in `only`."""
     turns: Turns = set()
 
@@ -115,9 +113,9 @@ def check_live(subject: Subject, only: Collection[str]) -> Iterator[Row]:
         metrics = loop.update(run, sequences)
         loop.sync(run)
         updated = export("updated")
-        if not samples_in_trainer(subject.small.rollout.rollout_backend):
-            step = (run.config, sequences, metrics, initial, updated)
-            yield from rows("split: the run's layout", _check_layout, subject, *step)
+        if "split" in only and not samples_in_trainer(subject.small.rollout.rollout_backend):
+            update = Update(weights_in(initial), weights_in(updated), metrics)
+            yield from rows("split: the run's layout", _check_layout, subject, run.config, sequences, update)
         saving.save_if_due(run)
         run.policy.saved(wait=True)
         second = loop.sample(run)
@@ -140,15 +138,11 @@ def _export(run: Run, name: str) -> Path:
 
 
 def _check_layout(
-    subject: Subject, config: Config, sequences: Sequence[TrainSequence], metrics: dict[str, float],
-    initial: Path, updated: Path,
-) -> Iterator[Row]:  # fmt: skip
+    subject: Subject, config: Config, sequences: Sequence[TrainSequence], update: Update
+) -> Iterator[Row]:
     """Compare the first step of the run's ranks with the same step of one rank in this process."""
-    if not any(s.has_advantage for s in sequences):
-        raise NotCheckedError("no response has an advantage: all rewards of a prompt are the same")
-    update = Update(weights_in(initial), weights_in(updated), metrics)
     check = f"split: the run's layout, {config.cluster.num_trainers} ranks"
-    yield compared(check, update, update_on_one_rank(config, sequences), subject)
+    yield compared(check, update, update_on_one_rank(config, sequences), bound_of(subject))
 
 
 def check_memory(run: Run) -> Iterator[Row]:
@@ -164,23 +158,17 @@ def check_memory(run: Run) -> Iterator[Row]:
     ranks = config.cluster.num_trainers or 1
     census = census_by_names(shape, config, read_overrides(config).chunks, weights, ranks)
     planned = sum(memory_on_cpus(config, shape, census).values())
-    yield measured(
-        "memory: main", used / planned, MEMORY_BOUND, "activations and libraries come on top",
-        f"{used / GIB:.2f} GiB held by trainers and engines, {planned / GIB:.2f} planned", "ibpo plan",
-    )  # fmt: skip
+    reason = f"{used / GIB:.2f} GiB held by trainers and engines, {planned / GIB:.2f} planned"
+    yield measured("memory: main", used / planned, MEMORY_BOUND, "activations and libraries on top", reason)
 
 
 def _bytes_held() -> int:
     """Return the bytes that trainers, engines, and the processes that these started hold alone."""
-
-    def is_actor(process: psutil.Process) -> bool:
-        try:
-            return "".join(process.cmdline()[:1]).startswith("ray::_Process")
-        except psutil.Error:
-            return False
-
-    actors = [p for p in psutil.Process().children(recursive=True) if is_actor(p)]
-    processes = {p for actor in actors for p in (actor, *actor.children(recursive=True))}
+    processes: set[psutil.Process] = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            if "".join(process.cmdline()[:1]).startswith("ray::_Process"):
+                processes |= {process, *process.children(recursive=True)}
     return sum(process.memory_full_info().uss for process in processes if process.is_running())
 
 
@@ -198,15 +186,12 @@ def check_resume(config: Config, steps: Sequence[Sequence[Group]], undisturbed: 
         second = loop.sample(run)
         faults += _different(steps[1], second)
         loop.update(run, loop.credit(run, second).sequences)
-        weights = _export(run, "resumed")
+        weights = weights_in(_export(run, "resumed"))
     yield counted_faults("resume: journal", faults, "the second step is that of the journal")
-    gap, furthest, _ = largest_difference(weights_in(weights), weights_in(undisturbed), 0.0)
-    on_gpu = torch.cuda.is_available()
-    yield measured(
-        "resume: weights", gap, ON_GPU if on_gpu else 0.0, "stated for GPUs" if on_gpu else "bit for bit",
-        f"largest difference after step 2; {furthest or 'no tensor differs'}",
-        "the checkpoint's optimizer state, learning rate and step; the journal",
-    )  # fmt: skip
+    gap, furthest = largest(tensor_gaps(weights, weights_in(undisturbed), 0.0))
+    bound, source = (ON_GPU, "stated for GPUs") if torch.cuda.is_available() else (0.0, "bit for bit")
+    reason = f"largest relative difference after step 2; furthest: {furthest}"
+    yield measured("resume: weights", gap, bound, source, reason)
     shutil.rmtree(config.run.run_dir / JOURNAL)
     with open_run(resumed) as run:
         second = loop.sample(run)
@@ -229,10 +214,9 @@ def _different(groups: Sequence[Group], repeated: Sequence[Group], *, exactly: b
         exactly: in log-probs too, whose last bits depend on what an engine computed together.
     """
 
-    def content(sample: Sample) -> list[object]:
-        arrays = [sample.prompt_token_ids, sample.token_ids, sample.loss_mask, sample.logprobs]
-        contents = [array.tobytes() for array in (arrays if exactly else arrays[:-1])]
-        return [*contents, sample.reward, sample.temperature, sample.finish_reason]
+    def content(s: Sample) -> tuple[object, ...]:
+        arrays = (s.prompt_token_ids, s.token_ids, s.loss_mask, *([s.logprobs] if exactly else []))
+        return (*(array.tobytes() for array in arrays), s.reward, s.temperature, s.finish_reason)
 
     first, second = ([content(s) for group in step for s in group.samples] for step in (groups, repeated))
     if len(first) != len(second):

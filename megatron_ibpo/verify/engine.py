@@ -19,8 +19,8 @@ from megatron_ibpo.run import steps as loop
 from megatron_ibpo.run.saving import sleep_engines, wake_engines
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject, weights_in
-from megatron_ibpo.verify.rows import Row, measured
-from megatron_ibpo.verify.trainer import Array, differences, loaded, logprobs_of, mean_difference
+from megatron_ibpo.verify.rows import Row, largest, measured, not_checked
+from megatron_ibpo.verify.trainer import Array, loaded, logprobs_of, mean_of, spreads, token_gaps
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
 
 FLOOR, SPREADS = 5e-5, 4.0
@@ -31,6 +31,7 @@ OTHER_TEMPERATURES = (0.5, 0.8, 1.25, 2.0)
 """Factors of the temperature at which samples could have been drawn instead."""
 SURE = 13.8
 """Logarithm of a million: chances below its inverse are none."""
+CHANCE = "chance of 1 in a million"
 PROMPTS, LONGEST, BLOCK = 6, 24, 300
 """Prompts to sample after each change of weights, tokens of a response, and tokens of a prompt that fills a
 block of every cache: those of delta nets have 256."""
@@ -39,8 +40,9 @@ SHIFT = 0.05
 VISIBLE = 3.0
 """Bounds by which a change must move the trainer's log-probs to be seen."""
 
-Sent = tuple[list[TrainSequence], list[Floats]]
-"""Samples from the engine after a change was sent, and the trainer's log-probs under the same weights."""
+Sent = tuple[list[TrainSequence], list[Floats], float]
+"""Samples from the engine after a change was sent, the trainer's log-probs of them under the same weights,
+and their mean difference from the engine's."""
 
 
 def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> Iterator[Row]:
@@ -49,32 +51,30 @@ def engine_rows(when: str, run: Run, groups: Sequence[Group], hf_dir: Path) -> I
     samples = [sample for group in groups for sample in group.samples if sample.loss_mask.any()]
     sequences = [as_trained(sample) for sample in samples]
     trainer = run.policy.logprobs(sequences)
-    gaps = differences([sample.logprobs for sample in samples], trainer, sequences)
+    gaps = token_gaps([sample.logprobs for sample in samples], trainer, sequences)
     model = loaded(hf_dir, torch.float64)
     exact = logprobs_of(model, sequences)
     precision = sampling_precision(run.config.rollout).dtype
-    spreads = differences(logprobs_of(loaded(hf_dir, getattr(torch, precision)), sequences), exact, sequences)
-    mean, spread = float(np.concatenate(gaps).mean()), float(np.concatenate(spreads).mean())
-    bound = max(FLOOR, SPREADS * spread)
-    source = f"{SPREADS:.0f} x the spread of transformers in {precision}, {spread:.1e}"
+    rounding = spreads(hf_dir, precision, exact, sequences)
+    spread = mean_of(rounding)
+    bound, source = max(FLOOR, SPREADS * spread), f"{SPREADS:.0f} x transformers' spread in {precision}"
     yield measured(
-        f"engine: {when}", mean, bound, source,
+        f"engine: {when}", mean_of(gaps), bound, source,
         f"mean |difference| in nats over {sum(map(len, gaps))} tokens of {len(samples)} samples, largest "
         f"{max(gap.max() for gap in gaps):.1e}",
-        "temperature, top-p and top-k of both, the engine's precision, weight updates (arrival)",
     )  # fmt: skip
-    largest, place = furthest(gaps)
-    allowed, _ = furthest(spreads)
-    yield measured(
-        f"engine: {when}, by place", largest, max(2 * FLOOR, 2 * SPREADS * max(allowed, spread)), source,
-        f"largest mean over {place}", "positions, a cache that outlives its weights, a state not reset",
-    )  # fmt: skip
-    if all(sample.sampling_mask is None for sample in samples):  # the reference knows no cut distribution
-        yield measured(
-            f"reference: written {when}", mean_difference(trainer, exact, sequences), bound, source,
-            "mean |difference| in nats between the trainer and transformers on the weights that it wrote",
-            "the export in Hugging Face format",
-        )  # fmt: skip
+    gap, part = furthest_part(gaps)
+    of_a_part = max(furthest_part(rounding)[0], spread)
+    reason = f"largest mean over {part}: a wrong position, an old cache, a state that is not reset"
+    yield measured(f"engine: {when}, by place", gap, 2 * max(FLOOR, SPREADS * of_a_part), source, reason)
+    if any(sample.sampling_mask is not None for sample in samples):
+        yield not_checked(
+            f"reference: written {when}", "the reference has no distribution cut by top-p or top-k"
+        )
+    else:
+        written = mean_of(token_gaps(trainer, exact, sequences))
+        reason = "mean |difference| in nats between the trainer and transformers on the weights that it wrote"
+        yield measured(f"reference: written {when}", written, bound, source, reason)
     yield drawn_row(f"engine: {when}, the draw", model, sequences)
 
 
@@ -87,8 +87,7 @@ def drawn_row(check: str, model: Any, sequences: Sequence[TrainSequence]) -> Row
         model: transformers' model with the weights that they were sampled with.
     """
     if any(s.sampling_mask is not None for s in sequences):
-        reason = "top-p or top-k cuts what is drawn from, which only the engine has"
-        return Row(check, "not checked", reason=reason)
+        return not_checked(check, "top-p or top-k cuts what is drawn from, which only the engine has")
 
     def total_logprob(factor: float) -> float:
         scaled = [replace(s, temperature=s.temperature * factor) for s in sequences]
@@ -96,13 +95,9 @@ def drawn_row(check: str, model: Any, sequences: Sequence[TrainSequence]) -> Row
         return sum(float(logprobs[s.loss_mask].sum()) for logprobs, s in pairs)
 
     total = total_logprob(1.0)
-    log_ratios = {factor: total_logprob(factor) - total for factor in OTHER_TEMPERATURES}
-    likeliest = max(log_ratios, key=lambda factor: log_ratios[factor])
-    return measured(
-        check, log_ratios[likeliest], SURE, "chance of 1 in a million",
-        f"nats by which the samples are likelier at {likeliest:g} times their temperature",
-        "temperature and seeds of the engine's sampler",
-    )  # fmt: skip
+    gain, factor = largest({f"{factor:g}": total_logprob(factor) - total for factor in OTHER_TEMPERATURES})
+    reason = f"nats by which the samples are likelier at {factor} times their temperature"
+    return measured(check, gain, SURE, CHANCE, reason)
 
 
 def engine_samples(run: Run, requests: Sequence[SampleRequest]) -> list[Sample]:
@@ -122,7 +117,7 @@ def as_trained(sample: Sample) -> TrainSequence:
     )  # fmt: skip
 
 
-def furthest(gaps: Sequence[Array]) -> tuple[float, str]:
+def furthest_part(gaps: Sequence[Array]) -> tuple[float, str]:
     """Return the largest mean over a part, and that part: positions, or responses of a length."""
     parts = {
         f"tokens {start} to {start + BIN - 1}": [gap[start : start + BIN] for gap in gaps]
@@ -132,10 +127,7 @@ def furthest(gaps: Sequence[Array]) -> tuple[float, str]:
     quarters = [by_length[size * i // 4 : size * (i + 1) // 4] for i in range(4)]
     parts |= {f"responses of {len(q[0])} to {len(q[-1])} tokens": q for q in quarters if q}
     long_parts = {name: part for name, part in parts.items() if sum(map(len, part)) >= FEWEST}
-    all_tokens = {"all tokens": list(gaps)}
-    means = {name: float(np.concatenate(part).mean()) for name, part in (long_parts or all_tokens).items()}
-    worst = max(means, key=lambda name: means[name])
-    return means[worst], worst
+    return largest({name: mean_of(part) for name, part in (long_parts or {"all tokens": [*gaps]}).items()})
 
 
 def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> Iterator[Row]:
@@ -144,9 +136,8 @@ def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> 
     origin = export("arrival")
     tensors = weights_in(origin)
     kinds = {"all tensors": list(tensors)}
-    if not subject.full:
-        for name in tensors:
-            kinds.setdefault(_kind_of(name), []).append(name)
+    for name in () if subject.full else tensors:
+        kinds.setdefault(_kind_of(name), []).append(name)
     sent: dict[str, Sent] = {}
     for number, (kind, names) in enumerate(kinds.items()):
         changed = _changed(origin, tensors, names, seed=number)
@@ -161,20 +152,15 @@ def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> 
         run.policy.shift_adapters(factor, SHIFT)
         sent[f"adapters' {factor}"] = _send_and_sample(subject, run)
         run.policy.shift_adapters(factor, -SHIFT)
-    sequences = [s for of_kind, _ in sent.values() for s in of_kind]
+    all_sent = [s for of_kind, _, _ in sent.values() for s in of_kind]
+    exact = logprobs_of(loaded(origin, torch.float64), all_sent)
     precision = sampling_precision(run.config.rollout).dtype
-    exact, rounded = (
-        logprobs_of(loaded(origin, getattr(torch, dtype)), sequences) for dtype in ("float64", precision)
-    )
-    bound = max(FLOOR, SPREADS * mean_difference(exact, rounded, sequences))
-    for kind, (of_kind, trainer) in sent.items():
-        engine = [s.rollout_logprobs for s in of_kind if s.rollout_logprobs is not None]
-        gap = mean_difference(trainer, engine, of_kind)
-        moved = mean_difference(trainer, run.policy.logprobs(of_kind), of_kind)
-        source = f"{SPREADS:.0f} x the spread of the engine's precision"
+    bound = max(FLOOR, SPREADS * mean_of(spreads(origin, precision, exact, all_sent)))
+    for kind, (sequences, trainer, gap) in sent.items():
+        moved = mean_of(token_gaps(trainer, run.policy.logprobs(sequences), sequences))
         reason = f"mean |difference| in nats after an update that moves the trainer's by {moved:.2g}"
-        next_step = "--check-weight-update-equal, the engine's name and layout of this tensor"
-        row = measured(f"arrival: {kind}", gap, bound, source, reason, next_step)
+        source = f"{SPREADS:.0f} x transformers' spread in {precision}"
+        row = measured(f"arrival: {kind}", gap, bound, source, reason)
         if gap <= bound and moved < VISIBLE * bound:
             unseen = f"{reason}, too little to be seen beside the bound"
             row = replace(row, verdict="not checked", reason=unseen)
@@ -204,15 +190,15 @@ def _changed(origin: Path, tensors: Mapping[str, Tensor], names: Sequence[str], 
 def _send_and_sample(subject: Subject, run: Run) -> Sent:
     """Send the trainers' weights, and sample the same prompts from the engine as before."""
     assert run.engines is not None
-    rollout = subject.small.rollout
     run.engines.update_weights(run.engines.version + 1)
-    length, cut = min(LONGEST, rollout.rollout_max_response_len), rollout.top_p_and_k(0)
-    samples = engine_samples(run, [
-        SampleRequest(ids, seed, length, rollout.rollout_temperature, *cut)
-        for seed, ids in enumerate(_prompts(subject))
-    ])  # fmt: skip
+    rollout = subject.small.rollout
+    length = min(LONGEST, rollout.rollout_max_response_len)
+    settings = length, rollout.rollout_temperature, *rollout.top_p_and_k(0)
+    requests = [SampleRequest(ids, seed, *settings) for seed, ids in enumerate(_prompts(subject))]
+    samples = engine_samples(run, requests)
     sequences = [as_trained(sample) for sample in samples]
-    return sequences, run.policy.logprobs(sequences)
+    trainer = run.policy.logprobs(sequences)
+    return sequences, trainer, mean_of(token_gaps(trainer, [s.logprobs for s in samples], sequences))
 
 
 def _prompts(subject: Subject) -> list[TokenIds]:
@@ -225,10 +211,12 @@ def _prompts(subject: Subject) -> list[TokenIds]:
 
 def _seeds_row(groups: Sequence[Group]) -> Row:
     """Responses to a prompt are drawn independently, and so are not all the same unless that is likely."""
+    if all(len(group.responses) < 2 for group in groups):
+        return not_checked("arrival: seeds", "no prompt has two responses")
     equal = [g.responses for g in groups if len({r.token_ids.tobytes() for r in g.responses}) == 1]
     unlikely = -sum(float(response.logprobs.sum()) for responses in equal for response in responses[1:])
-    return measured(
-        "arrival: seeds", unlikely if len(equal) == len(groups) else 0.0, SURE, "chance of 1 in a million",
+    reason = (
         "nats by which it is unlikely that all responses to a prompt are the same, as they are for "
-        f"{len(equal)} of {len(groups)} prompts", "seeds of requests",
-    )  # fmt: skip
+        f"{len(equal)} of {len(groups)} prompts"
+    )
+    return measured("arrival: seeds", unlikely if len(equal) == len(groups) else 0.0, SURE, CHANCE, reason)

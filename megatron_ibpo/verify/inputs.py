@@ -1,7 +1,6 @@
 """The run's prompts: what is left out, whether two readings agree, whether they fit their context. And its
 verifier: labels as their own answers, and answers that must not count."""
 
-import hashlib
 import json
 import os
 import time
@@ -27,7 +26,7 @@ from megatron_ibpo.rewards.verifier import rm_type_of
 from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.run_data import open_run_data, scored_by_verifiers
 from megatron_ibpo.verify.batch import Subject
-from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured
+from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured, not_checked
 
 READING_TIMEOUT_S = 300.0
 FEW_HELD_OUT = 128
@@ -63,36 +62,38 @@ def check_data(subject: Subject) -> Iterator[Row]:
     held_out = [p for eval_set in data.eval_sets for p in eval_set.prompts]
     reasons = sum((tally.counts for tally in source.tallies), Counter[str]())
     left_out = reasons.total()
-    yield _readings(prompts, config)
-    yield from _rows(config, prompts, size, left_out, len(held_out) if config.holds_out else 0)
+    yield _readings_row(prompts, config)
+    yield from _file_rows(config, prompts, size + left_out + (len(held_out) if config.holds_out else 0))
     named = ", ".join(f"{reason}: {count}" for reason, count in reasons.items()) or "nothing is left out"
     share = left_out / max(1, left_out + (size or len(prompts)))
-    yield measured("data: left out", share, 0.5, "half of all rows", f"share of rows; {named}", "ibpo data")
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    empty = sum(len(prompt.token_ids) == 0 for prompt in prompts)
+    yield measured("data: left out", share, 0.5, "half of all rows", f"share of rows; {named}")
+    longest, shortest = (choose(len(prompt.token_ids) for prompt in prompts) for choose in (max, min))
     yield measured(
-        "data: lengths", float("inf") if empty else longest,
+        "data: lengths", longest if shortest else float("inf"),
         foundation.max_context - config.rollout.rollout_max_response_len,
         "--rollout-max-context-len less --rollout-max-response-len",
-        f"tokens of the longest of {len(prompts)} prompts; {empty} are empty", "--drop-long-prompts",
+        f"tokens of the longest of {len(prompts)} prompts; the shortest has {shortest}",
     )  # fmt: skip
-    yield _epochs(source, size)
+    yield _epochs_row(source, size)
+    if not held_out:
+        yield not_checked("data: duplicates", "no prompts are held out")
+        return
     texts = {normalised(prompt.text) for prompt in prompts}
     yield measured(
         "data: duplicates", sum(normalised(prompt.text) in texts for prompt in held_out), len(held_out) / 2,
         "half of them: generated tasks repeat their easiest prompts",
         f"of {len(held_out)} held-out prompts are trained on; {len(prompts) - len(texts)} of {len(prompts)} "
-        "prompts are duplicates", "ibpo data, --deduplicate",
+        "prompts are duplicates",
     )  # fmt: skip
 
 
-def _readings(prompts: Sequence[Prompt], config: Config) -> Row:
+def _readings_row(prompts: Sequence[Prompt], config: Config) -> Row:
     """The prompts are the same in another process, where Python's hashes have another seed."""
-    theirs = with_other_hashes(digests, config, len(prompts))
+    repeated = with_other_hashes(contents, config, len(prompts))
     faults = [
         f"prompt {prompt.index} is another in a second reading"
-        for prompt, digest in zip(prompts, theirs, strict=True)
-        if _digest(prompt) != digest
+        for prompt, content in zip(prompts, repeated, strict=True)
+        if _content(prompt) != content
     ]
     faults += [f"prompt {i} has the index {p.index}" for i, p in enumerate(prompts) if p.index != i]
     reason = f"{len(prompts)} prompts have the same ids, labels and order in two processes"
@@ -107,27 +108,26 @@ def with_other_hashes(function: Callable[..., Any], *arguments: object) -> Any:
         return pool.apply_async(function, arguments).get(READING_TIMEOUT_S)
 
 
-def digests(config: Config, count: int) -> list[str]:
-    """Return a digest of each of the run's first prompts, in order. The last is read first, since a prompt
-    depends on its position alone."""
+def contents(config: Config, count: int) -> list[str]:
+    """Return all that the run's first prompts hold, in order. The last is read first, since a prompt depends
+    on its position alone."""
     source = open_run_data(config, read_foundation(config)).prompts
     assert source is not None  # checked by the caller
-    return [_digest(source.at(position)) for position in reversed(range(count))][::-1]
+    return [_content(source.at(position)) for position in reversed(range(count))][::-1]
 
 
-def _digest(prompt: Prompt) -> str:
-    content = (prompt.index, prompt.label, prompt.token_ids.tolist(), prompt.head_length, prompt.text,
-               sorted(prompt.metadata.items()))  # fmt: skip
-    return hashlib.sha256(repr(content).encode(errors="replace")).hexdigest()
+def _content(prompt: Prompt) -> str:
+    ids, metadata = prompt.token_ids.tolist(), sorted(prompt.metadata.items())
+    return repr((prompt.index, prompt.label, ids, prompt.head_length, prompt.text, metadata))
 
 
-def _rows(
-    config: Config, prompts: Sequence[Prompt], size: int, left_out: int, held_out: int
-) -> Iterator[Row]:
+def _file_rows(config: Config, prompts: Sequence[Prompt], num_counted: int) -> Iterator[Row]:
     """Compare the prompts with the rows of their file: each has text and label of a row, and a row that is
     no prompt is counted."""
     spec, *further_specs = [read_spec(spec) for spec in config.data.prompt_data]
     if further_specs or "://" in spec.location:
+        for check in ("data: labels", "data: rows"):
+            yield not_checked(check, "the prompts are not the rows of one file")
         return
     keys = spec.input_key or config.data.input_key, spec.label_key or config.data.label_key
     columns = sorted(fields_read(*keys))
@@ -139,11 +139,11 @@ def _rows(
                 row = read()
                 rows.append(_letters([row.get(column) for column in columns]))
     yield _labels_row(prompts[:LABELLED], rows)
-    if not (spec.only or config.data.deduplicate or config.data.filter_pass_rate):
-        yield measured(
-            "data: rows", abs(num_rows - size - left_out - held_out), 0, "exact",
-            f"{num_rows} rows, of which {size} are prompts, {left_out} are counted as left out", "ibpo data",
-        )  # fmt: skip
+    if spec.only or config.data.deduplicate or config.data.filter_pass_rate:
+        yield not_checked("data: rows", "rows are left out by settings, which count them in another way")
+    else:
+        reason = f"{num_rows} rows, of which {num_counted} are prompts, held out or counted as left out"
+        yield measured("data: rows", abs(num_rows - num_counted), 0, "exact", reason)
 
 
 def _labels_row(prompts: Sequence[Prompt], rows: Sequence[str]) -> Row:
@@ -157,8 +157,7 @@ def _labels_row(prompts: Sequence[Prompt], rows: Sequence[str]) -> Row:
             if not any(label in row for row in with_text):
                 faults.append(f"prompt {prompt.index} has the label {prompt.label[:60]!r} of another row")
     if not num_prompts:
-        reason = "texts and labels of prompts are not in the file as they are"
-        return Row("data: labels", "not checked", reason=reason)
+        return not_checked("data: labels", "texts and labels of prompts are not in the file as they are")
     return counted_faults("data: labels", faults, f"{num_prompts} prompts have text and label of one row")
 
 
@@ -167,11 +166,11 @@ def _letters(value: object) -> str:
     return "".join(filter(str.isalnum, json.dumps(value, default=str)))
 
 
-def _epochs(source: PromptSource, size: int) -> Row:
+def _epochs_row(source: PromptSource, size: int) -> Row:
     """A second pass has every prompt once, in whatever order."""
     if not 0 < size <= MOST:
         reason = "the prompts never repeat" if not size else f"{size:,} prompts: an epoch is not read through"
-        return Row("data: epochs", "not checked", reason=reason)
+        return not_checked("data: epochs", reason)
     first, second = (Counter(p.text + "\0" + p.label for p in source.batch(i, size)) for i in range(2))
     faults = [f"{(first - second).total()} prompts are missing in the second"] if first != second else []
     return counted_faults("data: epochs", faults, f"two passes have the same {size} prompts")
@@ -202,8 +201,8 @@ def check_rewards(subject: Subject) -> Iterator[Row]:
                 "no label earns full marks as an answer in any form tried; it may be no answer (tests of a "
                 "program, a rubric)"
             )
-        shown = f"{len(prompts)} labels as answers, such as {form('LABEL')!r}, earn full marks"
-        yield counted_faults("rewards: labels", missed, shown)
+        reason = f"{len(prompts)} labels as answers, such as {form('LABEL')!r}, earn full marks"
+        yield counted_faults("rewards: labels", missed, reason)
         wrong = _wrong_answers(prompts, form)
         faults = [
             f"{kind} counts for {_named(prompt, score)}"
@@ -231,7 +230,7 @@ def _wrong_answers(prompts: list[Prompt], form: Callable[[str], str]) -> dict[st
         "its label cut by a digit": [form(p.label[:-1]) if is_long(p.label) else "" for p in prompts],
         "half of its answer": [form(p.label)[: (len(form(p.label)) - len(p.label)) // 2] for p in prompts],
         "a response cut before its answer": ["First, I look at the question. Then" for _ in prompts],
-    }  # fmt: skip
+    }
 
 
 def _repeated(
@@ -246,12 +245,11 @@ def _repeated(
         for (prompt, _), first, second in zip(answers, scores, repeated, strict=True)
         if first.reward != second.reward
     ]
-    reason = f"{len(answers)} responses, scored again in reverse order"
-    yield counted_faults("rewards: twice", faults, reason)
-    if errors := [score.error for score in repeated if score.error is not None]:
-        yield counted_faults("rewards: seconds", errors, f"{len(errors)} errors")
-    else:
-        yield measured("rewards: seconds", seconds, timeout, "--reward-timeout", "seconds per response")
+    yield counted_faults("rewards: twice", faults, f"{len(answers)} responses, scored again in reverse order")
+    errors = [score.error for score in repeated if score.error is not None]
+    reason = f"seconds per response; {len(errors)} errors{': ' if errors else ''}{'; '.join(errors[:1])}"
+    figure = float("inf") if errors else seconds
+    yield measured("rewards: seconds", figure, timeout, "--reward-timeout", reason)
 
 
 def _failing(data: DataConfig, prompt: Prompt) -> Row:

@@ -1,8 +1,8 @@
-"""The results of the checks: rows with a verdict, their table, their JSON and the exit status."""
+"""The result of the checks: rows with a verdict, their table and their JSON."""
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -10,9 +10,19 @@ from megatron_ibpo.basics.redaction import without_keys
 from megatron_ibpo.basics.text import fault_text
 from megatron_ibpo.report import jsonable
 
-CHECKS = ("split", "reference", "engine", "arrival", "tokens", "rewards", "data", "resume", "memory")
-"""Names of the checks, in the order of the table."""
-Verdict = Literal["right", "wrong", "not checked"]
+LOOK_AT = {
+    "split": "the loss's divisor and weights (--loss-aggregation, --loss-variant, --token-credit), dropout",
+    "reference": "the model's conversion and export, rotary positions, temperature, the loss's mask",
+    "engine": "temperature, top-p and top-k, the engine's precision, caches that outlive weights (arrival)",
+    "arrival": "--check-weight-update-equal, the engine's name and layout of this tensor, seeds of requests",
+    "tokens": "the chat template, the tokenizer, the engine's stop tokens",
+    "rewards": "the reward function",
+    "data": "ibpo data, --deduplicate, --drop-long-prompts",
+    "resume": "the checkpoint's optimizer state, learning rate and step; the journal",
+    "memory": "ibpo plan",
+}
+"""Check → what to look at where it is wrong, in the order of the table."""
+CHECKS = tuple(LOOK_AT)
 
 
 class NotCheckedError(Exception):
@@ -25,7 +35,7 @@ class Row:
 
     check: str
     """Name of the check, a colon, and what it looked at."""
-    verdict: Verdict
+    verdict: Literal["right", "wrong", "not checked"]
     figure: float | None = None
     bound: float | None = None
     """Largest figure that counts as right."""
@@ -34,17 +44,10 @@ class Row:
     """What was measured, why it was not, or what to look at next."""
 
 
-def measured(
-    check: str, figure: float, bound: float, bound_from: str, reason: str, next_step: str = ""
-) -> Row:
-    """Return the row of a figure that is right up to `bound`.
-
-    Args:
-        reason: what the figure is.
-        next_step: what to look at next if it is wrong.
-    """
+def measured(check: str, figure: float, bound: float, bound_from: str, reason: str) -> Row:
+    """Return the row of a figure, which `reason` describes; it is right up to `bound`."""
     is_right = math.isfinite(figure) and figure <= bound
-    text = reason if is_right or not next_step else f"{reason}; look at {next_step}"
+    text = reason if is_right else f"{reason}; look at {LOOK_AT[check_of(check)]}"
     return Row(check, "right" if is_right else "wrong", figure, bound, bound_from, text)
 
 
@@ -55,30 +58,31 @@ def counted_faults(check: str, faults: Sequence[str], reason: str) -> Row:
     return measured(check, float(len(faults)), 0.0, "exact", named)
 
 
+def not_checked(check: str, reason: str) -> Row:
+    """Return the row of a check that was not made."""
+    return Row(check, "not checked", reason=reason)
+
+
 def attempted(check: str, work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
     """Yield the rows of a check. One that cannot be made is "not checked"; one that fails is wrong, since the
     run would fail there too."""
     try:
         yield from work()
     except NotCheckedError as why:
-        yield Row(check, "not checked", reason=str(why))
+        yield not_checked(check, str(why))
     except Exception as error:
         yield Row(check, "wrong", reason=f"it failed: {fault_text(error)}")
+
+
+def largest(figures: Mapping[str, float]) -> tuple[float, str]:
+    """Return the largest figure, or a NaN, and its name."""
+    name = max(figures, key=lambda name: (math.isnan(figures[name]), figures[name]))
+    return figures[name], name
 
 
 def check_of(row_name: str) -> str:
     """Return the check that a row belongs to."""
     return row_name.partition(":")[0]
-
-
-def in_order(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows in the order of their checks."""
-    return sorted(rows, key=lambda row: CHECKS.index(check_of(row.check)))
-
-
-def exit_status(rows: Iterable[Row]) -> int:
-    """Return 1 if a row is wrong, otherwise 0."""
-    return int(any(row.verdict == "wrong" for row in rows))
 
 
 def as_json(rows: Sequence[Row], about: dict[str, Any]) -> str:

@@ -93,9 +93,9 @@ def _short(rollout: RolloutConfig, steps: int, *, on_gpu: bool) -> RolloutConfig
 def _small_layout(parallel: ParallelConfig) -> ParallelConfig:
     """Return the layout with at most two ranks in each direction, and as few in all as a small machine has:
     context parallelism goes first, then pipelines."""
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-             "expert_tensor_parallel_size", "context_parallel_size")  # fmt: skip
-    least: dict[str, Any] = {name: min(2, getattr(parallel, name)) for name in sizes}
+    least: dict[str, Any] = {
+        name: min(2, size) for name, size in vars(parallel).items() if name.endswith("_size")
+    }
     least |= {"decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None}
     for name in ("context_parallel_size", "pipeline_model_parallel_size", "expert_tensor_parallel_size"):
         if least_world(replace(parallel, **least)) > MOST_RANKS:

@@ -14,14 +14,16 @@ from megatron_ibpo.data.row_prompts import template_settings
 from megatron_ibpo.rewards.verifier import rm_type_of
 from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.run.state import Run
-from megatron_ibpo.verify.batch import Subject, from_engine, policy_on_one_rank, update_on_one_rank
+from megatron_ibpo.verify.batch import Subject, policy_on_one_rank
 from megatron_ibpo.verify.engine import engine_samples
 from megatron_ibpo.verify.made_up_rewards import score
-from megatron_ibpo.verify.rows import NotCheckedError, Row, attempted, counted_faults
+from megatron_ibpo.verify.rows import NotCheckedError, Row, attempted, counted_faults, not_checked
 from megatron_ibpo.verify.small_run import STAND_IN
 
 NUM_PROMPTS, NUM_CUT = 64, 8
 """Prompts that are compared with their text, and prompts whose responses are cut."""
+ABSURD = {"rollout_logprobs": -30.0, "token_weights": 50.0, "token_advantages": 50.0}
+"""Values that would change a gradient if they had a part in it."""
 
 Turns = set[tuple[bytes, bytes]]
 """Ids and log-probs of each sample that engines returned, before samples were joined to episodes."""
@@ -30,16 +32,13 @@ Turns = set[tuple[bytes, bytes]]
 def check_tokens(subject: Subject) -> Iterator[Row]:
     """Look at the prompts, and at the gradient of what the policy did not write."""
     data = open_run_data(subject.config, subject.foundation)
-    prompts = data.first_prompts[:NUM_PROMPTS]
-    faults = [
-        f"prompt {prompt.index}: {fault}"
-        for prompt in prompts
-        for fault in _prompt_faults(prompt, data.tokenizer)
-    ]
+    prompts, tokenizer = data.first_prompts[:NUM_PROMPTS], data.tokenizer
+    faults = [f"prompt {p.index}: {fault}" for p in prompts for fault in _prompt_faults(p, tokenizer)]
     reason = f"{len(prompts)} prompts show their text, and begin as they should"
-    yield counted_faults("tokens: prompts", faults, reason)
-    yield from attempted("tokens: rendering", lambda: _rendering(subject, prompts, data.tokenizer))
-    yield _masked(subject)
+    no_prompts = not_checked("tokens: prompts", "the run replays recorded rollouts and reads no prompts")
+    yield counted_faults("tokens: prompts", faults, reason) if prompts else no_prompts
+    yield from attempted("tokens: rendering", lambda: _rendering(subject, prompts, tokenizer))
+    yield _masked_row(subject)
 
 
 def _prompt_faults(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
@@ -69,10 +68,9 @@ def _rendering(subject: Subject, prompts: Sequence[Prompt], tokenizer: Tokenizer
         theirs = AutoTokenizer.from_pretrained(hf_dir)
     except (OSError, ValueError) as error:
         raise NotCheckedError(f"transformers cannot read the tokenizer: {error}") from error
+    written = [prompt for prompt in prompts if prompt.environment is None]  # others write the prompt
     faults = []
-    for prompt in prompts:
-        if prompt.environment is not None:  # it writes the prompt
-            continue
+    for prompt in written:
         text = prompt.text
         if data.apply_chat_template:
             chat = [{"role": "user", "content": prompt.text}]
@@ -81,29 +79,28 @@ def _rendering(subject: Subject, prompts: Sequence[Prompt], tokenizer: Tokenizer
             tail = tokenizer.decode_all(prompt.tail_ids).strip()
             expected = text.rpartition(prompt.text.strip())[2].strip()
             if tail != expected:
-                faults.append(
-                    f"prompt {prompt.index} ends in {tail!r}, and with transformers in {expected!r}"
-                )
+                faults.append(f"prompt {prompt.index} ends in {tail!r}, and in transformers in {expected!r}")
         begin = theirs(text, add_special_tokens=not data.apply_chat_template)["input_ids"][0]
         if prompt.token_ids[0] != begin:
             faults.append(f"prompt {prompt.index} begins with id {prompt.token_ids[0]}, and not {begin}")
-    if (hf_dir / "generation_config.json").is_file():
+    if has_settings := (hf_dir / "generation_config.json").is_file():
         ends = GenerationConfig.from_pretrained(hf_dir).eos_token_id
         missing = {*(ends if isinstance(ends, list) else [ends])} - {None, *subject.foundation.eos_token_ids}
         faults += [f"id {number} does not end a response" for number in sorted(missing)]
-    yield counted_faults("tokens: rendering", faults, "prompts begin and end as transformers renders them")
+    if not (written or has_settings):
+        raise NotCheckedError("environments write the prompts, and there is no generation_config.json")
+    reason = f"{len(written)} prompts begin and end, and responses end, as in transformers"
+    yield counted_faults("tokens: rendering", faults, reason)
 
 
-def _masked(subject: Subject) -> Row:
+def _masked_row(subject: Subject) -> Row:
     """Masked tokens have no log-probs, and what stands at masked places has no part in a gradient."""
-    config, sequences = from_engine(subject.small), subject.batch.sequences
+    sequences, change = subject.batch.sequences, subject.uncut.change
     masked = [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in sequences]
-    with policy_on_one_rank(config) as (policy, _):
+    with policy_on_one_rank(subject.small) as (policy, _):
         has_logprobs = any(logprobs.any() for logprobs in policy.logprobs(masked))
     faults = ["masked tokens have log-probs"] if has_logprobs else []
-    change, loud_change = (
-        update_on_one_rank(config, batch).change for batch in (sequences, [_loud(s) for s in sequences])
-    )
+    loud_change = subject.update([_loud(s) for s in sequences]).change
     faults += [f"{n} depends on masked tokens" for n in change if not change[n].equal(loud_change[n])]
     reason = "log-probs, weights and advantages at masked places have no part in the gradient"
     return counted_faults("tokens: masked", faults, reason)
@@ -111,10 +108,9 @@ def _masked(subject: Subject) -> Row:
 
 def _loud(s: TrainSequence) -> TrainSequence:
     """Return the sequence with absurd values wherever its mask is False."""
-    absurd = {"rollout_logprobs": -30.0, "token_weights": 50.0, "token_advantages": 50.0}
-    arrays: dict[str, Any] = {name: getattr(s, name) for name in absurd if getattr(s, name) is not None}
+    arrays: dict[str, Any] = {name: getattr(s, name) for name in ABSURD if getattr(s, name) is not None}
     for name, values in arrays.items():
-        arrays[name] = np.where(s.loss_mask, values, absurd[name]).astype(values.dtype)
+        arrays[name] = np.where(s.loss_mask, values, ABSURD[name]).astype(values.dtype)
     return replace(s, **arrays)
 
 
@@ -135,22 +131,35 @@ def check_samples(
     count, cut = len(finishes), finishes.count("length")
     reason = f"{count} samples: prompt, ends, log-probs and masks fit; {cut} end at a limit of length"
     yield counted_faults("tokens: samples", faults(partial(_sample_faults, subject)), reason)
-    reason = (
-        f"what {count} samples have as the policy's is what {len(turns)} turns of engines were, and no more"
-    )
+    reason = f"what {count} samples have as the policy's is what {len(turns)} turns of engines were, no more"
     yield counted_faults("tokens: turns", faults(partial(_turn_faults, turns)), reason)
-    reason = "every sample has the reward of its own text"
-    yield counted_faults("tokens: rewards", faults(partial(_reward_faults, subject)), reason)
-    differing = list(_trained_faults(groups, trained))
-    yield counted_faults("tokens: training", differing, f"{len(trained)} sequences are those sampled")
+    data = subject.small.data  # with the made-up reward, unless a row or an environment has another
+    if any(
+        group.prompt.environment is None and rm_type_of(group.prompt, data) == STAND_IN for group in groups
+    ):
+        reason = "every sample has the reward of its own text"
+        yield counted_faults("tokens: rewards", faults(partial(_reward_faults, subject)), reason)
+    else:
+        yield not_checked("tokens: rewards", "environments, or functions that rows name, reward the samples")
+    if trained:
+        differing = list(_trained_faults(groups, trained))
+        yield counted_faults("tokens: training", differing, f"{len(trained)} sequences are those sampled")
+    else:
+        yield not_checked("tokens: training", "credit made no sequences of the samples")
 
 
 def _sample_faults(subject: Subject, group: Group, sample: Sample) -> list[str]:
     rollout, prompt = subject.small.rollout, group.prompt
+    lengths = {len(sample.token_ids), len(sample.logprobs), len(sample.loss_mask)}
+    if len(lengths) != 1:
+        return [f"ids, log-probs and mask have lengths {sorted(lengths)}"]
     has_turns = prompt.environment is not None  # which writes the prompt, too
     is_plain = not has_turns and sample in group.responses and not rollout.rollout_prompt_suffixes
     temperatures = {rollout.rollout_temperature, *rollout.rollout_temperature_cycle}
-    faults = _array_faults(sample) + broken({
+    logprobs = sample.logprobs[sample.loss_mask]
+    faults = broken({
+        "log-probs that are none": not np.isfinite(logprobs).all() or bool((logprobs > 1e-4).any()),
+        "tokens that the policy did not write have log-probs": bool(sample.logprobs[~sample.loss_mask].any()),
         f"sampled at temperature {sample.temperature}": sample.temperature not in temperatures,
         "begins with the same special token twice":
             _doubled_start(sample.prompt_token_ids, subject.data.tokenizer),
@@ -160,17 +169,6 @@ def _sample_faults(subject: Subject, group: Group, sample: Sample) -> list[str]:
     room = subject.foundation.max_context - len(sample.prompt_token_ids)
     limit = min(rollout.rollout_max_response_len, room)
     return faults if has_turns else faults + _end_faults(subject, sample, limit)
-
-
-def _array_faults(sample: Sample) -> list[str]:
-    lengths = {len(sample.token_ids), len(sample.logprobs), len(sample.loss_mask)}
-    if len(lengths) != 1:
-        return [f"ids, log-probs and mask have lengths {sorted(lengths)}"]
-    logprobs = sample.logprobs[sample.loss_mask]
-    return broken({
-        "log-probs that are none": not np.isfinite(logprobs).all() or bool((logprobs > 1e-4).any()),
-        "tokens that the policy did not write have log-probs": bool(sample.logprobs[~sample.loss_mask].any()),
-    })  # fmt: skip
 
 
 def _end_faults(subject: Subject, sample: Sample, limit: int) -> list[str]:
@@ -192,24 +190,24 @@ def _turn_faults(turns: Turns, group: Group, sample: Sample) -> Iterator[str]:
             yield f"no engine wrote tokens {start} to {end - 1}"
 
 
+def _has_made_up_reward(subject: Subject, group: Group) -> bool:
+    """Return whether the small run's reward scores a group, and no other of its row or environment."""
+    return group.prompt.environment is None and rm_type_of(group.prompt, subject.small.data) == STAND_IN
+
+
 def _reward_faults(subject: Subject, group: Group, sample: Sample) -> Iterator[str]:
-    """Score a sample again with the made-up reward of the small run, unless its row names another."""
-    if group.prompt.environment is None and rm_type_of(group.prompt, subject.small.data) == STAND_IN:
-        text = subject.data.tokenizer.decode(sample.token_ids)
-        if sample.reward != score("", text, "", {}):
-            yield f"the reward {sample.reward} for {text!r}"
+    text = subject.data.tokenizer.decode(sample.token_ids)
+    if _has_made_up_reward(subject, group) and sample.reward != score("", text, "", {}):
+        yield f"the reward {sample.reward} for {text!r}"
 
 
 def _trained_faults(groups: Sequence[Group], trained: Sequence[TrainSequence]) -> Iterator[str]:
     sampled = {
-        (number, kind, sample.index, sample.token_ids.tobytes()): sample
+        (number, "response" if sample in group.responses else "correction", sample.index,
+         sample.token_ids.tobytes()): sample
         for number, group in enumerate(groups)
-        for kind, samples in (
-            ("response", group.responses),
-            ("correction", [correction.response for correction in group.corrections]),
-        )
-        for sample in samples
-    }
+        for sample in group.samples
+    }  # fmt: skip
     for s in trained:
         sample = sampled.get((s.group, s.kind, s.index, s.response_token_ids.tobytes()))
         faults = ["its tokens were not sampled"] if sample is None else broken({

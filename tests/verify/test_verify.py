@@ -15,8 +15,7 @@ from megatron_ibpo.verify.rows import (
     as_json,
     attempted,
     counted_faults,
-    exit_status,
-    in_order,
+    largest,
     measured,
     table,
 )
@@ -26,14 +25,47 @@ from support.paths import ROOT
 def test_a_figure_is_right_up_to_its_bound():
     verdicts = [measured("split", figure, 1.0, "", "").verdict for figure in (0, 1, 1.1, math.nan, math.inf)]
     assert verdicts == ["right", "right", "wrong", "wrong", "wrong"]
-    assert measured("split", 2, 1, "", "the gap", "the loss").reason == "the gap; look at the loss"
-    assert measured("split", 1, 1, "", "the gap", "the loss").reason == "the gap"
+    assert measured("memory: main", 2, 1, "", "the ratio").reason == "the ratio; look at ibpo plan"
+    assert measured("memory: main", 1, 1, "", "the ratio").reason == "the ratio"
 
 
 def test_one_fault_is_wrong_and_named():
-    assert counted_faults("tokens", [], "ids").verdict == "right"
-    row = counted_faults("tokens", ["a", "b", "c", "d"], "ids")
-    assert (row.verdict, row.figure, row.reason) == ("wrong", 4, "ids: a; b; c")
+    assert counted_faults("memory", [], "ids").verdict == "right"
+    row = counted_faults("memory", ["a", "b", "c", "d"], "ids")
+    assert (row.verdict, row.figure, row.reason) == ("wrong", 4, "ids: a; b; c; look at ibpo plan")
+
+
+def test_a_nan_is_the_largest_difference():
+    assert largest({"a": 1.0, "b": 2.0}) == (2.0, "b")
+    gap, name = largest({"a": 1.0, "b": math.nan, "c": math.inf})
+    assert math.isnan(gap)
+    assert name == "b"
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_tensor_gaps_are_relative_and_keep_nan(side):
+    import torch  # takes a second
+
+    from megatron_ibpo.verify.batch import tensor_gaps  # imports torch
+
+    ones = {"equal": torch.ones(2), "none": torch.zeros(2)}
+    assert tensor_gaps(ones, ones, 0.0) == {"equal": 0.0}
+    pair = [{"far": torch.tensor([4.0, 1.0]), "bad": torch.ones(2)}, {"far": torch.tensor([4.0, 3.0])}]
+    pair[1]["bad"] = torch.tensor([1.0, math.nan])
+    gaps = tensor_gaps(pair[side], pair[1 - side], 0.0)
+    assert gaps["far"] == 0.5
+    assert math.isnan(gaps["bad"])
+
+
+def test_tensor_gaps_of_nothing_are_not_checked():
+    import torch  # takes a second
+
+    from megatron_ibpo.verify.batch import tensor_gaps  # imports torch
+
+    with pytest.raises(NotCheckedError, match="all tensors are 0"):
+        tensor_gaps({"a": torch.zeros(2)}, {"a": torch.zeros(2)}, 0.0)
+    with pytest.raises(ValueError, match="1 tensors are on one side only: b"):
+        tensor_gaps({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(2)}, 0.0)
 
 
 def test_an_impossible_check_is_not_a_pass_and_errors_fail():
@@ -46,13 +78,10 @@ def test_an_impossible_check_is_not_a_pass_and_errors_fail():
     _, failed = attempted("data", lambda: rows(RuntimeError("no such tensor")))
     assert failed.verdict == "wrong"
     assert "no such tensor" in failed.reason
-    assert exit_status([first, why]) == 0
-    assert exit_status([first, why, failed]) == 1
 
 
-def test_verification_rows_are_ordered_and_complete_in_json():
-    rows = in_order(Row(f"{name}: x", "right", 0.5, 1.0, "here", "it is") for name in reversed(CHECKS))
-    assert [row.check.partition(":")[0] for row in rows] == list(CHECKS)
+def test_verification_rows_are_complete_in_json():
+    rows = [Row(f"{name}: x", "right", 0.5, 1.0, "here", "it is") for name in CHECKS]
     content = json.loads(as_json([*rows, Row("data", "wrong", math.inf)], {"full": False}))
     assert content["full"] is False
     assert content["checks"][0] == {
