@@ -357,9 +357,13 @@ def _readable(value: Any, indent: str = "") -> str:
     if isinstance(value, dict) and value:
         lines = [f"{deeper}{json.dumps(key)}: {_readable(item, deeper)}" for key, item in value.items()]
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
-    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         return "[\n" + ",\n".join(deeper + _readable(item, deeper) for item in value) + f"\n{indent}]"
-    return json.dumps(value, ensure_ascii=False)
+    return _encoded(value)
+
+
+_encoded = json.JSONEncoder(ensure_ascii=False).encode
+"""json.dumps with these settings, which would make a new encoder for each value."""
 
 
 SAMPLES = "samples"
