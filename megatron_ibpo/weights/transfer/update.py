@@ -108,7 +108,7 @@ def _send_in_one_call(
     sent = transport.send(source, without(links, failures), engines, order)
     failures |= {engine: error for engine, error in sent.failures.items() if engine not in failures}
     receipts = sent.receipts.items()
-    _refuse_incomplete(world, {engine: [lacked for lacked, _ in workers] for engine, workers in receipts})
+    _refuse_incomplete(world, {engine: [missing for missing, _ in workers] for engine, workers in receipts})
     return sent, {engine: [sums for _, sums in workers] for engine, workers in receipts}
 
 
