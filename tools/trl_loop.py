@@ -68,7 +68,7 @@ def settings(work: Workload, steps: int, directory: str) -> GRPOConfig:
 def step_seconds(checkpoint: Path, work: Workload, steps: int) -> list[float]:
     """Train with TRL and return the seconds from one rollout's last update to the next one's."""
     torch.set_num_threads(os.cpu_count() or 1)
-    data, total = DataConfig(), WARM_UP_STEPS + steps
+    data, total = DataConfig(rm_type=work.reward), WARM_UP_STEPS + steps
     source = open_sources([TASK], load_tokenizer(checkpoint), data, split="train", max_prompt_len=256)
     prompts = source.batch(0, work.prompts * total)
     by_index = {prompt.index: prompt for prompt in prompts}

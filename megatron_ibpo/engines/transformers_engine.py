@@ -32,6 +32,7 @@ from megatron_ibpo.engines.waves import WaveSampler, left_padded
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.layout.regions import Need, TensorMeta, full_box
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
+from megatron_ibpo.weights.transfer.link import Receipt, take_weights
 from megatron_ibpo.weights.transfer.wire import Answer
 
 LINGER_S = 0.01
@@ -46,6 +47,7 @@ CONTROL_CALLS = (
     "update_weights",
     "missing_weights",
     "finish_weight_update",
+    "take_weights",
     "digests",
 )
 
@@ -233,7 +235,7 @@ class TransformersEngine:
         if method not in CONTROL_CALLS:
             raise EngineError(f"the transformers engine has no {method}")
         value = getattr(self._policy, method)(*arguments)
-        if method == "finish_weight_update":
+        if method in ("finish_weight_update", "take_weights"):
             self._thread.submit(self._sample)  # requests that came during the update
         return value
 
@@ -349,6 +351,10 @@ class Policy:
             self._use(type(model).from_pretrained(None, **names))
         self.version = version
         return [self._receipt or {}]
+
+    def take_weights(self, check: bool, version: int) -> list[Receipt]:
+        """Take a whole update (`weights.transfer.link.take_weights`)."""
+        return take_weights(self, check, version)
 
     def digests(self) -> list[dict[str, str]]:
         """Return digests of the weights, for the one worker."""

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from json.encoder import encode_basestring, encode_basestring_ascii
 from pathlib import Path
 from typing import Any
 
@@ -353,13 +354,28 @@ def _untagged(value: Any) -> Any:
 
 def _readable(value: Any, indent: str = "") -> str:
     """Return JSON with one line per field and per list of numbers."""
+    if (encode := _SCALARS.get(type(value))) is not None:
+        return encode(value)
     deeper = indent + "  "
     if isinstance(value, dict) and value:
-        lines = [f"{deeper}{json.dumps(key)}: {_readable(item, deeper)}" for key, item in value.items()]
+        lines = [
+            f"{deeper}{encode_basestring_ascii(key)}: {_readable(item, deeper)}"
+            for key, item in value.items()
+        ]
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
-    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         return "[\n" + ",\n".join(deeper + _readable(item, deeper) for item in value) + f"\n{indent}]"
-    return json.dumps(value, ensure_ascii=False)
+    return _encoded(value)
+
+
+_encoded = json.JSONEncoder(ensure_ascii=False).encode
+"""json.dumps with these settings, which would make a new encoder for each value."""
+_SCALARS: dict[type, Callable[[Any], str]] = {
+    str: encode_basestring,
+    int: int.__repr__,
+    type(None): lambda _: "null",
+}
+"""What `_encoded` returns for values of these types, most of a record, in a tenth of the time."""
 
 
 SAMPLES = "samples"

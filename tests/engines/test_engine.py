@@ -504,7 +504,8 @@ def test_an_update_whose_trainers_died_is_begun_anew_by_others(updated):
     transport = connect(engine, source)
     update(transport, engine, source, 7)
     engine.call("start_weight_update", False, timeout=TIMEOUT)
-    assert transport.send(source, {0: engine}, [0], check=False).failures == {}
+    order = UpdateOrder(version=7, sleeping=False, check=False, timeout=TIMEOUT)
+    assert transport.send(source, {0: engine}, [0], order).failures == {}
     update(connect(engine, source), engine, source, 8)
     engine.generate(engine_runs.make_requests(2), version=8, timeout=TIMEOUT)
 

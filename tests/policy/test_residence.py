@@ -195,7 +195,7 @@ def test_a_step_beside_sleeping_engines_is_the_step_without_them(world, checkpoi
         rank, sent, asked = opened(None), {}, []
         rank.export, rank.whole_export = Copied(export=rank.export), Copied(export=rank.whole_export)
 
-        def send(source, links, engines, *, check):
+        def send(source, links, engines, order):
             sent.update(weights_of(source))
             return Sent({}, 0, 0, {})
 
@@ -210,7 +210,7 @@ def test_a_step_beside_sleeping_engines_is_the_step_without_them(world, checkpoi
                 rank.make_room()
             check_away()
 
-        rank.transport = SimpleNamespace(send=send)
+        rank.transport = SimpleNamespace(send=send, in_one_call=False)
         link = SimpleNamespace(begin=begin, result=lambda timeout: [])  # it lacks nothing
         with mock.patch.object(torch.cuda, "empty_cache", wraps=torch.cuda.empty_cache) as empty_cache:
             leave()

@@ -40,6 +40,7 @@ from megatron_ibpo.engines.vllm.messages import (
 )
 from megatron_ibpo.engines.vllm.needs import check_runner, uses_second_runner
 from megatron_ibpo.engines.vllm.slim_imports import slim_imports
+from megatron_ibpo.weights.transfer.link import Receipt, take_weights
 
 HOLD_STEPS = 16
 """Steps of a busy engine between messages with finished samples. Each message costs several processes a
@@ -69,6 +70,7 @@ WHILE_BUSY = {
     "update_weights",
     "missing_weights",
     "finish_weight_update",
+    "take_weights",
     "drafts",
 }
 """Calls allowed while requests run: those of a weight update, for which requests wait, and a query that is
@@ -347,6 +349,10 @@ class SamplingEngine:
             raise RuntimeError("vLLM could not clear its prefix cache after a weight update")
         self._resume()
         return sums
+
+    def take_weights(self, check: bool, version: int) -> list[Receipt]:
+        """Take a whole update (`weights.transfer.link.take_weights`)."""
+        return take_weights(self, check, version)
 
     def _end_update(self) -> list[dict[str, int]]:
         """Let vLLM process the tensors of an update, whole or not; return the checksums of each worker."""

@@ -34,7 +34,16 @@ from megatron_ibpo.basics.distributed import World, open_store, own_address
 from megatron_ibpo.basics.rendezvous import listen
 from megatron_ibpo.weights.layout.export import Gather, on_one_stream
 from megatron_ibpo.weights.layout.regions import TensorMeta, WeightSource
-from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start, without
+from megatron_ibpo.weights.transfer.link import (
+    EngineLink,
+    Failures,
+    Sent,
+    UpdateOrder,
+    ask,
+    collect,
+    start,
+    without,
+)
 from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, run_join, say_lost
 from megatron_ibpo.weights.transfer.wire import checksum
 
@@ -53,6 +62,8 @@ class NcclTransport:
     other workers need; `Sent` counts it. Gathering goes on while vLLM broadcasts: its packed buffer and the
     two of `Gather` are a third of a bucket each.
     """
+
+    in_one_call = False
 
     def __init__(self, world: World, workers_per_engine: int, bucket_bytes: int, timeout: float) -> None:
         self._world = world
@@ -76,7 +87,11 @@ class NcclTransport:
         return {}
 
     def send(
-        self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
+        self,
+        source: WeightSource,
+        links: Mapping[int, EngineLink],
+        engines: Sequence[int],
+        order: UpdateOrder,
     ) -> Sent:
         """Send one pass over `source` to all of `engines`, or whole weights to none of them."""
         sums: dict[str, int] = {}
@@ -84,7 +99,7 @@ class NcclTransport:
         if list(engines) != self._members:
             failures = self._meet(links, engines)
         if self._members:
-            failures = self._send(source.metadata(), links, sums if check else None)
+            failures = self._send(source.metadata(), links, sums if order.check else None)
         must_repeat = any(self._world.all_gather(bool(failures)))
         if must_repeat:
             self._leave()
@@ -222,6 +237,8 @@ class IpcTransport:
     the buffer of the trainer rank on its GPU, and takes whole tensors from it. Every rank therefore gathers
     every bucket, each shard broadcast by the rank that holds it."""
 
+    in_one_call = False
+
     def __init__(self, world: World, workers_per_engine: int, bucket_bytes: int, timeout: float) -> None:
         self._world = world
         self._workers = workers_per_engine
@@ -240,14 +257,18 @@ class IpcTransport:
         return failures
 
     def send(
-        self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
+        self,
+        source: WeightSource,
+        links: Mapping[int, EngineLink],
+        engines: Sequence[int],
+        order: UpdateOrder,
     ) -> Sent:
         """Hand one pass over `source` to `engines`, bucket by bucket."""
         assert self._gather is not None
         metas = source.metadata()
         client = _Relay(links, self._timeout)
         sums: dict[str, int] = {}
-        recorded = _recorded(self._gather, sums) if check and self._world.is_rank_0 else self._gather
+        recorded = _recorded(self._gather, sums) if order.check and self._world.is_rank_0 else self._gather
         sender = _Lender.trainer_init(
             IPCTrainerInitInfo(
                 packed=True,

@@ -21,7 +21,15 @@ from megatron_ibpo.basics.distributed import World, open_store, own_address
 from megatron_ibpo.weights.formats.directories import huge_pages
 from megatron_ibpo.weights.layout import regions
 from megatron_ibpo.weights.layout.regions import Message, Need, Sender, TensorMeta, WeightSource
-from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, ask, collect, start
+from megatron_ibpo.weights.transfer.link import (
+    EngineLink,
+    Failures,
+    Sent,
+    UpdateOrder,
+    ask,
+    collect,
+    start,
+)
 from megatron_ibpo.weights.transfer.wire import WirePlan, part_checksums, read_answers
 
 BUCKETS_UNDERWAY = 2
@@ -71,6 +79,8 @@ class GlooTransport:
     A bucket is half of the allowed memory: two travel while a third is packed, at most three halves.
     """
 
+    in_one_call = True
+
     def __init__(self, world: World, workers_per_engine: int, bucket_bytes: int, timeout: float) -> None:
         self._world = world
         self._workers = workers_per_engine
@@ -108,10 +118,14 @@ class GlooTransport:
         return failures
 
     def send(
-        self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
+        self,
+        source: WeightSource,
+        links: Mapping[int, EngineLink],
+        engines: Sequence[int],
+        order: UpdateOrder,
     ) -> Sent:
         """Send one pass over `source` to `engines`; the source must be as it was at `connect`."""
-        failures = start(links, "update_weights", lambda _: ({},))
+        failures = start(links, "take_weights", lambda _: (order.check, order.version))
         groups = {engine: group for engine, group in self._groups.items() if engine in engines}
         outbox = _Outbox(groups, len(self._ranks), self._timeout)
         memory = Memory(self._bucket_bytes // BLOCKS_IN_A_BUCKET)
@@ -122,15 +136,16 @@ class GlooTransport:
             outbox.wait(BUCKETS_UNDERWAY)
             for message, workers in deliveries.items():
                 flat = regions.pack(message, bucket_boxes, memory.take(message.num_bytes))
-                if check:
+                if order.check:
                     sums |= part_checksums(message, flat, self._metas)
                 outbox.send(number, flat, workers)
         outbox.wait(0)
-        collect(links, failures, self._timeout)
+        receipts = collect(links, failures, self._timeout)
         for engine in outbox.failures:
             self._groups.pop(engine, None)
         # the engine's own error tells more
-        return Sent(outbox.failures | failures, outbox.num_bytes, self._needed(engines), sums)
+        failures = outbox.failures | failures
+        return Sent(failures, outbox.num_bytes, self._needed(engines), sums, receipts=receipts)
 
     @property
     def _ranks(self) -> list[int]:

@@ -15,6 +15,10 @@ from megatron_ibpo.weights.weight_errors import WeightPlanError, listed
 class Transport(Protocol):
     """A carrier of tensors from the trainers to engines. Methods are collective over all trainer ranks."""
 
+    in_one_call: bool
+    """True if `send` has engines take the whole update (`WeightReceiver.take_weights`), so that it leaves
+    nothing to start and to finish."""
+
     def connect(
         self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int]
     ) -> Failures:
@@ -22,10 +26,13 @@ class Transport(Protocol):
         WeightPlanError on every rank if the source's tensors are not those that the engines load."""
 
     def send(
-        self, source: WeightSource, links: Mapping[int, EngineLink], engines: Sequence[int], *, check: bool
+        self,
+        source: WeightSource,
+        links: Mapping[int, EngineLink],
+        engines: Sequence[int],
+        order: UpdateOrder,
     ) -> Sent:
-        """Send one pass over `source` to `engines`, which wait for it and are the same on every rank; with
-        `check`, compute checksums."""
+        """Send one pass over `source` to `engines`, which wait for it and are the same on every rank."""
 
 
 def open_transport(
@@ -70,16 +77,8 @@ def update_engines(
     failures: Failures = {}
     if order.sleeping:
         ask(links, failures, order.timeout, "wake", "weights")
-    must_repeat = True
-    while must_repeat:
-        ask(links, failures, order.timeout, "start_weight_update", order.check)
-        failed = {engine for part in world.all_gather(list(failures)) for engine in part}
-        present = [engine for engine in engines if engine not in failed]
-        sent = transport.send(source, without(links, failures), present, check=order.check)
-        failures = sent.failures | failures  # the earlier failure is the cause
-        must_repeat = sent.must_repeat
-    _refuse_incomplete(world, ask(links, failures, order.timeout, "missing_weights"))
-    receipts = ask(links, failures, order.timeout, "finish_weight_update", order.version)
+    send = _send_in_one_call if transport.in_one_call else _send_in_steps
+    sent, receipts = send(transport, world, source, order, links, engines, failures)
     if order.sleeping:
         make_room()
         ask(links, failures, order.timeout, "wake", "kv_cache")
@@ -90,6 +89,50 @@ def update_engines(
         for workers in receipts.values():
             compare_checksums(sums, workers)
     return replace(sent, failures=failures)
+
+
+Checksums = Mapping[int, Sequence[Mapping[str, int]]]
+"""Checksums of each worker of this rank's engines, by tensor."""
+
+
+def _send_in_one_call(
+    transport: Transport,
+    world: World,
+    source: WeightSource,
+    order: UpdateOrder,
+    links: Mapping[int, EngineLink],
+    engines: Sequence[int],
+    failures: Failures,
+) -> tuple[Sent, Checksums]:
+    """Send the weights to engines that take the update by themselves; add to `failures`."""
+    sent = transport.send(source, without(links, failures), engines, order)
+    failures |= {engine: error for engine, error in sent.failures.items() if engine not in failures}
+    receipts = sent.receipts.items()
+    _refuse_incomplete(world, {engine: [missing for missing, _ in workers] for engine, workers in receipts})
+    return sent, {engine: [sums for _, sums in workers] for engine, workers in receipts}
+
+
+def _send_in_steps(
+    transport: Transport,
+    world: World,
+    source: WeightSource,
+    order: UpdateOrder,
+    links: Mapping[int, EngineLink],
+    engines: Sequence[int],
+    failures: Failures,
+) -> tuple[Sent, Checksums]:
+    """Start the update on every engine, send the weights, and finish it; add to `failures`."""
+    must_repeat = True
+    while must_repeat:
+        ask(links, failures, order.timeout, "start_weight_update", order.check)
+        failed = {engine for part in world.all_gather(list(failures)) for engine in part}
+        present = [engine for engine in engines if engine not in failed]
+        sent = transport.send(source, without(links, failures), present, order)
+        # the earlier failure is the cause
+        failures |= {engine: error for engine, error in sent.failures.items() if engine not in failures}
+        must_repeat = sent.must_repeat
+    _refuse_incomplete(world, ask(links, failures, order.timeout, "missing_weights"))
+    return sent, ask(links, failures, order.timeout, "finish_weight_update", order.version)
 
 
 def _refuse_incomplete(world: World, missing: Mapping[int, Sequence[Sequence[str]]]) -> None:
