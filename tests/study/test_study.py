@@ -452,7 +452,7 @@ def test_a_published_claim_is_repeated_not_repeated_undecided_or_untested():
     assert outcomes(5, lambda _: [])[2].outcome == "not run"
 
 
-def test_a_claim_about_greedy_accuracy_takes_one_task_or_their_mean():
+def test_a_claim_takes_one_task_or_their_mean():
     """ibpo gains .3 on the short task and loses .1 on the hard one; one seed lacks a task."""
     runs = []
     for seed in range(6):
