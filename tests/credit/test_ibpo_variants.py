@@ -327,7 +327,7 @@ def test_a_successful_correction_joins_its_group_by_hand():
     assert credit.metrics["joined_corrections"] == 1
 
 
-def test_a_resumed_correction_writes_what_follows_the_parting_place():
+def test_a_resumed_correction_writes_only_its_end():
     """[10, 11, 15] leaves [10, 11, 12, 13] after two tokens: they are given, and only the rest is trained on
     behind the plain prompt. Its reference is the right response; rewards 1 0 1."""
     loop = Loop(lambda x: [12, 13])
