@@ -136,6 +136,7 @@ def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> 
     samples. What differs is changed once more in another way before it is called wrong."""
     origin = export("arrival")
     tensors = weights_in(origin)
+    precision = sampling_precision(run.config.rollout).dtype
     kinds = {"all tensors": list(tensors)}
     for name in () if subject.full else tensors:
         kinds.setdefault(_kind_of(name), []).append(name)
@@ -144,8 +145,10 @@ def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> 
         changed = _changed(origin, tensors, names, seed=number)
         run.policy.load_weights(changed)
         sent[kind] = _send_and_sample(subject, run)
-        if number == 0:  # a policy so random that its samples tell much
-            yield drawn_row("arrival: the draw", loaded(changed, torch.float64), sent[kind][0])
+        if number == 0:  # a policy so random that its samples tell much, and that rounding moves it more
+            model, sequences = loaded(changed, torch.float64), sent[kind][0]
+            yield drawn_row("arrival: the draw", model, sequences)
+            of_random = mean_of(spreads(changed, precision, logprobs_of(model, sequences), sequences))
             yield _seeds_row(loop.sample(run))
             sleep_engines(run)
     run.policy.load_weights(origin)
@@ -155,10 +158,10 @@ def check_arrival(subject: Subject, run: Run, export: Callable[[str], Path]) -> 
         run.policy.shift_adapters(factor, -SHIFT)
     all_sent = [s for of_kind, _, _ in sent.values() for s in of_kind]
     exact = logprobs_of(loaded(origin, torch.float64), all_sent)
-    precision = sampling_precision(run.config.rollout).dtype
-    bound = max(FLOOR, SPREADS * mean_of(spreads(origin, precision, exact, all_sent)))
+    of_origin = mean_of(spreads(origin, precision, exact, all_sent))
     for number, kind in enumerate(sent):
         sequences, trainer, gap = sent[kind]
+        bound = max(FLOOR, SPREADS * (max(of_origin, of_random) if number == 0 else of_origin))
         if gap > bound and kind in kinds:  # a router's tie falls either way by chance, and a fault does not
             run.policy.load_weights(_changed(origin, tensors, kinds[kind], seed=len(kinds) + number))
             again = _send_and_sample(subject, run)

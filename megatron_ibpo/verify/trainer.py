@@ -34,6 +34,9 @@ from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, larg
 
 BOUND, RECURRENT_BOUND = 2e-4, 1e-3
 """Largest relative difference of a gradient in float32; delta nets sum long products."""
+RESOLUTION = 1e-7
+"""Share of the largest gradient that float32 loses in another one, such as a decay's of a delta net, whose terms
+cancel."""
 FLOOR, SPREADS = 2e-5, 20
 """Least bound of a log-prob, and how many times the spread of float32 against float64 is right."""
 SMALL_LR, NO_LR, NO_KL = 1e-2, 1e-12, 1e-6
@@ -275,7 +278,9 @@ def _gradient_row(subject: Subject, config: Config, model: Any) -> Row:
         for name, gradient in tensor_per_expert(gradients)
         if name in update.change
     }
-    gaps = tensor_gaps({name: update.change[name] for name in expected}, expected, update.rounding)
+    largest_step = max(step.abs().max().item() for step in expected.values())
+    rounding = max(update.rounding, RESOLUTION * largest_step)
+    gaps = tensor_gaps({name: update.change[name] for name in expected}, expected, rounding)
     return furthest_row("reference: gradient", gaps, 5 * bound_of(subject), "tensors from plain autograd")
 
 
