@@ -35,7 +35,7 @@ from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, larg
 BOUND, RECURRENT_BOUND = 2e-4, 1e-3
 """Largest relative difference of a gradient in float32; delta nets sum long products."""
 RESOLUTION = 1e-7
-"""Share of the largest gradient that float32 loses in another one, such as a decay's of a delta net, whose terms
+"""Share of the largest gradient that float32 loses in another one, such as a delta net's decay, whose terms
 cancel."""
 FLOOR, SPREADS = 2e-5, 20
 """Least bound of a log-prob, and how many times the spread of float32 against float64 is right."""
