@@ -17,7 +17,7 @@ POLICIES = policies()
 
 
 def test_each_recipe_is_understood_by_the_program_that_trains():
-    assert len(POLICIES) == 9
+    assert len(POLICIES) == 10
     for policy in POLICIES:
         recipe = recipe_of(policy)
         arguments = tyro.cli(make_tiny_checkpoint.Arguments, args=[*flags(policy), "--save", "out"])
