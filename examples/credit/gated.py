@@ -2,9 +2,8 @@
 
 --ibpo-operator examples/credit/gated.py:Gated. A wrong response of a group with c of n correct is corrected
 if c = 0, where one more rollout would hardly help, or if q̂ > κ·p̂: a correction is likelier to be right than
-the rollouts that it costs. --ibpo-rescue-only leaves the second
-case out. It shows how a method builds on another one
-and what it may remember from step to step.
+the rollouts that it costs. --ibpo-rescue-only leaves the second case out. It shows how a method builds on
+another one and what it may remember from step to step.
 """
 
 from collections.abc import Mapping, Sequence

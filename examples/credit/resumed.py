@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.basics.seeds import derive_seed
-from megatron_ibpo.config import Config, at_least
+from megatron_ibpo.config import NOT_NEGATIVE, Config
 from megatron_ibpo.credit import CreditContext, FollowUp, Judgement
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.operator import no_phi
@@ -28,7 +28,7 @@ from megatron_ibpo.edit_distance import unmodified_mask
 class Resumed(CompareAndCorrect):
     """Compare-and-correct, with its parameters, from the place where the wrong response goes another way."""
 
-    ibpo_lambda: Annotated[float, at_least(0)] = 0.0
+    ibpo_lambda: Annotated[float, NOT_NEGATIVE] = 0.0
     ibpo_joint: bool = False
     ibpo_plain_prompt: Literal["none", "successful", "one"] = "successful"
     ibpo_resume_at: Literal["parting", "random"] = "parting"
@@ -36,11 +36,16 @@ class Resumed(CompareAndCorrect):
     the reference changes. "random": any token, as a control."""
 
     def problems(self, config: Config) -> list[str]:
-        """Refuse what compare-and-correct refuses, and a bonus: nothing tests these corrections for
-        rewrites."""
+        """Refuse what compare-and-correct refuses, and what has no effect here: nothing compares these
+        corrections with their targets."""
         problems = super().problems(config)
         if self.ibpo_lambda > 0:
             problems.append("--ibpo-lambda: a resumed correction is no rewrite and earns no bonus; use 0")
+        if self.ibpo_variant != "base" or self.ibpo_rewrite_penalty > 0:
+            problems.append(
+                "--ibpo-variant and --ibpo-rewrite-penalty: a resumed correction has no mask and is no "
+                "rewrite; leave them out"
+            )
         return problems
 
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:

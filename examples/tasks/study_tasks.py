@@ -243,15 +243,14 @@ PAIRS = StudyTask(_draw_pairs, _pairs_text, _pairs_label, _next_of_pairs, _mende
 
 def _draw_late(rng: random.Random) -> Question:
     """Draw eight pairs; only the last three have a carry or a borrow, where the misconception acts."""
-    early = [_draw_pair(rng, carries=False) for _ in range(5)]
-    return {"pairs": early + [_draw_pair(rng, carries=True) for _ in range(3)]}
+    early = [_draw_pair(rng, with_carry=False) for _ in range(5)]
+    return {"pairs": early + [_draw_pair(rng, with_carry=True) for _ in range(3)]}
 
 
-def _draw_pair(rng: random.Random, *, carries: bool) -> list[Any]:
+def _draw_pair(rng: random.Random, *, with_carry: bool) -> list[Any]:
     while True:
         left, operator, right = rng.randint(20, 89), rng.choice("+-"), rng.randint(1, 9)
-        beyond = left % 10 + right > 9 if operator == "+" else left % 10 < right
-        if beyond == carries:
+        if carries(left, operator, right) == with_carry:
             return [left, operator, right]
 
 

@@ -375,7 +375,7 @@ _SCALARS: dict[type, Callable[[Any], str]] = {
     int: int.__repr__,
     type(None): lambda _: "null",
 }
-"""What `_encoded` returns for values of these types, most of a record, in a tenth of the time."""
+"""Type → the same text as `_encoded` for values of it, most of a record, in a tenth of the time."""
 
 
 SAMPLES = "samples"

@@ -40,8 +40,8 @@ class Spent:
     """The part of `flops` for writing tokens one by one. An engine that decodes at a tenth of the speed of
     reading pays it ten times."""
     flops_charged: float = 0.0
-    """What `flops` would be if sequences without an advantage were trained on too, and if writing a token
-    cost DECODING_PRICE times as much as reading it."""
+    """`flops`, and the updates on sequences without an advantage, which are left out; with writing a token as
+    DECODING_PRICE times as dear as reading it."""
 
     @classmethod
     def read(cls, stored: Any) -> "Spent":

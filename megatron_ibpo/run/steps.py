@@ -7,7 +7,7 @@ has no model itself.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -89,7 +89,7 @@ def sync(run: Run) -> dict[str, float]:
 
 def _count_passes(run: Run) -> None:
     for passes in run.policy.take_passes():
-        run.cost.training(**asdict(passes))
+        run.cost.training(**vars(passes))
 
 
 @dataclass(frozen=True, eq=False)

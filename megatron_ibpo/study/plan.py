@@ -126,6 +126,10 @@ class Study:
         """`budget_unit` as metrics spell it."""
         return self.budget_unit.replace("-", "_")
 
+    def budget_of(self, task: Task) -> float:
+        """Return the budget of a run on a task."""
+        return task.budget or self.budget
+
     @property
     def budgets(self) -> str:
         """The budget of a run, and of tasks with another one, in words."""
@@ -250,7 +254,7 @@ def _planned(
     study: Study, phase: Phase, task: Task, method: str, seeds: Sequence[int], parent: Path, tuned: Settings
 ) -> list[PlannedRun]:
     """Return runs that differ only by their seed."""
-    budget = task.budget or study.budget
+    budget = study.budget_of(task)
     if study.tune is not None and phase == "tuning":
         budget *= study.tune.budget / study.budget
     settings: Settings = {} if phase == "tuning" else {"eval-other-temperatures": OTHER_TEMPERATURES}

@@ -232,7 +232,7 @@ def interval(estimate: dict[str, float] | None, sign: str = "") -> str:
 
 
 def _legend(study: Study, lines: Sequence[dict[str, Any]]) -> str:
-    budgets = {task.name: task.budget or study.budget for task in study.tasks}
+    budgets = {task.name: study.budget_of(task) for task in study.tasks}
     overshoot = max(
         (line["spent"][study.unit] / budgets[line["task"]] - 1 for line in lines), default=math.nan
     )

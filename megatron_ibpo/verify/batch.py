@@ -153,7 +153,7 @@ def _with_hole(sequence: TrainSequence) -> TrainSequence:
 
 
 class Update:
-    """What one update of all its sequences did to the weights, which are those of a checkpoint by name."""
+    """The effect of one update of all its sequences on the weights, named as in a checkpoint."""
 
     def __init__(self, initial: Tensors, updated: Tensors, metrics: dict[str, float]) -> None:
         lr = metrics["learning_rate"]

@@ -133,10 +133,7 @@ def check_samples(
     yield counted_faults("tokens: samples", faults(partial(_sample_faults, subject)), reason)
     reason = f"what {count} samples have as the policy's is what {len(turns)} turns of engines were, no more"
     yield counted_faults("tokens: turns", faults(partial(_turn_faults, turns)), reason)
-    data = subject.small.data  # with the made-up reward, unless a row or an environment has another
-    if any(
-        group.prompt.environment is None and rm_type_of(group.prompt, data) == STAND_IN for group in groups
-    ):
+    if any(_has_made_up_reward(subject, group) for group in groups):
         reason = "every sample has the reward of its own text"
         yield counted_faults("tokens: rewards", faults(partial(_reward_faults, subject)), reason)
     else:

@@ -353,6 +353,8 @@ def test_a_response_equal_to_its_reference_is_corrected_whole():
     assert all(0 <= request.num_begun_tokens < len(WRONG) for request in control.requests)
     with pytest.raises(ValueError, match="a resumed correction is no rewrite and earns no bonus"):
         check_algorithm(algorithm(ibpo_operator=RESUMED, ibpo_lambda=0.6))
+    with pytest.raises(ValueError, match="a resumed correction has no mask"):
+        check_algorithm(algorithm(ibpo_operator=RESUMED, ibpo_variant="mask"))
 
 
 def test_joining_gives_wrong_groups_a_contrast_and_needs_a_success():
