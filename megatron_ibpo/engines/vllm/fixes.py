@@ -65,7 +65,7 @@ def written_for(version: str) -> Callable[[Callable[[], None]], Callable[[], Non
     return guard
 
 
-def _replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     """Return a decorator that puts a function in the place of the owner's one of this name. It gets that one
     as its first argument."""
 
@@ -112,7 +112,7 @@ def _repack_experts_on_update() -> None:
     """Make vLLM 0.32 (and 0.33) pack experts for its CPU kernels on weight updates, not only at the first
     load: `_setup_kernel` skips it, and the kernels then silently read plain weights as packed ones."""
 
-    @_replaces(UnquantizedFusedMoEMethod, "_setup_kernel")
+    @replaces(UnquantizedFusedMoEMethod, "_setup_kernel")
     def setup_and_pack(setup_kernel: Any, self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
         is_update = self.moe_kernel is not None
         setup_kernel(self, layer, w13, w2)
@@ -126,7 +126,7 @@ def _close_up_single_rows() -> None:
     wider row: torch counts a single row as contiguous whatever its stride, and the convolution for CPUs
     refuses the stride."""
 
-    @_replaces(gdn_attention, "_causal_conv1d_fwd_cpu")
+    @replaces(gdn_attention, "_causal_conv1d_fwd_cpu")
     def convolve_closed(convolve: Any, *, x: torch.Tensor, **options: Any) -> torch.Tensor:
         if x.shape[1] == 1:
             x = x.T.clone(memory_format=torch.contiguous_format).T
@@ -140,7 +140,7 @@ def _hold_generators_of_discarded_tokens() -> None:
     lacks. Here such a token is drawn from the generator of requests without a seed. This is the first model
     runner; the second one has no generators."""
 
-    @_replaces(CPUModelRunner, "sample_tokens")
+    @replaces(CPUModelRunner, "sample_tokens")
     def sample_holding(sample_tokens: Any, self: Any, *arguments: Any) -> Any:
         generators = self.input_batch.generators
         discarded = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
@@ -158,7 +158,7 @@ def _cache_prompts_alone() -> None:
     the next turn's prompt. No hit is lost: delta nets keep states of prompts alone. Blocks are counted in the
     engine's core, which with one worker is this process."""
 
-    @_replaces(HybridKVCacheCoordinator, "cache_blocks")
+    @replaces(HybridKVCacheCoordinator, "cache_blocks")
     def cache_prompt(cache_blocks: Any, self: Any, request: Any, num_computed_tokens: int) -> None:
         if self.kv_cache_config.has_mamba_layers:
             num_computed_tokens = min(num_computed_tokens, request.num_prompt_tokens)
@@ -171,7 +171,7 @@ def _read_single_tokens_as_prompts() -> None:
     cache of delta nets a prompt is cut at a multiple of 64, and a rest of one token would go to the kernels
     that sample, whose last bits are not those of a prompt that is read whole."""
 
-    @_replaces(GDNAttentionMetadataBuilder, "build")
+    @replaces(GDNAttentionMetadataBuilder, "build")
     def build_prompts(build: Any, self: Any, prefix: int, batch: Any, *arguments: Any, **options: Any) -> Any:
         if batch.is_prefilling is not None:  # a part is taken for a prompt if nothing was read before it
             read, seq_lens = batch.query_start_loc_cpu.diff(), batch.seq_lens_cpu_upper_bound
@@ -203,7 +203,7 @@ def _draft_for_marked_requests() -> None:
     """Let requests decide by their mark (`MARK`) whether vLLM 0.32 drafts for them. It proposes
     nothing for a request without new tokens. This is the first model runner."""
 
-    @_replaces(CPUModelRunner, "propose_draft_token_ids")
+    @replaces(CPUModelRunner, "propose_draft_token_ids")
     def propose_for_marked(propose: Any, self: Any, scheduled: Any, sampled: Any, *arguments: Any) -> Any:
         if self.speculative_config.method == "ngram":
             requests = [self.requests[name] for name in self.input_batch.req_ids]
@@ -217,7 +217,7 @@ def _sleep_beside_others() -> None:
     """Let a worker sleep while another process takes memory of its GPU. vLLM compares the free memory of the
     whole device before and after, and takes a loss for its own failure when its memory is free already."""
 
-    @_replaces(Worker, "sleep")
+    @replaces(Worker, "sleep")
     def sleep_beside_others(sleep: Any, self: Any, level: int = 1) -> None:
         try:
             sleep(self, level)
@@ -231,7 +231,7 @@ def _sleep_beside_others() -> None:
 def take_updates_whole() -> None:
     """Make all of gpt-oss pass through vLLM's loaders."""
 
-    @_replaces(GptOssForCausalLM, "load_weights")
+    @replaces(GptOssForCausalLM, "load_weights")
     def load_by_loaders(load_weights: Any, self: Any, weights: Weights) -> set[str]:
         sinks: set[str] = set()
         return load_weights(self, _split_experts(self, weights, sinks)) | sinks

@@ -1,0 +1,119 @@
+"""vLLM on processors that have no instructions for bfloat16, such as those with AVX2 only. There vLLM 0.32
+multiplies bfloat16 matrices ten times slower than float32 ones, convolves each channel of a prompt by a call of
+its own, and reads a prompt's delta rule by chunks of emulated products. Here all three are computed in float32,
+from the same bfloat16 weights, and rounded to bfloat16 at the end."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from vllm import _custom_ops as operators
+from vllm.model_executor.layers import utils as linear_layers
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+from megatron_ibpo.engines.vllm.fixes import replaces, written_for
+
+
+def is_bfloat16_emulated() -> bool:
+    """Return whether this processor has no instructions that multiply bfloat16."""
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@written_for("0.32")
+def compute_in_float32() -> None:
+    """Make layers that are built from now on, and prompts, use float32."""
+    _multiply_in_float32()
+    _convolve_all_prompts()
+    _read_prompts_token_by_token()
+
+
+def _multiply_in_float32() -> None:
+    @replaces(linear_layers, "dispatch_cpu_unquantized_gemm")
+    def dispatch(dispatch_others: Any, layer: torch.nn.Module, remove_weight: bool) -> None:
+        if layer.weight.is_meta or layer.weight.ndim != 2 or layer.weight.dtype != torch.bfloat16:
+            dispatch_others(layer, remove_weight)
+            return
+        weight_NK = layer.weight.float()
+
+        def multiply(x: Tensor, _: Tensor, bias: Tensor | None) -> Tensor:
+            bias = None if bias is None else bias.float()
+            return functional.linear(x.float(), weight_NK, bias).to(x.dtype)
+
+        layer.cpu_linear = multiply
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+
+
+def _convolve_all_prompts() -> None:
+    @replaces(gdn_attention, "causal_conv1d_torch")
+    def convolve(
+        _: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        conv_states: Tensor,
+        query_start_loc: Tensor,
+        cache_indices: Tensor,
+        has_initial_state: Tensor,
+        activation: str | None,
+    ) -> Tensor:
+        """Convolve the tokens of all prompts [C, T], each behind the state of its slot, or behind zeros."""
+        history = weight.shape[1] - 1
+        lengths_S = query_start_loc.diff()
+        prompts_T = torch.arange(len(lengths_S)).repeat_interleave(lengths_S)
+        places_T = torch.arange(x.shape[1]) + history * (prompts_T + 1)
+        # a prompt's rows: its state, and then its tokens
+        rows = x.new_zeros(x.shape[1] + history * len(lengths_S), x.shape[0], dtype=torch.float32)
+        ends_S = query_start_loc[1:] + history * torch.arange(1, len(lengths_S) + 1)
+        starts_S = ends_S - lengths_S - history
+        rows[places_T] = x.T.float()
+        continued = has_initial_state.nonzero()[:, 0]
+        for step in range(history):
+            states = conv_states[cache_indices[continued].long(), :, step]
+            rows[starts_S[continued] + step] = states.float()
+        output = sum(rows[places_T - history + tap] * weight[:, tap].float() for tap in range(history + 1))
+        output = output if bias is None else output + bias.float()
+        for step in range(history):
+            conv_states[cache_indices.long(), :, step] = rows[ends_S - history + step].to(conv_states.dtype)
+        return (functional.silu(output) if activation else output).to(x.dtype).T
+
+
+def _read_prompts_token_by_token() -> None:
+    """Read prompts by the kernel that scores drafts. It goes over several tokens of a sequence, and keeps the
+    state after each in a slot of its own; here all slots of a sequence are the same."""
+
+    @replaces(operators, "fused_gdn_gating_cpu")
+    def gate(_: Any, *, A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Any, Tensor]:
+        """Leave gating to the kernel: return what decays come from, and what betas come from."""
+        return {"A_log": A_log, "a": a, "dt_bias": dt_bias}, b
+
+    @replaces(operators, "chunk_gated_delta_rule_cpu")
+    def read(
+        _: Any,
+        *,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: dict[str, Tensor],
+        beta: Tensor,
+        initial_state: Tensor,
+        cu_seqlens: Tensor,
+        initial_state_indices: Tensor,
+        **_options: Any,
+    ) -> tuple[Tensor, None]:
+        slots = initial_state_indices.to(torch.int32)
+        longest = int(cu_seqlens.diff().max())
+        output = operators.fused_sigmoid_gating_delta_rule_update_spec_cpu(
+            **{name: tensor.contiguous() for name, tensor in g.items()},
+            b=beta.contiguous(),
+            q=query.squeeze(0),
+            k=key.squeeze(0),
+            v=value.squeeze(0),
+            initial_state_source=initial_state,
+            spec_state_indices=slots[:, None].expand(-1, longest).contiguous(),
+            num_accepted_tokens=torch.ones_like(slots),
+            cu_seqlens=cu_seqlens.to(torch.int32).contiguous(),
+            use_qk_l2norm_in_kernel=True,
+        )
+        return output.unsqueeze(0), None
