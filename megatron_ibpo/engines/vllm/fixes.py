@@ -17,6 +17,7 @@ from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 from vllm.v1.sample import rejection_sampler
@@ -90,6 +91,7 @@ def fix_cpu() -> None:
     _read_single_tokens_as_prompts()
     _expand_settings_to_drafts()
     _draft_for_marked_requests()
+    _call_attention_directly()
 
 
 def fix_gpu() -> None:
@@ -213,6 +215,16 @@ def _draft_for_marked_requests() -> None:
 
 
 @written_for("0.32")
+def _call_attention_directly() -> None:
+    """Call attention as a function. As an operator of its own, which only compiled models need, it costs
+    a decode step of a small model 5 % of its time."""
+
+    @replaces(CpuPlatform, "opaque_attention_op")
+    def is_opaque(*_: Any) -> bool:
+        return False
+
+
+@written_for("0.32")
 def _sleep_beside_others() -> None:
     """Let a worker sleep while another process takes memory of its GPU. vLLM compares the free memory of the
     whole device before and after, and takes a loss for its own failure when its memory is free already."""
@@ -284,9 +296,13 @@ def _normalize_around_one(norm: Any, x: torch.Tensor, residual: torch.Tensor | N
 def _rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> Normalized:
-    """Normalize in float32, as vLLM's layers do: in bfloat16 the kernel would round the sums."""
-    rows = x.float() if residual is None else x.float() + residual.float()
-    output = torch.empty(rows.shape, dtype=rows.dtype)
-    torch.ops._C.rms_norm(output, rows.contiguous(), weight, epsilon)  # it takes rows to follow each other
-    normalized = output.to(x.dtype)
-    return normalized if residual is None else (normalized, rows.to(x.dtype))
+    """Normalize in float32, as vLLM's layers do: in bfloat16 the kernels would round the sums. They take rows
+    without gaps, and write over a residual and what is added to it, as vLLM's layer for GPUs does."""
+    rows = x.float().contiguous()
+    if residual is None:
+        output = torch.empty_like(rows)
+        torch.ops._C.rms_norm(output, rows, weight, epsilon)
+        return output.to(x.dtype)
+    sums = residual.float().contiguous()
+    torch.ops._C.fused_add_rms_norm(rows, sums, weight, epsilon)
+    return rows.to(x.dtype), sums.to(x.dtype)

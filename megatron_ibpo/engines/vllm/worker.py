@@ -17,8 +17,8 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.platforms import current_platform
 
-from megatron_ibpo.engines.vllm.engine_process import NCCL_BACKEND
 from megatron_ibpo.engines.vllm.emulated_bfloat16 import compute_in_float32, is_bfloat16_emulated
+from megatron_ibpo.engines.vllm.engine_process import NCCL_BACKEND
 from megatron_ibpo.engines.vllm.fixes import fix_cpu, fix_gpu, take_norm_kernels, take_updates_whole
 from megatron_ibpo.engines.vllm.receivers import Drafter, GlooWeightTransferEngine, Loading, NcclWorker
 from megatron_ibpo.engines.vllm.routing_record import Choices, RoutingRecord
