@@ -41,7 +41,7 @@ def test_norms_on_cpus_equal_their_definition_in_float64(forwards, name, dtype, 
     part = queries[..., :size]  # rows with a gap between them, as queries beside keys and values
     torch.testing.assert_close(forward(norm, part).double(), expected(part), **bound)
     x, residual = x[..., :size], residual[..., :size]
-    normalized, total = forward(norm, x, residual)
+    normalized, total = forward(norm, x.clone(), residual.clone())  # it may write over both
     assert torch.equal(total, (x.float() + residual.float()).to(dtype))
     torch.testing.assert_close(normalized.double(), expected(x.double() + residual.double()), **bound)
 

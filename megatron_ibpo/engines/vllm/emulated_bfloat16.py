@@ -24,25 +24,23 @@ def is_bfloat16_emulated() -> bool:
 @written_for("0.32")
 def compute_in_float32() -> None:
     """Make layers that are built from now on, and prompts, use float32."""
-    _multiply_in_float32()
-    _convolve_all_prompts()
-    _read_prompts_token_by_token()
+    replaces(linear_layers, "dispatch_cpu_unquantized_gemm")(_choose_product)
+    replaces(gdn_attention, "causal_conv1d_torch")(_convolve)
+    replaces(operators, "fused_gdn_gating_cpu")(_leave_gating)
+    replaces(operators, "chunk_gated_delta_rule_cpu")(_read_prompts)
 
 
-def _multiply_in_float32() -> None:
-    """Multiply by float32 copies of bfloat16 weights; and float32 by torch, which takes less time for the few
+def _choose_product(choose: Any, layer: Any, remove_weight: bool) -> None:
+    """Multiply by a float32 copy of bfloat16 weights; and float32 by torch, which takes less time for the few
     rows of a decode step than vLLM's packed weights do (46 us in place of 52 for 64 x 96 by 96 x 256)."""
-
-    @replaces(linear_layers, "dispatch_cpu_unquantized_gemm")
-    def dispatch(dispatch_others: Any, layer: Any, remove_weight: bool) -> None:
-        if layer.weight.is_meta or layer.weight.ndim != 2 or not layer.weight.is_floating_point():
-            dispatch_others(layer, remove_weight)
-        elif layer.weight.dtype == torch.float32:
-            layer.cpu_linear = functional.linear
-        else:
-            layer.cpu_linear = partial(_multiply, layer.weight.float())
-            if remove_weight:
-                layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+    if layer.weight.is_meta or layer.weight.ndim != 2 or not layer.weight.is_floating_point():
+        choose(layer, remove_weight)
+    elif layer.weight.dtype == torch.float32:
+        layer.cpu_linear = functional.linear
+    else:
+        layer.cpu_linear = partial(_multiply, layer.weight.float())
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
 
 def _multiply(weight_NK: Tensor, x: Tensor, _: Tensor, bias: Tensor | None) -> Tensor:
@@ -50,76 +48,73 @@ def _multiply(weight_NK: Tensor, x: Tensor, _: Tensor, bias: Tensor | None) -> T
     return functional.linear(x.float(), weight_NK, bias).to(x.dtype)
 
 
-def _convolve_all_prompts() -> None:
-    @replaces(gdn_attention, "causal_conv1d_torch")
-    def convolve(
-        _: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        conv_states: Tensor,
-        query_start_loc: Tensor,
-        cache_indices: Tensor,
-        has_initial_state: Tensor,
-        activation: str | None,
-    ) -> Tensor:
-        """Convolve the tokens of all prompts [C, T], each behind the state of its slot, or behind zeros."""
-        history = weight.shape[1] - 1
-        lengths_S = query_start_loc.diff()
-        prompts_T = torch.arange(len(lengths_S)).repeat_interleave(lengths_S)
-        places_T = torch.arange(x.shape[1]) + history * (prompts_T + 1)
-        # a prompt's rows: its state, and then its tokens
-        rows = x.new_zeros(x.shape[1] + history * len(lengths_S), x.shape[0], dtype=torch.float32)
-        ends_S = query_start_loc[1:] + history * torch.arange(1, len(lengths_S) + 1)
-        starts_S = ends_S - lengths_S - history
-        rows[places_T] = x.T.float()
-        continued = has_initial_state.nonzero()[:, 0]
-        for step in range(history):
-            states = conv_states[cache_indices[continued].long(), :, step]
-            rows[starts_S[continued] + step] = states.float()
-        output = torch.zeros(1) if bias is None else bias.float()
-        for tap in range(history + 1):
-            output = output + rows[places_T - history + tap] * weight[:, tap].float()
-        for step in range(history):
-            conv_states[cache_indices.long(), :, step] = rows[ends_S - history + step].to(conv_states.dtype)
-        return (functional.silu(output) if activation else output).to(x.dtype).T
+def _convolve(
+    _: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor,
+    has_initial_state: Tensor,
+    activation: str | None,
+) -> Tensor:
+    """Convolve the tokens of all prompts [C, T], each behind the state of its slot, or behind zeros."""
+    history = weight.shape[1] - 1
+    lengths_S = query_start_loc.diff()
+    prompts_T = torch.arange(len(lengths_S)).repeat_interleave(lengths_S)
+    places_T = torch.arange(x.shape[1]) + history * (prompts_T + 1)
+    # a prompt's rows: its state, and then its tokens
+    rows = x.new_zeros(x.shape[1] + history * len(lengths_S), x.shape[0], dtype=torch.float32)
+    ends_S = query_start_loc[1:] + history * torch.arange(1, len(lengths_S) + 1)
+    starts_S = ends_S - lengths_S - history
+    rows[places_T] = x.T.float()
+    continued = has_initial_state.nonzero()[:, 0]
+    for step in range(history):
+        states = conv_states[cache_indices[continued].long(), :, step]
+        rows[starts_S[continued] + step] = states.float()
+    output = torch.zeros(1) if bias is None else bias.float()
+    for tap in range(history + 1):
+        output = output + rows[places_T - history + tap] * weight[:, tap].float()
+    for step in range(history):
+        conv_states[cache_indices.long(), :, step] = rows[ends_S - history + step].to(conv_states.dtype)
+    return (functional.silu(output) if activation else output).to(x.dtype).T
 
 
-def _read_prompts_token_by_token() -> None:
-    """Read prompts by the kernel that scores drafts. It goes over several tokens of a sequence, and keeps the
-    state after each in a slot of its own; here all slots of a sequence are the same."""
+def _leave_gating(
+    _: Any, *, A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return what decays and betas come from: the kernel of `_read_prompts` makes them itself."""
+    return {"A_log": A_log, "a": a.contiguous(), "dt_bias": dt_bias}, b.contiguous()
 
-    @replaces(operators, "fused_gdn_gating_cpu")
-    def gate(_: Any, *, A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Any, Tensor]:
-        """Leave gating to the kernel: return what decays come from, and what betas come from."""
-        return {"A_log": A_log, "a": a, "dt_bias": dt_bias}, b
 
-    @replaces(operators, "chunk_gated_delta_rule_cpu")
-    def read(
-        _: Any,
-        *,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: dict[str, Any],
-        beta: Tensor,
-        initial_state: Tensor,
-        cu_seqlens: Tensor,
-        initial_state_indices: Tensor,
-        **_options: Any,
-    ) -> tuple[Tensor, None]:
-        slots = initial_state_indices.to(torch.int32)
-        longest = int(cu_seqlens.diff().max())
-        output = operators.fused_sigmoid_gating_delta_rule_update_spec_cpu(
-            **{name: tensor.contiguous() for name, tensor in g.items()},
-            b=beta.contiguous(),
-            q=query.squeeze(0),
-            k=key.squeeze(0),
-            v=value.squeeze(0),
-            initial_state_source=initial_state,
-            spec_state_indices=slots[:, None].expand(-1, longest).contiguous(),
-            num_accepted_tokens=torch.ones_like(slots),
-            cu_seqlens=cu_seqlens.to(torch.int32).contiguous(),
-            use_qk_l2norm_in_kernel=True,
-        )
-        return output.unsqueeze(0), None
+def _read_prompts(
+    _: Any,
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: dict[str, Any],
+    beta: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor,
+    initial_state_indices: Tensor,
+    **_options: Any,
+) -> tuple[Tensor, None]:
+    """Read prompts token by token, with the kernel that scores drafts. It goes over several tokens of a
+    sequence, and keeps the state after each in a slot of its own; here a sequence has one slot for all."""
+    slots = initial_state_indices.to(torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    output = operators.fused_sigmoid_gating_delta_rule_update_spec_cpu(
+        **g,
+        b=beta,
+        q=query.squeeze(0),
+        k=key.squeeze(0),
+        v=value.squeeze(0),
+        initial_state_source=initial_state,
+        spec_state_indices=slots[:, None].expand(-1, longest).contiguous(),
+        num_accepted_tokens=torch.ones_like(slots),
+        cu_seqlens=cu_seqlens.to(torch.int32).contiguous(),
+        use_qk_l2norm_in_kernel=True,
+    )
+    return output.unsqueeze(0), None
