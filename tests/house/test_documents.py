@@ -20,7 +20,7 @@ from megatron_ibpo import __version__
 from megatron_ibpo.basics import records, seeds
 from megatron_ibpo.commands.choose_recipe import Devices, choose
 from megatron_ibpo.commands.evaluate import Comparison
-from megatron_ibpo.commands.main import COMMANDS
+from megatron_ibpo.commands.main import python_words
 from megatron_ibpo.config import PRESETS
 from megatron_ibpo.run.settings import parse_config
 from support.documented_modules import write_modules
@@ -72,7 +72,7 @@ def check_ibpo(words):
     if words in (["--help"], ["--version"]):
         return
     length = 2 if words[0] == "convert" else 1
-    python = COMMANDS[" ".join(words[:length])].python
+    python = python_words(" ".join(words[:length]))
     flags = words[length + (words[0] == "evaluate" and not words[1].startswith("-")) :]  # after a policy
     if words[:2] == ["evaluate", "compare"]:
         tyro.cli(Comparison, args=flags)
