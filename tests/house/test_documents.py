@@ -17,7 +17,6 @@ import yaml
 
 import megatron_ibpo
 from megatron_ibpo import __version__
-from megatron_ibpo.basics import records, seeds
 from megatron_ibpo.commands.choose_recipe import Devices, choose
 from megatron_ibpo.commands.evaluate import Comparison
 from megatron_ibpo.commands.main import python_words
@@ -236,6 +235,3 @@ def test_public_names_are_lazy_and_those_of_their_rooms():
     for name in megatron_ibpo.__all__:
         assert getattr(megatron_ibpo, name).__name__ == name
     assert megatron_ibpo.distance([1, 2, 3], [1, 3]) == 1 / 3
-    # names that docs had once
-    assert importlib.import_module("megatron_ibpo.records") is records
-    assert importlib.import_module("megatron_ibpo.seeds") is seeds
