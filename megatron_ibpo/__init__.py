@@ -5,11 +5,6 @@ takes no time and needs no library.
 """
 
 import importlib
-import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 __version__ = "0.3.0"
@@ -40,25 +35,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
-
-
-_MOVED = {f"{__name__}.{name}": f"{__name__}.basics.{name}" for name in ("records", "seeds")}
-"""Modules that the docs of version 0.1.0 named for users' own operators: old name → new name."""
-
-
-class _MovedModules(MetaPathFinder, Loader):
-    """Imports a moved module under its old name, as the same module object."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if fullname in _MOVED else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return importlib.import_module(_MOVED[spec.name])
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the module has been executed under its new name."""
-
-
-sys.meta_path.append(_MovedModules())

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_ibpo.commands.convert_to_megatron import main
+from megatron_ibpo.commands.convert import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["to-megatron", *sys.argv[1:]]))

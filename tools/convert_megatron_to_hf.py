@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_ibpo.commands.convert_to_hf import main
+from megatron_ibpo.commands.convert import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["to-hf", *sys.argv[1:]]))

@@ -44,7 +44,10 @@ class Arguments:
     seed: int = 0
 
 
-def audit_run(arguments: Arguments) -> None:
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Audit one run."""
+    arguments: Arguments = parsed(Arguments, __doc__, argv, program="ibpo audit")
     if arguments.rollouts < 2 or arguments.rollouts % 2 or min(arguments.prompts, arguments.responses) < 1:
         raise ValueError("--rollouts must be even, --prompts and --responses at least 1")
     save = arguments.save or arguments.run / "audit"
@@ -76,12 +79,6 @@ def audit_run(arguments: Arguments) -> None:
 
 def _rounded(value: Any) -> Any:
     return jsonable(value, shorten=lambda number: round(number, 4))
-
-
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Audit one run."""
-    audit_run(parsed(Arguments, __doc__, argv, program="ibpo audit"))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ibpo.basics.entry_point import command
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.config import ParallelConfig, display_name, hub_id, path_of_user, read_yaml
+from megatron_ibpo.config import ParallelConfig, display_name, path_of_user, read_yaml
+from megatron_ibpo.config.paths import hub_id
 from megatron_ibpo.data.hub import local_model, pins_of
 from megatron_ibpo.models import ModelShape, check_layout, forward_flops, read_hf_config
 
@@ -269,26 +271,12 @@ def _gpu_memories() -> list[float]:
     return memories if visible is None else memories[: len([gpu for gpu in visible.split(",") if gpu])]
 
 
-def _local(model: Path, flags: Sequence[str]) -> Path:
+def _local(model: Path, load: Path | None, flags: Sequence[str]) -> Path:
     """Return the directory of the model, with its weights if `flags` are those of a run; of a resumed run
-    with the commit that it had."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--load", type=path_of_user)
-    load = parser.parse_known_args(flags)[0].load
+    (--load) with the commit that it had."""
     pins = pins_of([] if load is None else [load, *load.parents[:2]])
     runs = not ({*QUESTIONS, "--dry-run", "--print-config"} & {*flags})
     return local_model(model if hub_id(model) else path_of_user(model), pins, weights=runs)
-
-
-def _planned_memory(flags: Sequence[str]) -> float | None:
-    """Return the GiB of a GPU that the user plans for; None if the flags name none, or no number."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--dry-run-gpu-memory-gib", "--dry_run_gpu_memory_gib", default="")
-    memory = parser.parse_known_args(flags)[0].dry_run_gpu_memory_gib
-    try:
-        return float(memory)
-    except ValueError:
-        return None  # the plan refuses the value
 
 
 def _demonstration(recipe: Path, hf_dir: Path, flags: Sequence[str]) -> str:
@@ -310,12 +298,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus-per-node", type=int)
     parser.add_argument("flags", nargs="*", help="of the training run, after --")
     arguments = parser.parse_args(argv)
-    hf_dir = _local(arguments.hf_checkpoint, arguments.flags)
+    of_run = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    of_run.add_argument("--load", type=path_of_user)
+    of_run.add_argument("--dry-run-gpu-memory-gib", "--dry_run_gpu_memory_gib", default="")
+    run, _ = of_run.parse_known_args(arguments.flags)
+    hf_dir = _local(arguments.hf_checkpoint, run.load, arguments.flags)
     shape = read_hf_config(hf_dir)
     devices = find_devices(
         arguments.nodes, arguments.gpus_per_node, shape if "--dry-run" in arguments.flags else None
     )
-    devices = replace(devices, gpu_memory_gib=_planned_memory(arguments.flags) or devices.gpu_memory_gib)
+    with suppress(ValueError):  # the plan refuses a value that is no number
+        devices = replace(devices, gpu_memory_gib=float(run.dry_run_gpu_memory_gib) or devices.gpu_memory_gib)
     choice = choose(hf_dir, devices, arguments.flags)
     layout = " ".join(choice.layout) or "the recipe's own"
     trainers = devices.nodes * choice.trainers_per_node

@@ -143,11 +143,8 @@ def evaluate_policy(policy: Policy) -> None:
 
 
 def policy_of(words: Sequence[str]) -> Policy:
-    """Return the policy and configuration for a command line.
-
-    Raises:
-        ConfigError: no such policy, or an error of `parse_config`.
-    """
+    """Return the policy and configuration for a command line. Raises ConfigError if there is no such policy,
+    or as `parse_config`."""
     flags, of_policy, stored = list(words), list[str](), None
     if flags and not flags[0].startswith("-"):
         of_policy, stored = _named_policy(flags.pop(0))
@@ -174,8 +171,8 @@ def _named_policy(name: str) -> tuple[list[str], Path | None]:
         return _of_run(path)
     if (path / "config.json").is_file():
         return ["--hf-checkpoint", str(path)], None
-    stored = _stored(path)
-    if stored is None:
+    stored = find_stored(path) if path.is_dir() else path
+    if not (stored / CONFIG).is_file():
         raise ConfigError(
             f"{path} is not a policy: a run's directory has a config.yaml, a Hugging Face checkpoint a "
             "config.json, a Megatron checkpoint a metadata.json or latest_checkpointed_iteration.txt"
@@ -202,13 +199,6 @@ def _of_run(run_dir: Path) -> tuple[list[str], Path | None]:
         "--ray-address": None,  # the run's own Ray may be gone
     }
     return [word for flag, value in settings.items() for word in (flag, str(value))], stored
-
-
-def _stored(path: Path) -> Path | None:
-    if not path.is_dir():
-        return None
-    directory = find_stored(path)
-    return directory if (directory / CONFIG).is_file() else None
 
 
 @contextmanager

@@ -177,7 +177,10 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.3f} GB"
 
 
-def show_checkpoint(arguments: Arguments) -> int:
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show one checkpoint. Return 1 if something is missing, superfluous or changed."""
+    arguments: Arguments = parsed(Arguments, __doc__, argv, program="ibpo inspect")
     directory = arguments.directory
     if (directory / "config.json").is_file() and not (directory / "metadata.json").is_file():
         findings = inspect_hf(directory, arguments.allow_pickle)
@@ -196,12 +199,6 @@ def show_checkpoint(arguments: Arguments) -> int:
     for problem in findings.problems:
         console.print(f"problem: {problem}", style="red", markup=False)
     return int(bool(findings.problems))
-
-
-@command
-def main(argv: Sequence[str] | None = None) -> int:
-    """Show one checkpoint. Return 1 if something is missing, superfluous or changed."""
-    return show_checkpoint(parsed(Arguments, __doc__, argv, program="ibpo inspect"))
 
 
 if __name__ == "__main__":

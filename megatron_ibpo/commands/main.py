@@ -9,59 +9,45 @@ Each command is a separate program; COMMAND --help lists its flags. --version pr
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from megatron_ibpo import __version__
 from megatron_ibpo.basics.entry_point import BAD_INPUT, command
 from megatron_ibpo.basics.versions import installed_versions
 
-
-@dataclass(frozen=True)
-class Command:
-    """A command of ibpo: the program it runs, and its line of help."""
-
-    python: tuple[str, ...]
-    """Arguments of Python; the user's follow them."""
-    meaning: str
-
-
-def _module(name: str, *arguments: str) -> tuple[str, ...]:
-    return ("-m", f"{__package__}.{name}", *arguments)
-
-
 COMMANDS = {
-    "train": Command(_module("train"), "train a policy"),
-    "sft": Command(_module("sft"), "train a policy on demonstrations, as a warm start"),
-    "evaluate": Command(
-        _module("evaluate"), "benchmarks and held-out prompts, without training; comparison of two results"
+    "train": ("train", "train a policy"),
+    "sft": ("sft", "train a policy on demonstrations, as a warm start"),
+    "evaluate": ("evaluate", "benchmarks and held-out prompts, without training; comparison of two results"),
+    "plan": ("train --dry-run", "what a run would need, without running it"),
+    "search": ("search", "layouts that fit a cluster, by the predicted time of a step"),
+    "convert to-megatron": (
+        "convert to-megatron", "Hugging Face checkpoint → Megatron's distributed checkpoint"
     ),
-    "plan": Command(_module("train", "--dry-run"), "what a run would need, without running it"),
-    "search": Command(_module("search"), "layouts that fit a cluster, by the predicted time of a step"),
-    "convert to-megatron": Command(
-        _module("convert_to_megatron"), "Hugging Face checkpoint → Megatron's distributed checkpoint"
-    ),
-    "convert to-hf": Command(
-        _module("convert_to_hf"), "a run or Megatron checkpoint → Hugging Face checkpoint"
-    ),
-    "inspect": Command(_module("inspect_checkpoint"), "what a checkpoint holds, and what is missing"),
-    "compare": Command(_module("compare"), "methods under one budget, over several seeds"),
-    "audit": Command(_module("audit"), "does value fall where corrections change a response?"),
-    "verify": Command(_module("verify"), "does a run compute what it claims, on its model and data?"),
-    "skill": Command(_module("skill"), "do corrections succeed more often than another try?"),
-    "data": Command(_module("data"), "prompts as the model will see them, and what is left out and why"),
-    "loss": Command(_module("loss"), "a loss variant: its code for GPUs, its gradient checked, a picture"),
-    "pass-rates": Command(_module("pass_rates"), "how often a policy solves each prompt, for a filter"),
-    "samples": Command(_module("samples"), "samples of a run as text, with how each advantage came about"),
-    "serve": Command(_module("page", "serve"), "read runs in a browser, also while they train"),
-    "page": Command(_module("page", "page"), "the same as one HTML file"),
-}
-
-
+    "convert to-hf": ("convert to-hf", "a run or Megatron checkpoint → Hugging Face checkpoint"),
+    "inspect": ("inspect_checkpoint", "what a checkpoint holds, and what is missing"),
+    "compare": ("compare", "methods under one budget, over several seeds"),
+    "audit": ("audit", "does value fall where corrections change a response?"),
+    "verify": ("verify", "does a run compute what it claims, on its model and data?"),
+    "skill": ("skill", "do corrections succeed more often than another try?"),
+    "data": ("data", "prompts as the model will see them, and what is left out and why"),
+    "loss": ("loss", "a loss variant: its code for GPUs, its gradient checked, a picture"),
+    "pass-rates": ("pass_rates", "how often a policy solves each prompt, for a filter"),
+    "samples": ("page samples", "samples of a run as text, with how each advantage came about"),
+    "serve": ("page serve", "read runs in a browser, also while they train"),
+    "page": ("page page", "the same as one HTML file"),
+}  # fmt: skip
+"""Command → (module of this folder and its first words, line of help)."""
 _QUESTIONS = ("", "-h", "--help")
 
 
+def python_words(name: str) -> list[str]:
+    """Return the arguments of Python that run a command; the user's follow them."""
+    module, *words = COMMANDS[name][0].split()
+    return ["-m", f"{__package__}.{module}", *words]
+
+
 def _print_commands(names: Iterable[str]) -> None:
-    print("\n".join(f"  {name:<20} {COMMANDS[name].meaning}" for name in names))
+    print("\n".join(f"  {name:<20} {COMMANDS[name][1]}" for name in names))
 
 
 @command
@@ -72,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     length = 2 if words[:1] == ["convert"] else 1
     name, arguments = " ".join(words[:length]), words[length:]
     if name in COMMANDS:
-        os.execv(sys.executable, [sys.executable, *COMMANDS[name].python, *arguments])
+        os.execv(sys.executable, [sys.executable, *python_words(name), *arguments])
     if name in _QUESTIONS:
         print(__doc__)
         _print_commands(COMMANDS)

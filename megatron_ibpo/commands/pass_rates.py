@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from rich.progress import track
@@ -62,11 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def settings_of(config: Config) -> tuple[Config, Path]:
-    """Return (the configuration for the engines, the file to write).
-
-    Raises:
-        ConfigError: no file is named.
-    """
+    """Return (the configuration for the engines, the file to write). Raises ConfigError if no file is
+    named."""
     path = config.data.pass_rates
     if path is None:
         raise ConfigError("--pass-rates: required, the file to write")
@@ -103,9 +101,9 @@ def measure(config: Config, path: Path) -> None:
         sampler.version = opened.engines.version
         file = stack.enter_context(open_records(path))
         num_batches = -(-max(0, source.num_prompts() - len(rates)) // AT_ONCE)
-        for batch in track(
-            _unknown(source, set(rates)), f"{len(rates)} prompts known, measuring", num_batches
-        ):
+        unknown = _unknown(source, set(rates))
+        batches = iter(lambda: list(islice(unknown, AT_ONCE)), [])
+        for batch in track(batches, f"{len(rates)} prompts known, measuring", num_batches):
             requests = [(prompt, request) for prompt in batch for request in _requests(prompt, config)]
             samples = sampler.run(sampler.answer_all(requests), opened.engines.admit)
             for prompt, rate in _rates(batch, samples):
@@ -126,20 +124,13 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:
     return source
 
 
-def _unknown(source: PromptSource, visited: set[str]) -> Iterator[list[Prompt]]:
-    """Yield the unknown prompts, each once, in batches."""
-    batch: list[Prompt] = []
+def _unknown(source: PromptSource, visited: set[str]) -> Iterator[Prompt]:
+    """Yield the unknown prompts, each once."""
     for position in range(source.num_prompts()):
         prompt = source.at(position)
-        if (fingerprint := prompt_fingerprint(prompt)) in visited:
-            continue
-        visited.add(fingerprint)
-        batch.append(prompt)
-        if len(batch) == AT_ONCE:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+        if (fingerprint := prompt_fingerprint(prompt)) not in visited:
+            visited.add(fingerprint)
+            yield prompt
 
 
 def _requests(prompt: Prompt, config: Config) -> list[SampleRequest]:

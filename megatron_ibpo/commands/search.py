@@ -41,12 +41,8 @@ class Arguments:
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    """Search. Return the exit status."""
-    run(parsed(Arguments, __doc__, argv, program="ibpo search"))
-
-
-def run(arguments: Arguments) -> None:
-    """Print the layouts found, and write the best as a recipe."""
+    """Print the layouts that fit, and write the best as a recipe."""
+    arguments: Arguments = parsed(Arguments, __doc__, argv, program="ibpo search")
     hf_dir = local_model(arguments.hf_checkpoint, weights=False)
     shape = read_hf_config(hf_dir)
     recipe = arguments.config or choose_recipe(shape, arguments.gpus).path

@@ -43,7 +43,10 @@ class Arguments:
     """File for the figures, as JSON."""
 
 
-def measure_skill(arguments: Arguments) -> None:
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure one policy."""
+    arguments: Arguments = parsed(Arguments, __doc__, argv, program="ibpo skill")
     if min(arguments.prompts, arguments.targets) < 1:
         raise ValueError("--prompts and --targets must be at least 1")
     if not arguments.config and not DEFAULT_RECIPE.is_file():  # outside a clone
@@ -66,12 +69,6 @@ def measure_skill(arguments: Arguments) -> None:
         }
         write_whole(arguments.save, skill_json(skill, settings))
         print(arguments.save)
-
-
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure one policy."""
-    measure_skill(parsed(Arguments, __doc__, argv, program="ibpo skill"))
 
 
 if __name__ == "__main__":

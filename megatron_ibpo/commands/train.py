@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
-from megatron_ibpo.config import COMMON_FLAGS, Config
+from megatron_ibpo.config import Config
+from megatron_ibpo.config.flags import COMMON_FLAGS
 from megatron_ibpo.data.hub import prepare_upload, upload_export, with_local_copies
 from megatron_ibpo.run.checks import check_installed, check_settings
 from megatron_ibpo.run.settings import parse_config

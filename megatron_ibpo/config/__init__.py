@@ -5,39 +5,33 @@ from megatron_ibpo.config.config import Config, EvalSampling, check_config, eval
 from megatron_ibpo.config.config_error import ConfigError, nearest
 from megatron_ibpo.config.data import DataConfig, environment_in, rm_type_in
 from megatron_ibpo.config.flags import load_recipe, parse_config
-from megatron_ibpo.config.help import COMMON_FLAGS
-from megatron_ibpo.config.hooks import known_or_path, load_hook, load_module
+from megatron_ibpo.config.hooks import known_or_path, load_hook, load_module, stored_settings
 from megatron_ibpo.config.parameters import Registry, built
 from megatron_ibpo.config.paths import (
     EvalSpec,
-    HubId,
     as_specs,
     display_name,
-    hub_id,
     path_in_recipe,
     path_of_user,
     searched,
     user_directory,
 )
 from megatron_ibpo.config.presets import PRESETS, algorithm_of
-from megatron_ibpo.config.python_objects import has_objects, stored_settings
-from megatron_ibpo.config.ranges import (
+from megatron_ibpo.config.recipes import config_yaml, read_yaml, write_config
+from megatron_ibpo.config.rollout import EnvironmentConfig, RolloutConfig
+from megatron_ibpo.config.run import EVAL_PRESETS
+from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_ibpo.config.values import (
     COUNT,
     NOT_NEGATIVE,
     UNIT,
-    Range,
     at_least,
     named_values,
     or_word,
     within,
 )
-from megatron_ibpo.config.recipes import config_yaml, read_yaml, write_config
-from megatron_ibpo.config.rollout import EnvironmentConfig, RolloutConfig
-from megatron_ibpo.config.run import EVAL_PRESETS
-from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelConfig
 
 __all__ = [
-    "COMMON_FLAGS",
     "COUNT",
     "EVAL_PRESETS",
     "NOT_NEGATIVE",
@@ -50,12 +44,10 @@ __all__ = [
     "EnvironmentConfig",
     "EvalSampling",
     "EvalSpec",
-    "HubId",
     "LossConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
-    "Range",
     "Registry",
     "RolloutConfig",
     "algorithm_of",
@@ -67,8 +59,6 @@ __all__ = [
     "display_name",
     "environment_in",
     "eval_sampling",
-    "has_objects",
-    "hub_id",
     "known_or_path",
     "load_hook",
     "load_module",

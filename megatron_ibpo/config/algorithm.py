@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.config.hooks import is_import_path, load_hook
-from megatron_ibpo.config.ranges import AROUND_1, COUNT, NAMED_VALUES, NOT_NEGATIVE, POSITIVE, UNIT
+from megatron_ibpo.config.values import AROUND_1, COUNT, NAMED_VALUES, NOT_NEGATIVE, POSITIVE, UNIT
 
 
 @dataclass
@@ -61,11 +61,7 @@ class AlgorithmConfig:
     @property
     def trains_critic(self) -> bool:
         """True if the estimator of --advantages declares `needs_critic`: a critic is trained beside the
-        policy.
-
-        Raises:
-            ConfigError: the user's estimator cannot be loaded.
-        """
+        policy. Raises ConfigError if the user's estimator cannot be loaded."""
         if not is_import_path(self.advantages):
             return self.advantages == "critic"  # the only one of the package
         return bool(getattr(load_hook("--advantages", self.advantages), "needs_critic", False))
@@ -164,11 +160,7 @@ class LossConfig:
         return [*self.corrections, *(["--old-logprobs engine"] if self.old_logprobs == "engine" else [])]
 
     def problems(self, size: int) -> list[str]:
-        """Return the problems, one line each.
-
-        Args:
-            size: --rollout-batch-size.
-        """
+        """Return the problems at this --rollout-batch-size, one line each."""
         from_engine, steps = self.old_logprobs == "engine", self.num_steps_per_rollout
         return broken(
             {

@@ -1,9 +1,7 @@
 """Every setting of a run: typed, with its range, its unit and the reason for its default.
 
-The dataclasses are the one source of flags (`--tensor-model-parallel-size 2`), of recipe keys (YAML, same
-names) and of `--print-config`. Each section reports its own conflicts. Names follow Megatron-LM where it has
-the flag, and otherwise the usual names in Megatron-based RL systems. `ENTRIES` has the fields of all sections
-by name: names are unique, and flags, recipes and checks use them.
+The dataclasses are the one source of flags, of recipe keys and of `--print-config`; names are unique. They
+follow Megatron-LM where it has the flag, and otherwise the usual names in Megatron-based RL systems.
 """
 
 import typing
@@ -17,10 +15,10 @@ from megatron_ibpo.config.algorithm import AlgorithmConfig, LossConfig
 from megatron_ibpo.config.config_error import ConfigError
 from megatron_ibpo.config.data import DataConfig
 from megatron_ibpo.config.paths import Kind, hub_id, path_in_recipe, path_of_user, relocated, source_located
-from megatron_ibpo.config.ranges import EVAL_SETS, NAMED_VALUES, OF_ALL, Range
 from megatron_ibpo.config.rollout import EnvironmentConfig, RolloutConfig
 from megatron_ibpo.config.run import EVAL_PRESETS, ClusterConfig, RunConfig
 from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_ibpo.config.values import EVAL_SETS, NAMED_VALUES, OF_ALL, Range
 
 
 @dataclass
@@ -51,11 +49,8 @@ class Config:
         )
 
     def problems(self, *, trains: bool) -> list[str]:
-        """Return the problems that show without a model, data or a registry.
-
-        Args:
-            trains: False if the policy is only evaluated.
-        """
+        """Return the problems that show without a model, data or a registry, of a policy that is trained or
+        only evaluated."""
         return [
             *self.data.missing(self.run, trains=trains),
             *self.model.problems(self.loss, self.algorithm),
@@ -84,11 +79,8 @@ class EvalSampling:
 
 
 def eval_sampling(config: Config, of_the_set: Mapping[str, Any] | None = None) -> EvalSampling:
-    """Return the sampling settings of one set.
-
-    Args:
-        of_the_set: the benchmark's own settings, by field of `RunConfig`.
-    """
+    """Return the sampling settings of one set. A benchmark may have settings of its own, by field of
+    `RunConfig`."""
     run, rollout = config.run, config.rollout
     preset = EVAL_PRESETS[run.eval_preset] if run.eval_preset is not None else {}
     in_general = {
@@ -180,19 +172,12 @@ def entry_of(name: str, section: str, hint: Any, *, default: Any = None, is_para
     return Entry(name, section, plain, ranges, kinds[0] if kinds else None, default, is_parameter)
 
 
-def _entries() -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
-    for section, kind in typing.get_type_hints(Config).items():
-        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-            if name == PARAMETERS:
-                continue
-            if name in entries:
-                raise AssertionError(f"two configuration fields are called {name}")
-            entries[name] = entry_of(name, section, hint)
-    return entries
-
-
-ENTRIES = _entries()
+ENTRIES = {
+    name: entry_of(name, section, hint)
+    for section, kind in typing.get_type_hints(Config).items()
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items()
+    if name != PARAMETERS
+}
 
 
 def check_config(

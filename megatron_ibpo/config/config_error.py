@@ -23,20 +23,13 @@ class ConfigError(ValueError):
 
 
 def broken(rules: Mapping[str, bool]) -> list[str]:
-    """Return the problems that are present.
-
-    Args:
-        rules: problem → True if it is present.
-    """
+    """Return the problems that are present; a rule says for each whether it is."""
     return [problem for problem, is_there in rules.items() if is_there]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: `; did you mean 'lr'?`, or "" if no name is close.
-
-    Args:
-        known: names as the user types them; dashes and underscores are equivalent.
-    """
+    Dashes and underscores are equivalent."""
     close = nearest_name(name, known)
     return "" if close is None else f"; did you mean {close!r}?"
 
@@ -76,11 +69,8 @@ _KEYS_BY_FLAG = {
 
 
 def peer_answer(typed: str) -> str | None:
-    """Return what a setting of another trainer is called here; None for any other name.
-
-    Args:
-        typed: a flag with its dashes, a key of a recipe, or a keyword of Python.
-    """
+    """Return what a setting of another trainer is called here; None for any other name. It may be a flag with
+    its dashes, a key of a recipe, or a keyword of Python."""
     name = typed.removeprefix("--").replace("_", "-")
     for project, flags in FLAGS.items():
         if name in flags:

@@ -1,8 +1,6 @@
-"""Prompts and rewards; and the names that a row of a data set may hold, of a verifier and an environment.
-
-Rows are as untrusted as a model's text: data sets come from the Hub. So an import path in a row, or a server,
-is used only if the user allowed it by name. Every way to a row's verifier or environment leads through here.
-"""
+"""Prompts and rewards; and the verifier and environment that a row of a data set may name. Rows are as
+untrusted as a model's text, so an import path or a server in a row is used only if the user allowed it by
+name."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -17,7 +15,9 @@ from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.config_error import ConfigError, broken
 from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.config.paths import Kind, as_specs, searched
-from megatron_ibpo.config.ranges import (
+from megatron_ibpo.config.rollout import EnvironmentConfig
+from megatron_ibpo.config.run import RunConfig
+from megatron_ibpo.config.values import (
     EVAL_SETS,
     IMPORT_PATHS,
     JSON_OBJECT,
@@ -28,8 +28,6 @@ from megatron_ibpo.config.ranges import (
     SOURCES,
     within,
 )
-from megatron_ibpo.config.rollout import EnvironmentConfig
-from megatron_ibpo.config.run import RunConfig
 
 
 @dataclass
@@ -192,11 +190,8 @@ RM_TYPE = "rm_type"
 
 
 def rm_type_in(metadata: Mapping[str, Any], data: DataConfig) -> str:
-    """Return the name of a row's verifier: the row's own, or --rm-type.
-
-    Raises:
-        ConfigError: the row names an import path that the user did not.
-    """
+    """Return the name of a row's verifier: the row's own, or --rm-type. Raises ConfigError if the row names
+    an import path that the user did not."""
     named = metadata.get(RM_TYPE)
     name = data.rm_type if named is None else str(named)
     if name != data.rm_type and is_import_path(name):
@@ -206,10 +201,7 @@ def rm_type_in(metadata: Mapping[str, Any], data: DataConfig) -> str:
 
 def environment_in(metadata: Mapping[str, Any], settings: EnvironmentConfig) -> str | None:
     """Return the environment that a row names, or --environment; None if its responses are of one turn.
-
-    Raises:
-        ConfigError: the row names an environment that the user did not.
-    """
+    Raises ConfigError if the row names an environment that the user did not."""
     named = metadata.get(ENVIRONMENT)
     if named is None:
         return settings.environment

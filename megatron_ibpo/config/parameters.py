@@ -1,10 +1,6 @@
 """Parameters of the choice of a setting: a credit method, a token credit, an estimator or an engine; and the
-answer to a name that is neither a setting nor a parameter, the same on the command line, in recipes and in
-Python.
-
-Each choice is a dataclass whose fields are its parameters, typed and documented as those of `Config`. Flags
-and recipe keys of a choice are accepted only when it is chosen.
-"""
+answer to a name that is neither a setting nor a parameter. Each choice is a dataclass whose fields are its
+parameters, typed and documented as those of `Config`; they are accepted only when it is chosen."""
 
 import dataclasses
 import typing
@@ -17,7 +13,6 @@ from typing import Any
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config.config import ENTRIES, Config, Entry, entry_of, flag
 from megatron_ibpo.config.config_error import SYNONYMS, ConfigError, nearest_name, peer_answer
-from megatron_ibpo.config.hooks import MOVED_PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -48,9 +43,8 @@ class Registry:
 
 def parameter_entries(choice: Any, section: str = "algorithm") -> dict[str, Entry]:
     """Return the parameters of a class by name; none unless it is a dataclass."""
-    return (
-        _entries_of(choice, section) if isinstance(choice, type) and dataclasses.is_dataclass(choice) else {}
-    )
+    is_dataclass = isinstance(choice, type) and dataclasses.is_dataclass(choice)
+    return _entries_of(choice, section) if is_dataclass else {}  # other objects may have no hash
 
 
 @cache
@@ -69,11 +63,8 @@ def _entries_of(choice: type, section: str) -> dict[str, Entry]:
 
 
 def built(choice: Any, parameters: Mapping[str, Any]) -> Any:
-    """Return the object that a choice builds from its own parameters.
-
-    Raises:
-        ConfigError: with one line per value out of range.
-    """
+    """Return the object that a choice builds from its own parameters. Raises ConfigError with one line per
+    value out of range."""
     if not isinstance(choice, type):
         return choice
     entries = parameter_entries(choice)
@@ -91,11 +82,7 @@ def entries_of(config: Config, registries: Sequence[Registry]) -> dict[str, Entr
 
 
 def chosen_entries(chosen: Mapping[str, Any], registries: Sequence[Registry]) -> dict[str, Entry]:
-    """Return the parameters of the choices made.
-
-    Args:
-        chosen: setting → its choice; a setting that is missing has its default.
-    """
+    """Return the parameters of the choices made, by setting; a setting that is missing has its default."""
     return {
         name: entry
         for registry in registries
@@ -106,13 +93,8 @@ def chosen_entries(chosen: Mapping[str, Any], registries: Sequence[Registry]) ->
 def not_a_parameter(
     name: str, chosen: Mapping[str, str | None], registries: Sequence[Registry]
 ) -> str | None:
-    """Return the error message for a parameter of a choice that was not made; None if no known choice has it.
-
-    Args:
-        chosen: setting → the choice made.
-    """
-    if name in MOVED_PARAMETERS:
-        return f"{flag(name)}: moved out of the package; use {MOVED_PARAMETERS[name]}"
+    """Return the error message for a parameter of another choice than the one made for its setting; None if
+    no known choice has it."""
     for registry in registries:
         owners = [choice for choice in registry.known if name in registry.entries(choice)]
         if owners:

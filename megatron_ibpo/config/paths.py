@@ -1,16 +1,9 @@
-"""Places of models and data: relative paths resolved, and names on the Hugging Face Hub.
+"""Places of models and data: relative paths, names on the Hugging Face Hub, and sources of held-out prompts.
 
-Paths that the user types are relative to the user's working directory. The scripts in `examples/` change to
-the repository's root and pass the user's directory on as $IBPO_CWD. Paths in a recipe are relative to the
-same directory, or to the repository's root if nothing exists there, so that the repository's recipes work
-from anywhere.
-
-Names on the Hub are `owner/name`, `owner/name@revision`, and for data `owner/name@revision/folder`, as
-huggingface_hub writes paths on the Hub. A path that exists always wins, and so does one whose first folder
-exists, since it is more likely mistyped. An id with a revision is always the Hub's. Once a command line is
-parsed, local paths are absolute, so a relative one is an id.
-
-A source of held-out prompts is SPEC alone, or NAME=SPEC where there are several.
+Paths that the user types start at the working directory, which the scripts in `examples/` pass on as
+$IBPO_CWD; those in a recipe also at the repository's root, so that its recipes work from anywhere. A path
+that exists always wins over a name on the Hub, and so does one whose first folder exists, as more likely
+mistyped.
 """
 
 import os
@@ -37,7 +30,8 @@ _FILES = (".jsonl", ".gz", ".parquet", ".arrow", ".json", ".csv", ".txt", ".yaml
 
 @dataclass(frozen=True)
 class HubId:
-    """A repository on the Hub, or a part of it."""
+    """A repository on the Hub, owner/name or owner/name@revision, or a folder of a data set in it,
+    owner/name@revision/folder."""
 
     repo: str
     """owner/name."""
@@ -57,11 +51,8 @@ class HubId:
 
 
 def read_hub_id(text: str, *directories: Path) -> HubId | None:
-    """Return the Hub id that `text` is, or None if it is a path.
-
-    Args:
-        directories: where relative paths are looked for.
-    """
+    """Return the Hub id that `text` is, or None if it is a path; relative ones are looked for in these
+    directories."""
     match = _ID.fullmatch(text)
     if match is None or (not match["revision"] and text.endswith(_FILES) and not match["path"]):
         return None
@@ -120,11 +111,8 @@ def path_in_recipe(path: Path | str) -> Path:
 
 
 def recipe_file(text: Path | str, locate: Callable[[str], Path]) -> Path:
-    """Return the absolute path of a recipe: a file, or a recipe of the package by its name alone.
-
-    Raises:
-        ConfigError: the name has no ending, and neither a file nor a recipe is called so.
-    """
+    """Return the absolute path of a recipe: a file, or a recipe of the package by its name alone. Raises
+    ConfigError if the name has no ending, and neither a file nor a recipe is called so."""
     name, path = Path(text), locate(str(text))
     if os.path.exists(path) or name.name != str(text) or name.suffix not in ("", ".yaml"):
         return path

@@ -1,14 +1,12 @@
 """Algorithm presets, and the precedence of several recipes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.config import ENTRIES, Config
 from megatron_ibpo.config.config_error import ConfigError, nearest_value
-from megatron_ibpo.config.hooks import MOVED_PARAMETERS
 from megatron_ibpo.config.parameters import (
     Registry,
     chosen_entries,
@@ -16,7 +14,7 @@ from megatron_ibpo.config.parameters import (
     nested_names,
     unknown_setting,
 )
-from megatron_ibpo.config.recipes import NO_FILE, Source, typed_value
+from megatron_ibpo.config.recipes import Layer, typed_value
 
 # group-normalised terminal rewards only
 _PLAIN: dict[str, Any] = {
@@ -89,53 +87,6 @@ _OF_THE_VARIANT = ("eps_clip", "eps_clip_high", "loss_param")
 """Fields that apply to one loss variant only."""
 
 
-@dataclass(frozen=True)
-class Layer:
-    """The settings of one recipe or command line."""
-
-    fields: Mapping[str, Any]
-    """Fields of `Config` and their values."""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Other keys, as written: parameters of the choices, or unknown."""
-    source: Source = NO_FILE
-    """Where its settings are from, for messages."""
-
-
-_WRITTEN_BY_0_1 = {"ciw_inverted", "gae_lambda", "token_credit_weight"}
-"""Keys that occur together only in a config.yaml written by version 0.1, which wrote the parameters of all
-methods, whatever was chosen."""
-_OF_EVERY_ENGINE = {
-    "vllm_arg", "vllm_dtype", "vllm_enforce_eager", "vllm_gpu_memory_utilization", "vllm_kv_cache_bytes",
-    "vllm_max_num_seqs", "vllm_start_timeout",
-}  # fmt: skip
-"""Keys that occur together with another engine than vLLM only in a config.yaml from before engines had their
-own settings."""
-
-
-def of_this_version(layer: Layer, registries: Sequence[Registry]) -> Layer:
-    """Return a config.yaml of version 0.1 as this version writes it: only the parameters of the choices
-    made, and no operator instead of no corrections. From other layers, remove what a run between the versions
-    wrote: a gate that is off, and vLLM's settings beside another engine."""
-    parameters = {key.replace("-", "_"): value for key, value in layer.parameters.items()}
-    chosen = chosen_entries(layer.fields, registries)
-    idle = {"ibpo_gate"} if parameters.get("ibpo_gate") is False else set[str]()
-    if parameters.keys() >= _OF_EVERY_ENGINE:
-        idle |= _OF_EVERY_ENGINE - chosen.keys()
-    if idle:
-        in_use = {key: value for key, value in layer.parameters.items() if key.replace("-", "_") not in idle}
-        layer = replace(layer, parameters=in_use)
-        parameters = _without(parameters, idle)
-    if not parameters.keys() >= _WRITTEN_BY_0_1:
-        return layer
-    fields = dict(layer.fields)
-    if fields["ibpo_operator"] == "compare-and-correct" and parameters["ibpo_corrections"] == 0:
-        fields["ibpo_operator"] = "none"
-        chosen = chosen_entries(fields, registries)
-    # keep a gate that is on, so that it is refused with a pointer to its new place
-    still_read = {name: parameters[name] for name in parameters if name in chosen or name in MOVED_PARAMETERS}
-    return Layer(fields, still_read, layer.source)
-
-
 def resolve(layers: Sequence[Layer], registries: Sequence[Registry]) -> Config:
     """Return the configuration that several layers (recipes, flags) make on top of the preset in force.
 
@@ -163,11 +114,7 @@ def resolve(layers: Sequence[Layer], registries: Sequence[Registry]) -> Config:
 
 
 def algorithm_of(preset: str, registries: Sequence[Registry], **settings: Any) -> AlgorithmConfig:
-    """Return the algorithm settings of a preset with `settings` on top.
-
-    Raises:
-        ConfigError: as `resolve`.
-    """
+    """Return the algorithm settings of a preset with `settings` on top. Raises ConfigError as `resolve`."""
     fields = {name: value for name, value in settings.items() if name in ENTRIES}
     parameters = _without(settings, ENTRIES)
     return resolve([Layer(fields | {"advantage_estimator": preset}, parameters)], registries).algorithm

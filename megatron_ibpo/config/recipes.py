@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,7 @@ from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import RECIPE_BYTES, UserFileError, read_user_file
 from megatron_ibpo.config.config import ENTRIES, PARAMETERS, Config, Entry
 from megatron_ibpo.config.config_error import ConfigError
-from megatron_ibpo.config.ranges import JSON_OBJECT, SOURCES
-from megatron_ibpo.config.typed_values import as_type, type_words
+from megatron_ibpo.config.values import JSON_OBJECT, SOURCES, as_type, type_words
 
 BASE = "base"
 """Key of a recipe that names the recipe it builds on, relative to its own directory."""
@@ -44,15 +42,18 @@ class Source:
 NO_FILE = Source()
 
 
-class Recipe(typing.NamedTuple):
-    """The settings that one file gives (`typed_settings`), and their origin."""
+@dataclass(frozen=True)
+class Layer:
+    """The settings of one recipe or command line, and their origin."""
 
-    fields: dict[str, Any]
-    parameters: dict[str, Any]
-    source: Source
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Config` and their values."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys, as written: parameters of the choices, or unknown."""
+    source: Source = NO_FILE
 
 
-def read_recipe(path: Path, derived: tuple[Path, ...] = ()) -> list[Recipe]:
+def read_recipe(path: Path, derived: tuple[Path, ...] = ()) -> list[Layer]:
     """Return a recipe after those that it builds on, weakest first.
 
     Args:
@@ -67,29 +68,19 @@ def read_recipe(path: Path, derived: tuple[Path, ...] = ()) -> list[Recipe]:
     lines: dict[str, int] = {}
     content = read_yaml(path, f"--config {path}", lines)
     source = Source(path, lines)
-    if content is None:
-        return [Recipe({}, {}, source)]
-    if not isinstance(content, dict):
+    if not isinstance(content, dict | None):
         raise ConfigError(f"--config {path}: must hold `key: value` lines, holds a {type(content).__name__}")
-    base = content.pop(BASE, None)
+    settings = content or {}
+    base = settings.pop(BASE, None)
     if not isinstance(base, str | None):
         raise ConfigError(f"{source.of(BASE)}{BASE}: {shown(base)} is not the path of a recipe")
     bases = [] if base is None else read_recipe(path.parent / base, (*derived, path.resolve()))
-    return [*bases, Recipe(*typed_settings(content, source), source)]
+    return [*bases, typed_settings(settings, source)]
 
 
-def typed_settings(
-    settings: Mapping[Any, Any], source: Source = NO_FILE
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ({field name: value}, {other key as written: value}) of settings by their keys, with absolute
-    paths. Other keys are taken for parameters of the choices.
-
-    Args:
-        source: where they are from, for messages.
-
-    Raises:
-        ConfigError: a value of the wrong type.
-    """
+def typed_settings(settings: Mapping[Any, Any], source: Source = NO_FILE) -> Layer:
+    """Return settings by their keys as a layer, with absolute paths. Raises ConfigError for a value of the
+    wrong type."""
     fields: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
     for key, value in settings.items():
@@ -99,18 +90,12 @@ def typed_settings(
             parameters[str(key)] = value
         else:
             fields[name] = typed_value(value, entry, f"{source.of(name)}{key}")
-    return fields, parameters
+    return Layer(fields, parameters, source)
 
 
 def typed_value(value: Any, entry: Entry, key: str) -> Any:
-    """Return a recipe's value as its field stores it.
-
-    Args:
-        key: prefix of the error message.
-
-    Raises:
-        ConfigError: the value has another type.
-    """
+    """Return a recipe's value as its field stores it. Raises ConfigError, which begins with `key`, for one
+    of another type."""
     try:
         return entry.located(_value(value, entry), in_recipe=True)
     except TypeError as error:
@@ -140,7 +125,7 @@ def read_yaml(path: Path, name: str, lines: dict[str, int] | None = None) -> Any
         raise ConfigError(f"{name}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from error
-    except _RepeatedKeyError as error:
+    except ConfigError as error:  # a repeated key
         raise ConfigError(f"{name}: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{name}: is not YAML: its brackets nest too deep") from error
@@ -170,10 +155,6 @@ _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """libyaml's dumper, ten times as fast, if PyYAML was built with it."""
 
 
-class _RepeatedKeyError(yaml.YAMLError):
-    """A key that is given twice in one mapping."""
-
-
 class _Loader(yaml.SafeLoader):
     """A YAML loader that refuses repeated keys, as YAML's own rule does; PyYAML silently takes the last
     one."""
@@ -186,9 +167,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
             if name in lines:
-                raise _RepeatedKeyError(
-                    f"key {shown(key.value)} is given twice, on lines {lines[name]} and {line}"
-                )
+                raise ConfigError(f"key {shown(key.value)} is given twice, on lines {lines[name]} and {line}")
             lines[name] = line
         self.lines = self.lines or lines
         return super().construct_mapping(node, deep)

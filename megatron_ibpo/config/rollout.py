@@ -6,7 +6,8 @@ from typing import Annotated, Any
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.config.hooks import is_import_path
-from megatron_ibpo.config.ranges import (
+from megatron_ibpo.config.run import RunConfig
+from megatron_ibpo.config.values import (
     BYTES,
     COUNT,
     IMPORT_PATHS,
@@ -20,7 +21,6 @@ from megatron_ibpo.config.ranges import (
     or_word,
     within,
 )
-from megatron_ibpo.config.run import RunConfig
 
 MOST_SEQUENCES = 4_000_000
 """Most responses or corrections per step; each is a record in the driver's memory."""
@@ -144,11 +144,9 @@ class RolloutConfig:
 
     def problems(self, algorithm: AlgorithmConfig, run: RunConfig) -> list[str]:
         """Return the problems, one line each."""
-        return [*self._size_problems(algorithm), *self._staleness_problems(run)]
-
-    def _size_problems(self, algorithm: AlgorithmConfig) -> list[str]:
         context, longest = self.rollout_max_context_len, self.rollout_max_response_len
-        groups = max(self.rollout_batch_size, self.over_sampling_batch_size or 0)
+        over, size = self.over_sampling_batch_size, self.rollout_batch_size
+        groups = max(size, over or 0)
         corrections = algorithm.parameters.get("ibpo_corrections", 0)
         compares = not is_import_path(algorithm.advantages) and not algorithm.trains_critic
         sequences = groups * self.n_samples_per_prompt * max(1, corrections)
@@ -164,13 +162,6 @@ class RolloutConfig:
                 f"--n-samples-per-prompt: {groups} prompts of {self.n_samples_per_prompt} responses, each "
                 f"with up to {corrections} corrections, are more than the {MOST_SEQUENCES} sequences that a "
                 "step may have": sequences > MOST_SEQUENCES,
-            }
-        )
-
-    def _staleness_problems(self, run: RunConfig) -> list[str]:
-        over, size = self.over_sampling_batch_size, self.rollout_batch_size
-        return broken(
-            {
                 f"--over-sampling-batch-size: {over} groups do not fill --rollout-batch-size {size}": (
                     over is not None and over < size
                 ),

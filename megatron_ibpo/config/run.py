@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.config.config_error import broken, nearest
 from megatron_ibpo.config.paths import Kind, missing_directory, read_hub_id
-from megatron_ibpo.config.ranges import (
+from megatron_ibpo.config.values import (
     BYTES,
     COUNT,
     NOT_NEGATIVE,

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from megatron_ibpo.config.algorithm import AlgorithmConfig, LossConfig
 from megatron_ibpo.config.config_error import ConfigError, broken
 from megatron_ibpo.config.paths import Kind, missing_model
-from megatron_ibpo.config.ranges import (
+from megatron_ibpo.config.run import RunConfig
+from megatron_ibpo.config.values import (
     BELOW_1,
     COUNT,
     MINUTES,
@@ -20,7 +21,6 @@ from megatron_ibpo.config.ranges import (
     named_values,
     within,
 )
-from megatron_ibpo.config.run import RunConfig
 
 NO_MODEL = "--hf-checkpoint: required, a directory in Hugging Face format, or owner/name"
 

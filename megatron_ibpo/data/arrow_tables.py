@@ -1,8 +1,6 @@
-"""Tables of Arrow: parquet files and the files of Hugging Face data sets, a block at a time.
-
-A few bytes of a file may stand for gigabytes: a value that is repeated, a list of a billion nulls, compressed
-buffers, which are unpacked as soon as they are read. So sizes are found before any row is made.
-"""
+"""Tables of Arrow: parquet files and the files of Hugging Face data sets, a block at a time. A few bytes of a
+file may stand for gigabytes (a repeated value, a list of a billion nulls, compressed buffers), so sizes are
+known before any row is made."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +35,9 @@ _ARROW_MAGIC, _ARROW_PADDING = b"ARROW1", 8
 class _Blocks(ABC):
     """A file in blocks: the parts of it that are read at one time."""
 
+    kind: str
+    """Name of a block, for messages."""
+
     def __init__(self, path: Path, block_rows: Sequence[int], most_blocks: int | None = None):
         """
         Args:
@@ -49,16 +49,40 @@ class _Blocks(ABC):
         self.num_blocks = len(block_rows)
         windows = round(WINDOW_ROWS * self.num_blocks / max(1, int(self._first[-1])))
         self.window = min(max(1, windows), max(1, self.num_blocks), most_blocks or self.num_blocks or 1)
-        self._block = lru_cache(maxsize=self.window + 1)(self._read_block)
+        self._block = lru_cache(maxsize=self.window + 1)(self._measured_block)
 
     @abstractmethod
-    def _read_block(self, block: int) -> _Block: ...
+    def _read_block(self, block: int) -> Any:
+        """Return the rows of a block, a table or a record batch, with the columns that may be needed."""
+
+    def _measured_block(self, block: int) -> tuple[Any, bool]:
+        """Return (the rows of a block, True if each of them fits a line of JSONL)."""
+        import pyarrow
+
+        try:
+            rows = self._read_block(block)
+            return rows, largest_row(rows) <= LONGEST_LINE
+        except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
+            raise DataError(f"{self.kind} {block} cannot be read ({first_line(error)})") from error
 
     def count(self, block: int) -> int:
         return int(self._first[block + 1] - self._first[block])
 
     def row(self, block: int, number: int) -> Row:
-        return self._block(block).row(number)
+        import pyarrow
+
+        rows, are_small = self._block(block)
+        row = rows.slice(number, 1)
+        if not row.num_rows:
+            raise DataError("the file is damaged: it counts more rows than it has")
+        if not are_small and largest_row(row) > LONGEST_LINE:
+            raise DataError(f"the row is larger than {LONGEST_LINE // 1024**2} MiB, or has unions or runs")
+        try:
+            return row.to_pylist()[0]
+        except UnicodeDecodeError as error:
+            raise DataError(f"not UTF-8: {error.object[:40]!r}") from error
+        except pyarrow.ArrowException as error:  # an index beyond the repeated values that it names
+            raise DataError(f"the file is damaged ({first_line(error)})") from error
 
     def location(self, block: int, number: int) -> str:
         return f"{self.path}, row {self._first[block] + number}"
@@ -80,10 +104,16 @@ for path in json.load(sys.stdin):
 """
 
 
+_SOUND: set[tuple[str, int, int]] = set()
+"""Path, size and time of the files whose footers have been read."""
+
+
 def check_footers(files: Sequence[Path]) -> None:
     """Raise DataError if the footer of a parquet file among these would end the process: pyarrow lets some
-    errors of its C++ pass all handlers of Python. So a process of its own reads all of them first."""
-    paths = [str(file) for file in files if file.suffix == ".parquet"]
+    errors of its C++ pass all handlers of Python. So a process of its own reads all of them first, once."""
+    stats = ((str(file), file.stat()) for file in files if file.suffix == ".parquet")
+    versions = {(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats} - _SOUND
+    paths = sorted(path for path, *_ in versions)
     if not paths:
         return
     timeout = FOOTERS_TIMEOUT_S + len(paths)
@@ -99,10 +129,13 @@ def check_footers(files: Sequence[Path]) -> None:
         lines = child.stderr.split("what():")[-1].strip().splitlines()
         reason = lines[0] if lines else f"its reader ended with {child.returncode}"
         raise DataError(f"{path}: not a parquet file, or damaged ({reason[:200]})")
+    _SOUND.update(versions)
 
 
 class Parquet(_Blocks):
-    """A parquet file in row groups, whose footer has passed `check_footers`."""
+    """A parquet file in row groups."""
+
+    kind = "row group"
 
     def __init__(self, path: Path, columns: Sequence[str] | None = None):
         """
@@ -113,6 +146,7 @@ class Parquet(_Blocks):
         from pyarrow import parquet
 
         self.path = path
+        check_footers([path])
         try:
             metadata = parquet.read_metadata(path)
             leaves = [metadata.schema.column(number) for number in range(len(metadata.schema))]
@@ -158,19 +192,15 @@ class Parquet(_Blocks):
             )
         return size
 
-    def _read_block(self, block: int) -> _Block:
-        import pyarrow
-
-        try:
-            rows = self._file.read_row_group(block, columns=self._columns, use_threads=False)
-            return _Block(rows, largest_row(rows) <= LONGEST_LINE)
-        except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
-            raise DataError(f"row group {block} cannot be read ({first_line(error)})") from error
+    def _read_block(self, block: int) -> Any:
+        return self._file.read_row_group(block, columns=self._columns, use_threads=False)
 
 
 class ArrowFile(_Blocks):
     """An Arrow file of a Hugging Face data set on disk, in record batches, with the columns that may be
     needed. It is mapped, not read."""
+
+    kind = "record batch"
 
     def __init__(self, path: Path, columns: Sequence[str]):
         import pyarrow
@@ -182,42 +212,11 @@ class ArrowFile(_Blocks):
         self._columns = columns
         super().__init__(path, [len(batch) for batch in self._batches])
 
-    def _read_block(self, block: int) -> _Block:
-        """Return the batch after checking that none of its offsets point outside; the library trusts what it
-        maps."""
-        import pyarrow
-
+    def _read_block(self, block: int) -> Any:
         batch = self._batches[block]
-        try:
-            selected = batch.select([name for name in batch.schema.names if name in self._columns])
-            selected.validate(full=True)
-        except (pyarrow.ArrowException, ValueError) as error:
-            raise DataError(f"record batch {block} is damaged ({first_line(error)})") from error
-        return _Block(selected, largest_row(selected) <= LONGEST_LINE)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """The rows of a row group or of a record batch."""
-
-    rows: Any
-    is_small: bool
-    """True if every row fits a line of JSONL; False if each must be measured."""
-
-    def row(self, number: int) -> Row:
-        import pyarrow
-
-        row = self.rows.slice(number, 1)
-        if not row.num_rows:
-            raise DataError("the file is damaged: it counts more rows than it has")
-        if not self.is_small and largest_row(row) > LONGEST_LINE:
-            raise DataError(f"the row is larger than {LONGEST_LINE // 1024**2} MiB, or has unions or runs")
-        try:
-            return row.to_pylist()[0]
-        except UnicodeDecodeError as error:
-            raise DataError(f"not UTF-8: {error.object[:40]!r}") from error
-        except pyarrow.ArrowException as error:  # an index beyond the repeated values that it names
-            raise DataError(f"the file is damaged ({first_line(error)})") from error
+        selected = batch.select([name for name in batch.schema.names if name in self._columns])
+        selected.validate(full=True)  # the library trusts the offsets of what it maps
+        return selected
 
 
 def _record_batches(path: Path) -> list[Any]:

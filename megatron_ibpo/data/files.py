@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import starmap
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,12 +14,9 @@ from megatron_ibpo.data.row_prompts import (
     LARGEST_COMPRESSED,
     Budget,
     LazyRow,
-    Rows,
-    as_lazy_row,
-    check_budget,
     read_jsonl,
 )
-from megatron_ibpo.data.tables import Files, JsonLines, Row, Table
+from megatron_ibpo.data.tables import Files, JsonLines, Table
 from megatron_ibpo.data.tokenizer import DataError
 
 SMALL_ROWS = 8192
@@ -60,9 +57,10 @@ def chosen_files(path: Path, role: str, split: str | None) -> list[Path]:
     return _saved_files(path)
 
 
-def small_rows(files: Sequence[Path], columns: Sequence[str]) -> Rows | None:
-    """Return the rows if they are few enough to be checked whole, else None. Raises DataError if a file is
-    damaged."""
+def open_table(files: Sequence[Path], columns: Sequence[str]) -> Table | None:
+    """Open the rows of large files as one table. Return None for files that are small enough to be read and
+    checked whole, as `each_row` does under a budget. Raises DataError if a file is damaged or of another
+    format, or if files that must be read whole are too large."""
     size = sum(file.stat().st_size for file in files)
     if any(file.name.endswith(".gz") for file in files):
         if size > LARGEST_COMPRESSED:
@@ -70,26 +68,12 @@ def small_rows(files: Sequence[Path], columns: Sequence[str]) -> Rows | None:
                 f"{files[0].parent}: more than {LARGEST_COMPRESSED // 1024**2} MiB, with compressed files, "
                 "which are read whole; `gunzip`"
             )
-        check_budget(file for file in files if file.name.endswith(LINES))
-        check_footers(files)
-        return _all_rows(files, columns)
-    if size > SMALL_BYTES:
         return None
-    table = open_table(files, columns)
-    rows = 0
-    for block in range(table.num_blocks):
-        rows += table.count(block)
-        if rows > SMALL_ROWS:
-            return None
-    return _all_rows(files, columns)
-
-
-def open_table(files: Sequence[Path], columns: Sequence[str]) -> Table:
-    """Open the rows of the files as one table. Raises DataError for a file that is damaged or of another
-    format."""
     check_footers(files)
     tables = [_table(file, columns) for file in files]
-    return tables[0] if len(tables) == 1 else Files(tables)
+    table = tables[0] if len(tables) == 1 else Files(tables)
+    rows = accumulate(map(table.count, range(table.num_blocks)))
+    return None if size <= SMALL_BYTES and all(count <= SMALL_ROWS for count in rows) else table
 
 
 def _table(file: Path, columns: Sequence[str]) -> Table:
@@ -97,42 +81,26 @@ def _table(file: Path, columns: Sequence[str]) -> Table:
         return Parquet(file, columns)
     if file.suffix == ".arrow":
         return ArrowFile(file, columns)
-    if file.suffix == ".gz":
-        raise DataError(f"{file}: a compressed file is read whole; `gunzip` it to mix it with large ones")
     return JsonLines(file)
 
 
-def _all_rows(files: Sequence[Path], columns: Sequence[str]) -> Iterator[tuple[str, Row | DataError]]:
-    budget = Budget()
+def each_row(
+    files: Sequence[Path], columns: Sequence[str], budget: Budget | None = None
+) -> Iterator[LazyRow]:
+    """Yield the rows of all files in order, whatever their size.
+
+    Args:
+        budget: limits on the lines of JSONL files, which are then read in one go; None: none for plain files,
+            and the usual ones for each compressed file.
+    """
     for file in files:
-        if file.name.endswith(LINES):
+        if file.name.endswith(".gz" if budget is None else LINES):
             yield from read_jsonl(file, budget)
-        else:
-            yield from _rows_of(_table(file, columns))
-
-
-def each_row(files: Sequence[Path], columns: Sequence[str]) -> Iterator[LazyRow]:
-    """Yield the rows of all files in order, whatever their size."""
-    for file in files:
-        if file.name.endswith(".gz"):
-            yield from starmap(as_lazy_row, read_jsonl(file))
             continue
         table = _table(file, columns)
         for block in range(table.num_blocks):
             for number in range(table.count(block)):
-                place = (block, number)
-                yield partial(table.location, *place), partial(table.row, *place)
-
-
-def _rows_of(table: Table) -> Iterator[tuple[str, Row | DataError]]:
-    for block in range(table.num_blocks):
-        for number in range(table.count(block)):
-            row: Row | DataError
-            try:
-                row = table.row(block, number)
-            except DataError as error:
-                row = error
-            yield table.location(block, number), row
+                yield partial(table.location, block, number), partial(table.row, block, number)
 
 
 def _part(parts: Mapping[str, T], path: Path, role: str, split: str | None) -> T:

@@ -1,10 +1,6 @@
-"""Models and data sets of the Hugging Face Hub, downloaded into huggingface_hub's own cache; and the upload
-of the policy that a run exports.
-
-The cache's rules hold: HF_HOME places it, HF_HUB_OFFLINE uses only what it has, HF_TOKEN opens what is
-private or gated, HF_ENDPOINT names another Hub. What comes back is the directory of a snapshot, whose path
-has the commit in it.
-"""
+"""Models and data sets of the Hugging Face Hub, downloaded into huggingface_hub's own cache, whose rules hold
+(HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT); and the upload of the policy that a run exports. The path of
+a snapshot has the commit in it."""
 
 import glob
 import re
@@ -17,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_ibpo.basics.text import listed
-from megatron_ibpo.config import Config, HubId, hub_id
-from megatron_ibpo.config.paths import relocated
+from megatron_ibpo.config import Config
+from megatron_ibpo.config.paths import HubId, hub_id, relocated
 from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.data.files import HELD_OUT, SUFFIXES
 from megatron_ibpo.data.tables import first_line
@@ -68,11 +64,8 @@ def local_model(path: Path, pins: Pins = MappingProxyType({}), *, weights: bool 
 
 def local_source(spec: str, pins: Pins = MappingProxyType({})) -> str:
     """Return a source of prompts with a path in place of a Hub id; the data set is downloaded first. Its
-    task, unless named, is the repository's name.
-
-    Raises:
-        HubError: the Hub or its cache does not have it, or it has several data sets; says what to do.
-    """
+    task, unless named, is the repository's name. Raises HubError, which says what to do, if the Hub or its
+    cache does not have it, or if it has several data sets."""
     location, _, settings = spec.partition("?")
     repo_id = None if "://" in location else hub_id(location)
     if repo_id is None:
@@ -81,7 +74,7 @@ def local_source(spec: str, pins: Pins = MappingProxyType({})) -> str:
     commit, files = _listing(repo_id)
     folder, chosen = _chosen_data(repo_id, files)
     patterns = [glob.escape(file) for file in chosen]
-    path = _snapshot(replace(repo_id, revision=commit), "dataset", patterns, named=repo_id) / folder
+    path = _snapshot(repo_id, "dataset", patterns, revision=commit) / folder
     if not re.search(r"(^|&)task=", settings):
         settings += f"{'&' if settings else ''}task={repo_id.name}"
     return f"{path}?{settings}"
@@ -101,26 +94,22 @@ def _snapshot(
     patterns: list[str],
     ignored: list[str] | None = None,
     *,
-    named: HubId | None = None,
+    revision: str | None = None,
 ) -> Path:
-    """Download the files that match `patterns` and not `ignored`; return the directory of the snapshot.
-
-    Args:
-        named: the id as the user wrote it, for messages, if it is another.
-    """
+    """Download the files that match `patterns` and not `ignored`, of this revision or else that of the id;
+    return the directory of the snapshot."""
     from huggingface_hub import snapshot_download
 
-    def download() -> str:
-        return snapshot_download(
-            repo_id.repo,
-            repo_type=kind,
-            revision=repo_id.revision,
-            allow_patterns=patterns,
-            ignore_patterns=ignored,
-        )
-
-    path = Path(_answer(named or repo_id, kind, download))
-    print(f"{named or repo_id} of the Hub: commit {path.name}, in {path}", file=sys.stderr, flush=True)
+    download = partial(
+        snapshot_download,
+        repo_id.repo,
+        repo_type=kind,
+        revision=revision or repo_id.revision,
+        allow_patterns=patterns,
+        ignore_patterns=ignored,
+    )
+    path = Path(_answer(repo_id, kind, download))
+    print(f"{repo_id} of the Hub: commit {path.name}, in {path}", file=sys.stderr, flush=True)
     return path
 
 
@@ -240,11 +229,8 @@ class UploadError(RuntimeError):
 
 def prepare_upload(run: RunConfig) -> None:
     """Make sure, before a run starts, that the Hub will take its export (--push-to-hub). A repository that
-    does not exist is created, and is private.
-
-    Raises:
-        HubError: no token, no right to write there, no such owner, or the Hub cannot be reached.
-    """
+    does not exist is created, and is private. Raises HubError without a token, a right to write there or such
+    an owner, or if the Hub cannot be reached."""
     if run.push_to_hub is None or run.dry_run:
         return
     from httpx2 import HTTPError
@@ -263,11 +249,8 @@ def prepare_upload(run: RunConfig) -> None:
 
 
 def upload_export(run: RunConfig, *, stopped: bool) -> None:
-    """Upload a run's export (--push-to-hub), unless the run was stopped. The export stays where it is.
-
-    Raises:
-        UploadError: the Hub did not take it.
-    """
+    """Upload a run's export (--push-to-hub), unless the run was stopped. The export stays where it is. Raises
+    UploadError if the Hub did not take it."""
     if run.push_to_hub is None:
         return
     export, flag = run.run_dir / "hf", f"--push-to-hub {run.push_to_hub}"

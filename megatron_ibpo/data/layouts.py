@@ -114,11 +114,8 @@ class PlainRow:
 
 
 def plain_row(row: Row, input_key: str, label_key: str) -> PlainRow:
-    """Return the row's fields, whatever its layout.
-
-    Raises:
-        DataError: a field is missing, empty or of another type; says which.
-    """
+    """Return the row's fields, whatever its layout. Raises DataError, which names the field, if one is
+    missing, empty or of another type."""
     check_text_only(row)
     label_field, task_field, metadata_field = label_key, "task", "metadata"
     if (truth := _ground_truth(row, label_key)) is not None:

@@ -1,14 +1,11 @@
 """A policy's pass rate on each prompt, measured before training and kept in a file, and the filter by it.
-
-A line of the file: {"policy": fingerprint, "prompt": fingerprint, "correct": k, "scored": n}. The policy's
-fingerprint covers its weights and how it was sampled and scored. So one file serves several policies, and
-their rates are never confused.
-"""
+Each line has the fingerprint of a policy, with how it was sampled and scored, so one file serves several
+policies."""
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +73,7 @@ def read_pass_rates(path: Path, policy: str) -> dict[str, Rate]:
 
 def rate_record(policy: str, prompt: Prompt, rate: Rate) -> dict[str, Any]:
     """Return the content of one line of the file."""
-    return {
-        "policy": policy,
-        "prompt": prompt_fingerprint(prompt),
-        "correct": rate.correct,
-        "scored": rate.scored,
-    }
+    return {"policy": policy, "prompt": prompt_fingerprint(prompt), **asdict(rate)}
 
 
 def prompt_fingerprint(prompt: Prompt) -> str:
@@ -94,8 +86,9 @@ def prompt_fingerprint(prompt: Prompt) -> str:
 def policy_fingerprint(config: Config) -> str:
     """Return a fingerprint of the weights of --hf-checkpoint, and of everything else that affects its pass
     rates."""
-    hf_dir, rollout, data = config.model.hf_dir, config.rollout, config.data
+    rollout, data = config.rollout, config.data
     settings = [
+        policy_digest(config.model.hf_dir),
         rollout.rollout_temperature,
         rollout.rollout_top_p,
         rollout.rollout_top_k,
@@ -103,6 +96,4 @@ def policy_fingerprint(config: Config) -> str:
         data.rm_type,
         data.reward_threshold,
     ]
-    return hashlib.blake2b(
-        json.dumps([policy_digest(hf_dir), *settings]).encode(), digest_size=12
-    ).hexdigest()
+    return hashlib.blake2b(json.dumps(settings).encode(), digest_size=12).hexdigest()

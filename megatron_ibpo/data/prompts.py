@@ -1,9 +1,6 @@
 """Prompts as token ids, the place in them for candidate solutions, and sources of prompts in a fixed order.
-
-What is made from these ids: the correction prompt x̃ = (x; y, references) (ibpo step 4), and the same question
-asked in several ways (prompt perturbation). Also responses as text, with the thinking that their prompts
-leave open.
-"""
+What is made from these ids: the correction prompt x̃ = (x; y, references) (ibpo step 4), the same question
+asked in several ways, and responses as text."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -3,16 +3,16 @@
 import gzip
 import json
 import zlib
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.basics.user_files import RECORD_BYTES, Lines, check_user_file
+from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file
 from megatron_ibpo.config import (
     ConfigError,
     DataConfig,
@@ -23,7 +23,6 @@ from megatron_ibpo.config import (
     searched,
 )
 from megatron_ibpo.data.layouts import (
-    PlainRow,
     check_placeholders,
     fields_read,
     has_value,
@@ -63,10 +62,8 @@ MOST_BRACKETS = 2**23
 
 FirstPlaces = dict[str, Callable[[], str]]
 """Id → function that returns the place of the first row with it."""
-Rows = Iterable[tuple[str, "Row | DataError"]]
-"""Rows, each with its place for messages; an error stands in for a row that cannot be read."""
 LazyRow = tuple[Callable[[], str], Callable[[], Row]]
-"""(function that returns a row's place, function that returns the row); both are called only on demand."""
+"""(function that returns a row's place, for messages; function that returns the row, or raises DataError)."""
 
 
 @dataclass(frozen=True)
@@ -149,40 +146,35 @@ class Reader:
 
     def of_row(self, row: Row) -> Prompt:
         """Return the prompt of a row, with `index` 0. Raises DataError if the row cannot be used."""
-        prompt = self._prompt_of(plain_row(row, self.input_key, self.label_key))
-        check_prompt(prompt.token_ids, self.tokenizer, self.max_prompt_len)
-        return prompt
-
-    def _prompt_of(self, row: PlainRow) -> Prompt:
-        data = self.data
-        messages = self.with_context(row.messages)
+        plain, data = plain_row(row, self.input_key, self.label_key), self.data
+        messages = self.with_context(plain.messages)
         check_size(sum(len(message["content"]) for message in messages), self.max_prompt_len)
         if data.apply_chat_template:
             token_ids, head_length = chat_prompt(messages, self.tokenizer, template_settings(data))
-        elif row.is_chat:
-            raise DataError(f"field {row.input_key!r} has chat messages: add --apply-chat-template")
+        elif plain.is_chat:
+            raise DataError(f"field {plain.input_key!r} has chat messages: add --apply-chat-template")
         else:
             token_ids, head_length = plain_prompt(messages[-1]["content"], self.tokenizer)
-        metadata = row.metadata
+        metadata = plain.metadata
         if self.checks_names:
-            self._check_names(metadata)
+            try:
+                rm_type_in(metadata, data)
+                environment_in(metadata, self.environment)
+            except ConfigError as error:
+                raise DataError(str(error)) from None
         if self.source.rm_type is not None:
             metadata = {"rm_type": self.source.rm_type, **metadata}
-        if row.has_list_of_numbers and "math" in _verifiers(metadata.get("rm_type", data.rm_type), data):
+        rm_type = metadata.get("rm_type", data.rm_type)
+        verifiers = data.reward_weights if rm_type == "composite" else (rm_type,)
+        if plain.has_list_of_numbers and "math" in verifiers:
             raise DataError(
-                f"the label {shown(row.label)} is a list of numbers, which may be several accepted answers "
+                f"the label {shown(plain.label)} is a list of numbers, which may be several accepted answers "
                 "or one answer that is a list or an interval; write a list of texts for the former, and one "
                 "text for the latter"
             )
-        task = row.task or self.source.task or Path(self.source.location).stem
-        return Prompt(0, token_ids, head_length, row.label, task, messages[-1]["content"], metadata)
-
-    def _check_names(self, metadata: Mapping[str, Any]) -> None:
-        try:
-            rm_type_in(metadata, self.data)
-            environment_in(metadata, self.environment)
-        except ConfigError as error:
-            raise DataError(str(error)) from None
+        check_prompt(token_ids, self.tokenizer, self.max_prompt_len)
+        task = plain.task or self.source.task or Path(self.source.location).stem
+        return Prompt(0, token_ids, head_length, plain.label, task, messages[-1]["content"], metadata)
 
     def with_context(self, messages: Iterable[Message]) -> list[Message]:
         """Return the messages with the source's suffix, and with the system prompt if they have none. Raises
@@ -192,10 +184,6 @@ class Reader:
         if self.source.suffix:
             chat[-1] = {**chat[-1], "content": chat[-1]["content"] + self.source.suffix}
         return with_system_prompt(chat, self.data)
-
-
-def _verifiers(rm_type: str, data: DataConfig) -> Iterable[str]:
-    return data.reward_weights if rm_type == "composite" else (rm_type,)
 
 
 def with_system_prompt(messages: list[Message], data: DataConfig) -> list[Message]:
@@ -211,28 +199,31 @@ def template_settings(data: DataConfig) -> dict[str, Any]:
 
 
 def prompts_of_rows(
-    rows: Rows, tokenizer: Tokenizer, data: DataConfig, *, spec: str, max_prompt_len: int | None
+    rows: Iterable[tuple[str, Row]],
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    *,
+    spec: str,
+    max_prompt_len: int | None,
 ) -> PromptSource:
     """Return `read_prompts` of the rows of a source without settings, in their own order.
 
     Args:
+        rows: each with its place, for messages.
         spec: the source; its last part names the task of rows without one.
         max_prompt_len: tokens that a prompt may have.
     """
     reader = Reader(tokenizer, data, SourceSpec(spec), Tally(spec), max_prompt_len, split="eval")
-    return read_prompts(rows, reader)
+    return read_prompts(starmap(lazy_row, rows), reader)
 
 
-def read_prompts(rows: Rows, reader: Reader) -> PromptSource:
+def read_prompts(rows: Iterable[LazyRow], reader: Reader) -> PromptSource:
     """Return the rows as an endless source; those of training are shuffled anew in every epoch. All are read
     and checked at once.
 
     A row has a question (text, or chat messages ending with the user's), a label (text or number), and
     optionally `task` (text), `metadata` (object), `rm_type` (text) and `id` (text or number), which no two
     rows may share; or it has the layout of existing RL data sets.
-
-    Args:
-        rows: each with its place, for messages.
 
     Raises:
         DataError: no rows, or one that cannot be used: names the place and the field.
@@ -242,11 +233,14 @@ def read_prompts(rows: Rows, reader: Reader) -> PromptSource:
     ids: FirstPlaces = {}
     questions: set[str] = set()
     layouts: set[str | None] = set()
-    number = 0
-    for number, (location, row) in enumerate(rows, start=1):
-        place, read = as_lazy_row(location, row)
-        prompt = reader.prompt(number, place, unique_id(read, place, ids))
-        layouts.add(reader.layout(row) if isinstance(row, dict) else None)
+
+    def with_its_layout(read: Callable[[], Row]) -> Row:
+        row = read()
+        layouts.add(reader.layout(row))
+        return row
+
+    for number, (place, read) in enumerate(rows, start=1):
+        prompt = reader.prompt(number, place, unique_id(partial(with_its_layout, read), place, ids))
         if prompt is None:
             continue
         if data.deduplicate and (question := normalised(prompt.text)) in questions:
@@ -282,23 +276,20 @@ def normalised(question: str) -> str:
     return " ".join(question.split())
 
 
-def as_lazy_row(location: str, row: Row | DataError) -> LazyRow:
-    """Return a lazy row for a row already read, or for the error in its place."""
+def lazy_row(place: str, row: Any) -> LazyRow:
+    """Return a row that is there already as a lazy one."""
 
     def read() -> Row:
-        if isinstance(row, DataError):
-            raise row
+        if not isinstance(row, dict):
+            raise DataError(f"expected a dictionary, found {type(row).__name__}")
         return row
 
-    return lambda: location, read
+    return lambda: place, read
 
 
 def unique_id(read: Callable[[], Row], location: Callable[[], str], ids: FirstPlaces) -> Callable[[], Row]:
-    """Return a function that reads the row and raises DataError if an earlier one has its id.
-
-    Args:
-        ids: shared by the rows of a source.
-    """
+    """Return a function that reads the row and raises DataError if an earlier one of the source has its
+    id."""
 
     def checked() -> Row:
         row = read()
@@ -337,9 +328,9 @@ class Budget:
         raise DataError(f"{path}: {too_many}, in files that are read whole{unpack}")
 
 
-def read_jsonl(path: Path, budget: Budget | None = None) -> Iterator[tuple[str, "Row | DataError"]]:
-    """Yield (file and line, row) of every line that is not blank; an error stands in for a row that is not
-    a JSON object. A name that ends in .gz is a compressed file's. The file is read line by line.
+def read_jsonl(path: Path, budget: Budget | None = None) -> Iterator[LazyRow]:
+    """Yield the row of every line that is not blank. The file is read line by line; if its name ends in .gz,
+    it is a compressed one.
 
     Args:
         budget: shared by the files of a source; None: the file's own.
@@ -351,60 +342,39 @@ def read_jsonl(path: Path, budget: Budget | None = None) -> Iterator[tuple[str, 
         if number == 1:
             check_encoding(path, line)
         if line.strip():
-            yield f"{path}, line {number}", _row_or_error(line)
-
-
-def check_budget(paths: Iterable[Path]) -> None:
-    """Raise DataError if JSONL files hold more than may be read whole. This check takes a second; to make
-    prompts of all rows up to that point would take a minute."""
-    budget = Budget()
-    for path in paths:
-        deque(_lines(path, budget), maxlen=0)
+            yield partial("{}, line {}".format, path, number), partial(_row_of, line)
 
 
 def _lines(path: Path, budget: Budget) -> Iterator[bytes]:
-    """Yield the lines of a file; raises as `read_jsonl` does."""
+    """Yield the lines of a file; of one that is too long, only the beginning. Raises as `read_jsonl` does."""
     if not path.is_file():
         raise DataError(f"prompt file {path}: no such file{searched(path)}")
     check_user_file(path, RECORD_BYTES)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield from _bounded_lines(file, path, budget)
+            while line := file.readline(LONGEST_LINE + 1):
+                budget.spend(path, line, lines=1)
+                yield line
+                while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+                    line = file.readline(LONGEST_LINE + 1)
+                    budget.spend(path, line)
     except (EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path}: damaged or cut off: {error}") from error
 
 
-def _bounded_lines(file: Lines, path: Path, budget: Budget) -> Iterator[bytes]:
-    """Yield the lines; of one that is too long, only the beginning."""
-    while line := file.readline(LONGEST_LINE + 1):
-        budget.spend(path, line, lines=1)
-        yield line
-        while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
-            line = file.readline(LONGEST_LINE + 1)
-            budget.spend(path, line)
+def _row_of(line: bytes) -> Row:
+    if len(line) > LONGEST_LINE:
+        raise DataError(f"the line is longer than {LONGEST_LINE // 1024**2} MiB")
+    return parsed_row(line)
 
 
-def _row_or_error(line: bytes) -> "Row | DataError":
-    try:
-        if len(line) > LONGEST_LINE:
-            raise DataError(f"the line is longer than {LONGEST_LINE // 1024**2} MiB")
-        return parsed_row(line)
-    except DataError as error:
-        return error
-
-
-def own_rows(spec: str, split: str) -> Iterator[tuple[str, "Row | DataError"]]:
-    """Yield (place, row) of everything that function(split) returns; rows are as in a JSONL file.
-
-    Raises:
-        ValueError: the function cannot be loaded; DataError: it raises, or returns other than dictionaries.
-    """
+def own_rows(spec: str, split: str) -> Iterator[LazyRow]:
+    """Yield everything that function(split) returns; rows are as in a JSONL file. Raises ValueError if the
+    function cannot be loaded, and DataError if it raises."""
     function = load_hook("--prompt-data", spec.removeprefix(OWN_SCHEME))
     try:
         rows = list(function(split))
     except Exception as error:
         raise DataError(f"{spec}: it raised {type(error).__name__}: {error}") from error
     for number, row in enumerate(rows):
-        is_row = isinstance(row, dict)
-        fault = f"expected a dictionary, found {type(row).__name__}"
-        yield f"{spec}, {split} row {number}", row if is_row else DataError(fault)
+        yield lazy_row(f"{spec}, {split} row {number}", row)

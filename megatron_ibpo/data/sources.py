@@ -1,11 +1,6 @@
-"""One source of prompts: its specification, and its rows that are left out: those held out for evaluation,
-and a count of all by reason, with the first few named.
-
-A specification is a location, and settings after a question mark:
-
-train.jsonl?weight=2&suffix=Answer+in+\\boxed{}.
-reasoning_gym://chain_sum?level=1&weight=0.5
-"""
+"""One source of prompts: its specification, a location with settings such as
+train.jsonl?weight=2&suffix=Briefly, and its rows that are left out: those held out for evaluation, and a
+count of all by reason."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable

@@ -1,9 +1,6 @@
-"""Rows of files, a block at a time, and their random order, which is found without shuffling them. Nothing is
-read before it is needed, and a file of any size takes only the memory of the blocks in use.
-
-A block is a stretch of bytes of a JSONL file, a row group of a parquet file or a record batch of an Arrow
-file.
-"""
+"""Rows of files, a block at a time, and their random order without shuffling them. Nothing is read before it
+is needed, and a file of any size takes only the memory of the blocks in use: stretches of bytes of a JSONL
+file, row groups of a parquet file, record batches of an Arrow file."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import bisect
 import os
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -217,27 +214,6 @@ class WithoutRows:
         return int(np.setdiff1d(np.arange(self._table.count(block)), self._left_out[block])[number])
 
 
-class RowCounts:
-    """The numbers of rows in a table's blocks, each counted once."""
-
-    def __init__(self, table: Table):
-        self._table = table
-        self._known = np.full(table.num_blocks, -1, np.int64)
-
-    def __getitem__(self, block: int) -> int:
-        if self._known[block] < 0:
-            self._known[block] = self._table.count(block)
-        return int(self._known[block])
-
-    @cached_property
-    def total(self) -> int:
-        """Number of rows in all; reads the table through."""
-        missing = np.flatnonzero(self._known < 0).tolist()
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            self._known[missing] = list(threads.map(self._table.count, missing))
-        return int(self._known.sum())
-
-
 Place = tuple[int, int]
 """(block, row in it)."""
 
@@ -250,21 +226,39 @@ def shuffled(count: int, *keys: int | str) -> list[int]:
 
 
 class TableOrder:
-    """The rows of a table over and over, in a new order every epoch."""
+    """The rows of a table over and over, in a new order every epoch. The rows of each block are counted
+    once."""
 
     def __init__(self, table: Table, seed: int):
-        self.counted = RowCounts(table)
         self._table, self._seed = table, seed
+        self._counts = np.full(table.num_blocks, -1, np.int64)
         self._epoch = lru_cache(maxsize=2)(self._start_epoch)  # a batch may span two epochs
         self._rows = lru_cache(maxsize=2)(self._shuffled_window)
+
+    def count(self, block: int) -> int:
+        """Return the number of rows in the block."""
+        if self._counts[block] < 0:
+            self._counts[block] = self._table.count(block)
+        return int(self._counts[block])
+
+    @cached_property
+    def total(self) -> int:
+        """Number of rows in all; reads the table through."""
+        missing = np.flatnonzero(self._counts < 0).tolist()
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            self._counts[missing] = list(threads.map(self._table.count, missing))
+        return int(self._counts.sum())
+
+    def places(self) -> Iterator[Place]:
+        """Yield the places of all rows, in the order of the file."""
+        return ((block, row) for block in range(self._table.num_blocks) for row in range(self.count(block)))
 
     def place(self, position: int) -> Place:
         """Return the row at a position of the endless order. Raises DataError if the table is damaged, or has
         no rows."""
         epoch, place = 0, position
         while (window := self._window(epoch, place)) is None:
-            total = self.counted.total
-            epoch, place = divmod(position, total)
+            epoch, place = divmod(position, self.total)
         _, starts = self._epoch(epoch)
         return self._rows(epoch, window)[place - starts[window]]
 
@@ -273,7 +267,7 @@ class TableOrder:
         used; None: try the next attempt."""
         drawn = derive_seed("substitute", self._seed, position, attempt)
         block = drawn % self._table.num_blocks
-        count = self.counted[block]
+        count = self.count(block)
         return (block, derive_seed("row", drawn) % count) if count else None
 
     def _start_epoch(self, epoch: int) -> tuple[list[int], list[int]]:
@@ -288,7 +282,7 @@ class TableOrder:
             blocks = self._blocks(epoch, len(starts) - 1)
             if not blocks:
                 return None
-            starts.append(starts[-1] + sum(self.counted[block] for block in blocks))
+            starts.append(starts[-1] + sum(map(self.count, blocks)))
         return bisect.bisect_right(starts, place) - 1
 
     def _blocks(self, epoch: int, window: int) -> list[int]:
@@ -298,6 +292,6 @@ class TableOrder:
 
     def _shuffled_window(self, epoch: int, window: int) -> list[Place]:
         places = [
-            (block, number) for block in self._blocks(epoch, window) for number in range(self.counted[block])
+            (block, number) for block in self._blocks(epoch, window) for number in range(self.count(block))
         ]
         return [places[i] for i in shuffled(len(places), "window", self._seed, epoch, window)]

@@ -1,9 +1,6 @@
-"""A process that renders a chat template, so that no template can stop the driver or fill its memory.
-
-A template is a program of the model directory's author. Jinja's sandbox keeps it from files and from Python,
-but not from nested loops, or from a text of a terabyte. So it runs in a fork of this process, which may take
-RENDER_S seconds and MOST_BYTES of memory for one text and is killed otherwise.
-"""
+"""A process that renders a chat template, which is a program of the model directory's author. Jinja's sandbox
+keeps it from files and from Python, but not from nested loops or a text of a terabyte: so a fork of this
+process runs it, which may take RENDER_S seconds and MOST_BYTES of memory for one text."""
 
 import gc
 import os

@@ -153,14 +153,11 @@ def has_tokenizer(hf_dir: Path) -> bool:
 def _load(path: Path) -> Tokenizer:
     if not path.exists():
         raise DataError(f"tokenizer {path}: no such file or directory")
-    if path.is_dir() and ((path / "tokenizer.json").exists() or not (path / "tokenizer.model").exists()):
-        return _load_hugging_face(path)
     if not path.is_dir() and path.suffix != ".model":
         raise DataError(f"tokenizer {path}: expected a Hugging Face directory or a SentencePiece .model file")
-    return SentencePieceTokenizer(path / "tokenizer.model" if path.is_dir() else path)
-
-
-def _load_hugging_face(path: Path) -> Tokenizer:
+    model = path / "tokenizer.model" if path.is_dir() else path
+    if model.exists() and not (path / "tokenizer.json").exists():
+        return SentencePieceTokenizer(model)
     files = _checked_files(path)
     try:
         tokenizer = _tokenizer_class(files).from_pretrained(
@@ -217,11 +214,7 @@ def _tables_of_ids(name: str, content: dict[str, Any]) -> Iterator[dict[Any, Any
 def _tokenizer_class(files: dict[str, dict[str, Any]]) -> Any:
     """Return AutoTokenizer, or the class it would choose for a tokenizer that is complete in its
     tokenizer.json. AutoTokenizer imports torch and every model's configuration to find that out, which takes
-    seconds.
-
-    Args:
-        files: content of the tokenizer's JSON files, by name.
-    """
+    seconds."""
     chosen = files.get("tokenizer_config.json", {}).get("tokenizer_class")
     if "tokenizer.json" in files and chosen in ("TokenizersBackend", "PreTrainedTokenizerFast"):
         with declared_packages():
@@ -284,7 +277,7 @@ class HuggingFaceTokenizer:
             return encode(text)
         except Exception as error:  # a vocabulary without an unknown token raises for missing text
             raise DataError(
-                f"{self._name}: cannot encode {_start_of(text)!r}: {error}; the vocabulary has "
+                f"{self._name}: cannot encode {shown(text)}: {error}; the vocabulary has "
                 f"{self.vocab_size} tokens: is it this model's tokenizer?"
             ) from error
 
@@ -374,10 +367,6 @@ def _spaceless(part: dict[str, Any] | None) -> dict[str, Any] | None:
     return part | {name: value for name, value in changes.items() if name in part}
 
 
-def _start_of(text: str) -> str:
-    return text if len(text) <= 60 else text[:60] + "…"
-
-
 class SentencePieceTokenizer:
     """A SentencePiece model behind the `Tokenizer` protocol.
 
@@ -435,11 +424,7 @@ def _plain(ids: npt.ArrayLike) -> list[int]:
 
 def read_eos_token_ids(hf_dir: Path) -> tuple[int, ...]:
     """Return the end-of-sequence ids: those of generation_config.json if it names any, otherwise those of
-    config.json.
-
-    Raises:
-        ValueError: neither file names one.
-    """
+    config.json. Raises ValueError if neither file names one."""
     for name in ("generation_config.json", "config.json"):
         if not (hf_dir / name).exists():
             continue

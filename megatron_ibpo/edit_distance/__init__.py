@@ -14,7 +14,6 @@ from megatron_ibpo.edit_distance.distances import (
     batch_distance,
     distance,
     opcodes,
-    read_ids,
     unmodified_mask,
 )
 from megatron_ibpo.edit_distance.rewrites import RewriteTest, rewrite_test
@@ -26,7 +25,6 @@ __all__ = [
     "batch_distance",
     "distance",
     "opcodes",
-    "read_ids",
     "rewrite_test",
     "unmodified_mask",
 ]

@@ -33,7 +33,10 @@ def distance(a: Any, b: Any, *, normalized: bool = True, cutoff: float | None = 
         TypeError: an argument holds something other than int32 or int64 ids; ValueError: it is not 1-D, or
             the cutoff is negative or not a number.
     """
-    pair = pair_up("a", _single("a", a), "b", _single("b", b))
+    ids_a, ids_b = read_ids("a", a), read_ids("b", b)
+    pair = pair_up(
+        "a", Ragged(ids_a, np.array([0, ids_a.size])), "b", Ragged(ids_b, np.array([0, ids_b.size]))
+    )
     (result,) = _in_unit(*pair, normalized, cutoff, num_threads=1).tolist()
     return math.inf if result == SATURATED else float(result)
 
@@ -84,19 +87,12 @@ def normalize(counts: npt.NDArray[np.int64], a: Ragged, b: Ragged) -> npt.NDArra
     return np.where(counts == SATURATED, np.inf, counts / np.maximum(_longer(a, b), 1))
 
 
-def _single(name: str, values: Any) -> Ragged:
-    ids = read_ids(name, values)
-    return read_ragged(name, ids, np.array([0, ids.size]))
-
-
 def _in_unit(
     a: Ragged, b: Ragged, normalized: bool, cutoff: float | None, *, num_threads: int
 ) -> npt.NDArray[Any]:
     limits = None if cutoff is None else _limits(cutoff, _longer(a, b), normalized)
     counts = count_edits(a, b, limits, num_threads=num_threads)
-    if normalized:
-        return normalize(counts, a, b)
-    return counts
+    return normalize(counts, a, b) if normalized else counts
 
 
 def _longer(a: Ragged, b: Ragged) -> npt.NDArray[np.int64]:
@@ -245,12 +241,9 @@ class Ragged:
 
 
 def read_ids(name: str, values: Any) -> npt.NDArray[Any]:
-    """Return one sequence as a contiguous, aligned array of int32 or int64, as a view if possible.
-
-    Raises:
-        TypeError: it holds something other than such ids; ValueError: it is not 1-D, or has more than LONGEST
-            of them.
-    """
+    """Return one sequence as a contiguous, aligned array of int32 or int64, as a view if possible. Raises
+    TypeError if it holds something other than such ids, and ValueError if it is not 1-D, or has more than
+    LONGEST of them."""
     array = _read_array(name, values)
     _check_lengths(name, np.array([array.size]))
     return _in_order(array)
@@ -352,11 +345,8 @@ def pair_up(name_a: str, a: Ragged, name_b: str, b: Ragged) -> tuple[Ragged, Rag
 
 
 def check_threads(num_threads: Any) -> int:
-    """Return the number of threads, 0 for one per core, as C++ takes it.
-
-    Raises:
-        TypeError: it is not an integer; ValueError: it is negative.
-    """
+    """Return the number of threads, 0 for one per core, as C++ takes it. Raises TypeError if it is not an
+    integer, and ValueError if it is negative."""
     if isinstance(num_threads, bool) or not isinstance(num_threads, int | np.integer):
         raise TypeError(f"num_threads: must be an integer, not {num_threads!r}")
     if num_threads < 0:

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 from megatron_ibpo.config import Config
 from megatron_ibpo.config.config import ENTRIES
 from megatron_ibpo.config.config import flag as flag_of
-from megatron_ibpo.config.typed_values import Fields, declared_fields, declared_values
+from megatron_ibpo.config.values import Fields, declared_fields, declared_values
 
 MODEL, OPTIMIZER = "--model-override", "--optimizer-override"
 CHUNKS, GROUP = "virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"

@@ -114,15 +114,15 @@ def load_recipe(path: Path | str, **settings: Any) -> config.Config:
         settings: the names of flags with underscores and their values, such as `num_rollout=2`. Where a flag
             names code, the object itself is taken too, and where it names prompts, a list of rows or a
             `datasets.Dataset`: they are stored under the run's directory, and the configuration names the
-            files (`megatron_ibpo.config.python_objects`).
+            files (`megatron_ibpo.config.hooks`).
 
     Raises:
         ConfigError: as `megatron_ibpo.config.load_recipe`; or an object or a row cannot be stored.
     """
-    if config.has_objects(settings):
-        chosen_dir = {"run_dir": settings["run_dir"]} if "run_dir" in settings else {}
-        run_dir = config.load_recipe(path, chosen_dir, REGISTRIES).run.run_dir
-        settings = config.stored_settings(settings, run_dir)
+    chosen_dir = {"run_dir": settings["run_dir"]} if "run_dir" in settings else {}
+    settings = config.stored_settings(
+        settings, lambda: config.load_recipe(path, chosen_dir, REGISTRIES).run.run_dir
+    )
     loaded = config.load_recipe(path, settings, REGISTRIES)
     fitted, notes = fit_to_model(loaded, settings.keys())
     for line in notes.values():

@@ -42,14 +42,15 @@ assert not [file for file in files if file.is_relative_to(clone / "megatron_ibpo
 HELPS = """
 import os, runpy, sys
 import megatron_ibpo.run.settings  # most commands take a second to import it; forked ones share it
-from megatron_ibpo.commands.main import COMMANDS
+from megatron_ibpo.commands.main import COMMANDS, python_words
 
-for name, command in COMMANDS.items():
+for name in COMMANDS:
     print("==", name, flush=True)
     if (child := os.fork()) == 0:
         try:
-            sys.argv = [*command.python[1:], "--help"]
-            runpy.run_module(command.python[1], run_name="__main__", alter_sys=True)
+            _, module, *words = python_words(name)
+            sys.argv = [module, *words, "--help"]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as ended:
             assert not ended.code, (name, ended.code)
         finally:

@@ -19,13 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ibpo.basics.records import Prompt
-from megatron_ibpo.config import COMMON_FLAGS, NOT_NEGATIVE, Config, ConfigError, LossConfig, ParallelConfig
+from megatron_ibpo.config import NOT_NEGATIVE, Config, ConfigError, LossConfig, ParallelConfig
 from megatron_ibpo.config.config import ENTRIES
 from megatron_ibpo.config.config_error import FLAGS, KEYS, SYNONYMS, VALUES
+from megatron_ibpo.config.flags import COMMON_FLAGS
 from megatron_ibpo.config.hooks import load_hook
 from megatron_ibpo.config.presets import PRESETS
-from megatron_ibpo.config.ranges import named_values
 from megatron_ibpo.config.recipes import config_yaml
+from megatron_ibpo.config.values import named_values
 from megatron_ibpo.credit import Operator, find_operator
 from megatron_ibpo.credit.registries import ESTIMATORS, OPERATORS, TOKEN_CREDITS
 from megatron_ibpo.engines.registry import ENGINES
@@ -50,6 +51,12 @@ def parsed(tmp_path):
         return parse_config([*words, *shlex.split(flags)], **options)
 
     return parse
+
+
+def test_no_two_settings_have_one_name():
+    sections = [getattr(Config(), section.name) for section in dataclasses.fields(Config)]
+    names = [field.name for section in sections for field in dataclasses.fields(section)]
+    assert sorted(set(names) - {"parameters"}) == sorted(name for name in names if name != "parameters")
 
 
 def test_flags_win_over_recipes_and_recipes_over_presets(parsed):
@@ -176,13 +183,12 @@ def test_flags_that_are_wrong_are_refused_with_their_names(parsed, capsys):
         ("--advantage-estimator gspo --ibpo-lambda 0.3",
          "--ibpo-lambda: gspo with .* has no such parameter; --ibpo-operator compare-and-correct has it"),
         ("--ibpo-operator span-msking", "--ibpo-operator span-msking: unknown.*did you mean 'span-masking'"),
-        ("--token-credit random-window", "use examples/credit/random_window.py:RandomWindow"),
-        ("--ibpo-gate", "moved out of the package; use --ibpo-operator examples/credit/gated.py:Gated"),
         # values of the wrong type
         ("--ibpo-k 2.5 --seed x", r"'2\.5' is not a whole number\n  --seed: 'x' is not"),
         # words that are no values
-        ("--run-dir=", "is empty; name a path, or leave the flag out"),
-        ("--loss-variant=--", "--loss-variant: -- is not a value; give one, or leave the flag out"),
+        ("--run-dir=", "^--run-dir: '' is not a path$"),
+        ("--loss-variant gspo grpo", "^--loss-variant: takes one value, so grpo is one too many$"),
+        ("--config a.yaml b.yaml --print-config=1", r"b\.yaml is one too many\n  --print-config 1: a switch"),
         ("--rm-type " + b"a\xff".decode(errors="surrogateescape"), "is not UTF-8"),
         ("--save DIR", r"^--save DIR: a switch, --save or --no-save, .* the directory is --run-dir$"),
         ("--no-ibpo-joint=1 --bf16 maybe", r"--no-ibpo-joint 1: a switch.*\n  --bf16 maybe: a"),
@@ -479,31 +485,9 @@ def test_the_scripts_hand_over_where_the_user_stands(tmp_path):
     assert printed["hf-checkpoint"] == str(ROOT / "examples/tiny_qwen3_next_mends")
 
 
-def test_a_configuration_of_version_0_1_means_the_same(parsed):
-    """It wrote the parameters of all methods, and no corrections for no operator."""
-    for preset, corrections in (("gspo", 0), ("ibpo", 1)):
-        written = config_yaml(parse_config(["--advantage-estimator", preset]))
-        others = {"ibpo-corrections": corrections, "ciw-inverted": False, "gae-lambda": 0.9}
-        others |= {"ibpo-lambda": 0.6, "token-credit-weight": 0.075, "token-credit-eta": 1.0}
-        older = yaml.safe_load(written) | others | {"ibpo-operator": "compare-and-correct"}
-        found = parsed(yaml.safe_dump(older | {"ibpo-gate": False}))
-        assert found.algorithm.ibpo_operator == ("compare-and-correct" if corrections else "none")
-        assert config_yaml(found) == written, preset
-        with pytest.raises(
-            ConfigError, match=r"recipe\.yaml, line \d+: --ibpo-gate: moved out of the package"
-        ):
-            parsed(yaml.safe_dump(older | {"ibpo-gate": True}))
-
-
-def test_a_configuration_older_than_engine_parameters_means_the_same(parsed):
-    """It wrote vLLM's settings whatever the engine was."""
+def test_parameters_of_an_engine_not_chosen_are_refused(parsed):
     written = config_yaml(parse_config(["--rollout-backend", "vllm", "--vllm-max-num-seqs", "64"]))
     assert parsed(written).rollout.parameters["vllm_max_num_seqs"] == 64
-    for engine in ("lean", "transformers"):
-        older = yaml.safe_load(written) | {"rollout-backend": engine}
-        del older["ibpo-draft-from-prompt"]  # came later
-        config = parsed(yaml.safe_dump(older))
-        assert config_yaml(config) == config_yaml(parse_config(["--rollout-backend", engine]))
     with pytest.raises(ConfigError, match=r"line 2: --vllm-dtype: --rollout-backend lean has no such par"):
         parsed("rollout-backend: lean\nvllm-dtype: float32")
 

@@ -184,7 +184,7 @@ def test_an_unstorable_value_is_refused_in_one_line(load):
             {"prompt_data": {"a": Table(), "b": Table()}},
             "prompt_data: a DatasetDict .*; give one of 'a', 'b'",
         ),
-        ({"prompt_data": [[*ROWS], 3]}, r"prompt_data: .*, 3\] is not text"),
+        ({"prompt_data": [[*ROWS], 3]}, r"prompt_data: .*, 3\] is not a list, each item text"),
         ({"num_rollout": lambda: 3}, "num_rollout: .*is not a whole number"),
     ):
         with pytest.raises(ConfigError, match=says) as refused:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from megatron_ibpo.config.typed_values import as_type
+from megatron_ibpo.config.values import as_type
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", 3])

@@ -253,8 +253,8 @@ def test_a_bad_row_is_named_by_file_line_and_field(tmp_path):
         with pytest.raises(DataError, match=rf"rows\.jsonl.*{says}"):
             opened(path, TINY, max_prompt_len=10)
     path.write_text(r'{"prompt": "\ud83d\ude00", "deep": ' + "[" * 98 + "]" * 98 + "}")  # is read
-    ((_, row),) = read_jsonl(path)
-    assert row["prompt"] == "\U0001f600"
+    ((_, read),) = read_jsonl(path)
+    assert read()["prompt"] == "\U0001f600"
 
 
 def test_a_chat_template_runs_in_a_sandbox(tmp_path):

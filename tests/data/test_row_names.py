@@ -11,10 +11,10 @@ from pyarrow import parquet
 from tiny_tokenizer import make_tiny_tokenizer
 
 from megatron_ibpo.basics.records import Prompt
+from megatron_ibpo.commands.data import inspect_source
 from megatron_ibpo.config import ConfigError, DataConfig, EnvironmentConfig, environment_in
 from megatron_ibpo.data import DataError, load_tokenizer, open_sources
 from megatron_ibpo.data.demonstrations import DemonstrationReader
-from megatron_ibpo.data.inspection import inspect_source
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.rewards import (
     check_labels,

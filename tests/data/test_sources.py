@@ -20,16 +20,9 @@ from tiny_tokenizer import make_tiny_tokenizer
 from megatron_ibpo.basics.record_lines import append_record, open_records
 from megatron_ibpo.commands import data as data_command
 from megatron_ibpo.config import Config, DataConfig
-from megatron_ibpo.data import (
-    DataError,
-    PassRates,
-    cycle_counts,
-    interleaved,
-    open_pass_rates,
-    open_sources,
-    tables,
-)
+from megatron_ibpo.data import DataError, PassRates, open_pass_rates, open_sources, tables
 from megatron_ibpo.data.layouts import plain_row
+from megatron_ibpo.data.mixtures import cycle_counts, interleaved
 from megatron_ibpo.data.pass_rates import Rate, policy_fingerprint, prompt_fingerprint, rate_record
 from megatron_ibpo.data.tables import JsonLines
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
+from megatron_ibpo.commands.data import inspect_source
 from megatron_ibpo.config import DataConfig
 from megatron_ibpo.data import (
     CorrectionTemplate,
@@ -19,7 +20,6 @@ from megatron_ibpo.data import (
     prompts_of_rows,
 )
 from megatron_ibpo.data.demonstrations import DemonstrationReader
-from megatron_ibpo.data.inspection import inspect_source
 from megatron_ibpo.data.layouts import plain_row
 from megatron_ibpo.data.prompts import chat_prompt, plain_prompt
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer

@@ -17,10 +17,9 @@ import yaml
 
 import megatron_ibpo
 from megatron_ibpo import __version__
-from megatron_ibpo.basics import records, seeds
 from megatron_ibpo.commands.choose_recipe import Devices, choose
 from megatron_ibpo.commands.evaluate import Comparison
-from megatron_ibpo.commands.main import COMMANDS
+from megatron_ibpo.commands.main import python_words
 from megatron_ibpo.config import PRESETS
 from megatron_ibpo.run.settings import parse_config
 from support.documented_modules import write_modules
@@ -72,7 +71,7 @@ def check_ibpo(words):
     if words in (["--help"], ["--version"]):
         return
     length = 2 if words[0] == "convert" else 1
-    python = COMMANDS[" ".join(words[:length])].python
+    python = python_words(" ".join(words[:length]))
     flags = words[length + (words[0] == "evaluate" and not words[1].startswith("-")) :]  # after a policy
     if words[:2] == ["evaluate", "compare"]:
         tyro.cli(Comparison, args=flags)
@@ -236,6 +235,3 @@ def test_public_names_are_lazy_and_those_of_their_rooms():
     for name in megatron_ibpo.__all__:
         assert getattr(megatron_ibpo, name).__name__ == name
     assert megatron_ibpo.distance([1, 2, 3], [1, 3]) == 1 / 3
-    # names that docs had once
-    assert importlib.import_module("megatron_ibpo.records") is records
-    assert importlib.import_module("megatron_ibpo.seeds") is seeds

@@ -18,7 +18,6 @@ from starlette.testclient import TestClient
 from megatron_ibpo.basics.records import Group, Prompt, token_ids
 from megatron_ibpo.basics.text import legible
 from megatron_ibpo.cluster.ray_token import TOKEN_FILE, write_token
-from megatron_ibpo.commands import samples
 from megatron_ibpo.commands.page import main
 from megatron_ibpo.report import rollout_path, save_groups
 from megatron_ibpo.report.metrics_log import Columns
@@ -140,7 +139,7 @@ def test_the_page_command_writes_and_names_malformed_files(run_dir, tmp_path, mo
 
 def test_samples_are_printed_with_their_explanation_and_no_control_codes(run_dir, capsys):
     def printed(*words):
-        return samples.main([str(run_dir), *words]), *capsys.readouterr()
+        return main(["samples", str(run_dir), *words]), *capsys.readouterr()
 
     status, text, _ = printed()
     assert status == 0

@@ -2,7 +2,6 @@
 
 Qwen3.5's checkpoints wrap the text model in one that also sees: what is not trained is kept to the bit."""
 
-import importlib
 import json
 import shutil
 from pathlib import Path
@@ -418,19 +417,19 @@ def test_disassembling_a_shard_inverts_its_assembly(models, name):
 
 @pytest.mark.world(1)
 def test_the_tools_convert_and_verify(world, models, tmp_path):
-    from megatron_ibpo.commands.conversion import console
+    from megatron_ibpo.commands import convert as command
 
     def tool(name, *arguments):
-        module = importlib.import_module(f"megatron_ibpo.commands.{name}")
-        with console.capture() as said:
-            assert module.convert(tyro.cli(module.Arguments, args=[*map(str, arguments)]), world) == 0
+        convert = command.to_megatron if name == "to-megatron" else command.to_hf
+        with command.console.capture() as said:
+            assert convert(tyro.cli(command.Arguments, args=[name, *map(str, arguments)]), world) == 0
         return " ".join(said.get().split())
 
     stored, back = tmp_path / "stored", tmp_path / "back"
     there = "--hf-checkpoint", models["next"], "--save", stored, "--verify", "--tensor-model-parallel-size", 2
     for said in (
-        tool("convert_to_megatron", *there, "--expert-model-parallel-size", 2),
-        tool("convert_to_hf", "--load", stored, "--save", back, "--verify"),
+        tool("to-megatron", *there, "--expert-model-parallel-size", 2),
+        tool("to-hf", "--load", stored, "--save", back, "--verify"),
     ):
         assert "weights: 0 differing bytes" in said
         assert "logits: differ by at most" in said
@@ -439,7 +438,7 @@ def test_the_tools_convert_and_verify(world, models, tmp_path):
     damaged[len(damaged) // 2] ^= 1
     weights.write_bytes(damaged)
     with pytest.raises(CheckpointError, match=f"{weights.name} is not what was written"):
-        tool("convert_to_hf", "--load", stored, "--save", tmp_path / "bad", "--verify")
+        tool("to-hf", "--load", stored, "--save", tmp_path / "bad", "--verify")
     assert not (tmp_path / "bad").exists()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from megatron_ibpo.config import COUNT, Config, RolloutConfig, built, eval_sampling, named_values
-from megatron_ibpo.config.ranges import BYTES, NAMED_VALUES, SECONDS, SHARE
+from megatron_ibpo.config.values import BYTES, NAMED_VALUES, SECONDS, SHARE
 from megatron_ibpo.engines.settings import EngineNeeds, Precision
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.delta_net.shape import DeltaNetShape

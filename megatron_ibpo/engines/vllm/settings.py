@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from megatron_ibpo.config import RolloutConfig, named_values
-from megatron_ibpo.config.typed_values import declared_fields, declared_values
+from megatron_ibpo.config.values import declared_fields, declared_values
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.engines.settings import EngineSettings
 from megatron_ibpo.engines.vllm.needs import VARIABLE, kv_cache_bytes, uses_second_runner, vllm_parameters
