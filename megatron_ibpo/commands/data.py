@@ -21,12 +21,12 @@ from rich.console import Console
 from megatron_ibpo.basics.entry_point import command, parsed
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.config import Config, DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, as_specs
+from megatron_ibpo.config.data import rm_type_in
 from megatron_ibpo.data import load_tokenizer, open_pass_rates
 from megatron_ibpo.data.hub import local_model, local_source
 from megatron_ibpo.data.inspection import inspect_source, show_inspection
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.rewards import label_problems, named_rm_types, open_pool
-from megatron_ibpo.rewards.verifier import rm_type_of
 
 
 @dataclass
@@ -103,7 +103,7 @@ def problems_of_labels(prompts: list[Prompt], data: DataConfig) -> list[str]:
     graded = [
         prompt
         for prompt in prompts
-        if rm_type_of(prompt, data) != DataConfig.rm_type or "source_dataset" in prompt.metadata
+        if rm_type_in(prompt.metadata, data) != DataConfig.rm_type or "source_dataset" in prompt.metadata
     ]
     if not graded:
         return []
