@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Literal
 
-from megatron_ibpo.basics.records import Correction, Flags, Group, SampleRequest, TokenIds
+from megatron_ibpo.basics.records import Correction, Flags, Group, SampleRequest
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import NOT_NEGATIVE, UNIT, Config, at_least, or_word, within
 from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites, note_reference_leakage
@@ -115,13 +115,16 @@ class CompareAndCorrect(Operator):
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
         """Return --ibpo-corrections requests for every wrong response whose x̃ leaves room for a correction;
         the others are counted in `group.skipped_pairs`."""
-        follow_ups, rollout = list[FollowUp](), context.rollout
+        follow_ups, rollout, marks = list[FollowUp](), context.rollout, self._thinking(context)
         group.skipped_pairs = 0
         for target, response in enumerate(group.responses):
             if not is_wrong(response):
                 continue
-            references = self._references(group, target, context)
-            prompt_ids = self._correction_prompt(group, (target, *references), context)
+            # one generator per draw, so that a draw does not depend on earlier ones
+            rng = random.Random(derive_seed("pair", context.seed, context.step, group.prompt.index, target))
+            references = draw_references(target, group.responses, self.ibpo_k - 1, rng)
+            parts = [part_in_prompt(group.responses[i], marks).ids for i in (target, *references)]
+            prompt_ids = context.vocabulary.correction_prompt(group.prompt, parts[0], parts[1:])
             if len(prompt_ids) + rollout.rollout_max_response_len > context.max_context:
                 group.skipped_pairs += 1
                 continue
@@ -202,16 +205,6 @@ class CompareAndCorrect(Operator):
         ]
         mean = f"({' + '.join(worths)}) / {len(worths)}" if len(worths) > 1 else ""
         return Line("φ = Δ", delta, mean, note)
-
-    def _references(self, group: Group, target: int, context: CreditContext) -> tuple[int, ...]:
-        # one generator per draw, so that a draw does not depend on earlier ones
-        rng = random.Random(derive_seed("pair", context.seed, context.step, group.prompt.index, target))
-        return draw_references(target, group.responses, self.ibpo_k - 1, rng)
-
-    def _correction_prompt(self, group: Group, candidates: Sequence[int], context: CreditContext) -> TokenIds:
-        marks = self._thinking(context)
-        target, *references = [part_in_prompt(group.responses[i], marks).ids for i in candidates]
-        return context.vocabulary.correction_prompt(group.prompt, target, references)
 
     def _thinking(self, context: CreditContext) -> ThinkingMarks | None:
         if not self.ibpo_strip_thinking:

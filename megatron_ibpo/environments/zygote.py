@@ -51,8 +51,8 @@ def main() -> None:
 
         make = load_environment(target, json.loads(rewards))
     except BaseException as error:
-        is_told = isinstance(error, ConfigError)
-        reason = printable(str(error)) if is_told else f"--environment {target}: {error_text(error)}"
+        is_refused = isinstance(error, ConfigError)
+        reason = printable(str(error)) if is_refused else f"--environment {target}: {error_text(error)}"
         control.sendall(line("failed", reason))
         return
     zygote = _Zygote(control, make, Path(directory[0]) if directory else None)

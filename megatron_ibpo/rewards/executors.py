@@ -208,20 +208,15 @@ def _script(mode: str, *arguments: str) -> str:
     return f"{_definitions()}\nrun({', '.join(map(ascii, (mode, *arguments)))})\n"
 
 
+@functools.cache
 def open_executor(url: str | None, *, unsafe: bool) -> Executor:
     """Open the executor for programs, and try it once. Raises SandboxError with what to do if no sandbox can
     be had on this machine, and ConfigError if `url` is not a URL."""
     if url is not None:
         return RemoteExecutor(url)
-    if unsafe:
-        return LocalExecutor(isolated=False)
-    return _sandboxed()
-
-
-@functools.cache
-def _sandboxed() -> LocalExecutor:
-    check_isolation()
-    return LocalExecutor()
+    if not unsafe:
+        check_isolation()
+    return LocalExecutor(isolated=not unsafe)
 
 
 _HINT = (

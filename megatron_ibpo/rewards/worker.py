@@ -39,8 +39,8 @@ def main() -> None:
         try:
             functions[target] = _load(target)
         except BaseException as error:
-            is_told = isinstance(error, ConfigError)
-            reason = printable(str(error)) if is_told else f"--rm-type {target}: {error_text(error)}"
+            is_refused = isinstance(error, ConfigError)
+            reason = printable(str(error)) if is_refused else f"--rm-type {target}: {error_text(error)}"
             connection.send(("failed", reason))
             return
     own_pid = os.getpid()

@@ -148,8 +148,7 @@ def serve(control: int, program: _Program) -> None:
 def answer(
     judge: "Judge | None", attempts: "list[bytes]", task: str, parameters: bytes, program: _Program
 ) -> "tuple[list[tuple[bytes, bytes]], Judge]":
-    """Return the records of attempts up to the first at which the judge fails, and the judge: a new one
-    unless this one lives."""
+    """Return the records of attempts until the judge fails, and the judge: a new one unless it lives."""
     if judge is not None and not judge.is_alive():
         judge.end()
         judge = None
