@@ -113,19 +113,8 @@ def generalised_advantages(
     values: Sequence[Weights], rewards: Sequence[float], *, gamma: float, lam: float
 ) -> list[Weights]:
     """Return A_t = Σ_k (γλ)^k δ_{t+k} of every token of every response, δ_t = γ V_{t+1} - V_t; at the last
-    token the reward replaces γ V.
+    token the reward replaces γ V, also of a truncated response. No response is empty."""
+    from scipy.signal import lfilter  # takes half a second; only a critic needs it
 
-    Args:
-        values: V_t of each response before its token t, not empty.
-        rewards: reward at the end of each response. A truncated response has ended too.
-    """
-    width = max(map(len, values), default=0)
-    values_ST, rewards_S = np.zeros((len(values), width)), np.asarray(rewards, np.float64)
-    for row, response_values in zip(values_ST, values, strict=True):
-        row[width - len(response_values) :] = response_values  # aligned at their ends for one loop
-    out_ST, advantages_S, after_S = np.zeros_like(values_ST), np.zeros(len(values)), rewards_S
-    for t in reversed(range(width)):
-        advantages_S = after_S - values_ST[:, t] + gamma * lam * advantages_S
-        out_ST[:, t] = advantages_S
-        after_S = gamma * values_ST[:, t]
-    return [row[width - len(response_values) :] for row, response_values in zip(out_ST, values, strict=True)]
+    deltas = [np.append(gamma * v[1:], reward) - v for v, reward in zip(values, rewards, strict=True)]
+    return [lfilter([1.0], [1.0, -gamma * lam], delta[::-1])[::-1] for delta in deltas]
