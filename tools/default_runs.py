@@ -15,7 +15,7 @@ import tyro
 
 from megatron_ibpo.basics.entry_point import run_tool
 from megatron_ibpo.basics.versions import machine
-from megatron_ibpo.credit.break_even import ACCOMPANIED, ALONE
+from megatron_ibpo.credit.metrics import ACCOMPANIED, ALONE
 
 ACCURACIES = ("accuracy_start", "accuracy_end", "greedy_start", "greedy_end")
 STEP_STAGES = ("sample", "score", "credit", "train", "sync")

@@ -16,8 +16,7 @@ from megatron_ibpo.config import NOT_NEGATIVE
 from megatron_ibpo.credit import CreditContext, Judgement, Operator
 from megatron_ibpo.credit.explanation import Line
 from megatron_ibpo.credit.operator import TokenTexts, TokenWeights, require_tool, signed_masks
-from megatron_ibpo.credit.pairing import is_wrong
-from megatron_ibpo.credit.spans import written_spans
+from megatron_ibpo.credit.pairing import is_wrong, written_spans
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from megatron_ibpo.basics.records import Group, SampleRequest
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import NOT_NEGATIVE, within
 from megatron_ibpo.credit import CreditContext, FollowUp, Judgement, Operator
-from megatron_ibpo.credit.correction_advantages import degenerate_correction_groups
 from megatron_ibpo.credit.divergence import shared_tokens
 from megatron_ibpo.credit.estimators import group_mean
 from megatron_ibpo.credit.operator import no_phi
 from megatron_ibpo.credit.pairing import is_wrong
+from megatron_ibpo.credit.shaping import degenerate_correction_groups
 
 
 @dataclass(frozen=True)

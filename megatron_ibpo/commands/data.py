@@ -30,7 +30,7 @@ from rich.text import Text
 from megatron_ibpo.basics.entry_point import command, parsed
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.config import Config, DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, as_specs
+from megatron_ibpo.config import Config, DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, as_specs, rm_type_in
 from megatron_ibpo.data import PassRates, Tokenizer, load_tokenizer, open_pass_rates
 from megatron_ibpo.data.files import chosen_files, each_row
 from megatron_ibpo.data.generated import SCHEME, generated_prompts
@@ -47,7 +47,6 @@ from megatron_ibpo.data.sources import DUPLICATE, Tally, read_spec
 from megatron_ibpo.data.tokenizer import DataError
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.rewards import CHECKED_AT_START, label_problems, named_rm_types, open_pool
-from megatron_ibpo.rewards.verifier import rm_type_of
 
 BINS = 10
 _MOST_LABELS = 5
@@ -290,7 +289,7 @@ def problems_of_labels(prompts: list[Prompt], data: DataConfig) -> list[str]:
     graded = [
         prompt
         for prompt in prompts
-        if rm_type_of(prompt, data) != DataConfig.rm_type or "source_dataset" in prompt.metadata
+        if rm_type_in(prompt.metadata, data) != DataConfig.rm_type or "source_dataset" in prompt.metadata
     ]
     if not graded:
         return []

@@ -1,8 +1,7 @@
 """Credit assignment: everything between scored responses and training sequences; one idea per file."""
 
 from megatron_ibpo.credit.assign import Credit, assign_credit
-from megatron_ibpo.credit.compared_parts import ThinkingMarks, part_in_prompt
-from megatron_ibpo.credit.estimators import ComparedSamples, Estimator
+from megatron_ibpo.credit.estimators import ComparedSamples
 from megatron_ibpo.credit.group_filters import (
     AfterCredit,
     GroupFilter,
@@ -21,32 +20,25 @@ from megatron_ibpo.credit.operator import (
     Operator,
     Vocabulary,
 )
+from megatron_ibpo.credit.pairing import ThinkingMarks, part_in_prompt
 from megatron_ibpo.credit.registries import (
-    ESTIMATORS,
-    OPERATORS,
     REGISTRIES,
-    TOKEN_CREDITS,
     Method,
     check_credit,
     credit_of,
     find_estimator,
     find_method,
     find_operator,
-    find_token_credit,
 )
-from megatron_ibpo.credit.token_credit import TokenCredit, TokenFactors
+from megatron_ibpo.credit.token_credit import TokenFactors
 
 __all__ = [
-    "ESTIMATORS",
-    "OPERATORS",
     "REGISTRIES",
-    "TOKEN_CREDITS",
     "AfterCredit",
     "AnswerStart",
     "ComparedSamples",
     "Credit",
     "CreditContext",
-    "Estimator",
     "FollowUp",
     "GroupFilter",
     "Judgement",
@@ -54,7 +46,6 @@ __all__ = [
     "Method",
     "Operator",
     "ThinkingMarks",
-    "TokenCredit",
     "TokenFactors",
     "Vocabulary",
     "any_group",
@@ -66,7 +57,6 @@ __all__ = [
     "find_group_filter",
     "find_method",
     "find_operator",
-    "find_token_credit",
     "is_informative",
     "leaves_gradient",
     "part_in_prompt",

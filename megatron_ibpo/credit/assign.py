@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import TypeVar, cast
 
 from megatron_ibpo.basics.records import Group, TrainSequence
-from megatron_ibpo.credit.correction_advantages import correction_advantages, correction_rewards
 from megatron_ibpo.credit.estimators import (
     Advantage,
     ComparedSamples,
@@ -21,7 +20,13 @@ from megatron_ibpo.credit.explanation import GroupExplanation, Line, SampleKey
 from megatron_ibpo.credit.metrics import response_metrics, shaping_metrics
 from megatron_ibpo.credit.operator import CreditContext, Judgement, Memory, Operator, TokenWeights
 from megatron_ibpo.credit.registries import Method, find_method
-from megatron_ibpo.credit.shaping import counts, shaped_rewards, with_overlong_penalty
+from megatron_ibpo.credit.shaping import (
+    correction_advantages,
+    correction_rewards,
+    counts,
+    shaped_rewards,
+    with_overlong_penalty,
+)
 from megatron_ibpo.credit.step_explanation import StepCredit, check_words, explain_step
 from megatron_ibpo.credit.token_credit import weigh_tokens
 from megatron_ibpo.credit.train_sequences import joining_rewards, plain_prompt_sequences, train_sequences
@@ -40,7 +45,6 @@ class Credit:
     memory: Memory = field(default_factory=dict)
     """Memory for the context of the next step (`CreditContext.memory`)."""
     parts: StepCredit | None = None
-    """Inputs of the explanations."""
 
     @cached_property
     def explanations(self) -> list[GroupExplanation]:
@@ -49,16 +53,15 @@ class Credit:
 
 
 def assign_credit(groups: Sequence[Group], context: CreditContext, method: Method | None = None) -> Credit:
-    """Turn the step's scored groups, corrections attached, into weighted training sequences.
+    """Turn all of the step's scored groups, corrections attached, into weighted training sequences, and fill
+    in the operator's findings about the corrections.
 
     Every sequence weighs 1 / (P·G). P·G counts all responses of the step, including those left out.
     Corrections weigh --ibpo-correction-weight times that, so the scale of the responses' part does not depend
     on the number of corrections. Responses whose verifier failed are left out of their group and of training,
-    and counted. The result depends only on the arguments; the order of the groups affects only the order of
-    the sequences.
+    and counted. The order of the groups affects only the order of the sequences.
 
     Args:
-        groups: all groups of the step; the operator's findings about the corrections are filled in.
         method: the built method; None: built from the settings in the context.
 
     Raises:
@@ -166,8 +169,7 @@ def _corrections(
 
 
 def _split_joined(groups: Sequence[Group], values: Sequence[list[T]]) -> tuple[list[list[T]], list[list[T]]]:
-    """Split the values of every group into (those of its responses, those of the corrections that may
-    join)."""
+    """Split the values of every group into (those of its responses, of corrections that may join)."""
     sizes = [len(group.responses) for group in groups]
     pairs = list(zip(values, sizes, strict=True))
     return [of_group[:size] for of_group, size in pairs], [of_group[size:] for of_group, size in pairs]

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Literal
 
-from megatron_ibpo.basics.records import Correction, Flags, Group, SampleRequest, TokenIds
+from megatron_ibpo.basics.records import Correction, Flags, Group, SampleRequest
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import NOT_NEGATIVE, UNIT, Config, at_least, or_word, within
-from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, part_in_prompt
-from megatron_ibpo.credit.correction_advantages import degenerate_correction_groups
 from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites, note_reference_leakage
 from megatron_ibpo.credit.explanation import Line, number
 from megatron_ibpo.credit.metrics import correction_metrics
@@ -24,8 +22,14 @@ from megatron_ibpo.credit.operator import (
     require_tool,
     signed_masks,
 )
-from megatron_ibpo.credit.pairing import draw_references, is_wrong
-from megatron_ibpo.credit.shaping import correction_bonus, counts
+from megatron_ibpo.credit.pairing import (
+    ThinkingMarks,
+    compared_pairs,
+    draw_references,
+    is_wrong,
+    part_in_prompt,
+)
+from megatron_ibpo.credit.shaping import correction_bonus, counts, degenerate_correction_groups
 
 
 @dataclass(frozen=True)
@@ -85,61 +89,56 @@ class CompareAndCorrect(Operator):
         return self.ibpo_variant in ("mask", "signed-mask")
 
     def problems(self, config: Config) -> list[str]:
-        problems = [*self._bonus_problems(config), *self._plain_prompt_problems(config)]
-        if self.ibpo_mask_insertions and not self.masks_tokens:
-            problems.append(
-                "--ibpo-mask-insertions marks tokens in the mask: it needs --ibpo-variant mask or signed-mask"
-            )
-        if self.ibpo_correction_group == "pair" and self.ibpo_corrections < 2:
-            problems.append(
-                "--ibpo-correction-group pair compares the corrections of a pair: it needs "
-                "--ibpo-corrections of at least 2"
-            )
-        if self.ibpo_joint_on != "all" and not self.ibpo_joint:
-            problems.append(
-                f"--ibpo-joint-on {self.ibpo_joint_on} chooses among the corrections of the joint loss: it "
-                "needs --ibpo-joint"
-            )
-        if self.ibpo_rewrite_penalty > 0 and not self.ibpo_joint:
-            problems.append(
-                "--ibpo-rewrite-penalty acts on the rewards of corrections in the joint loss: it needs "
-                "--ibpo-joint"
-            )
-        return problems
-
-    def _bonus_problems(self, config: Config) -> list[str]:
+        largest, factor = self.ibpo_beta, f"--ibpo-beta {self.ibpo_beta}"
         if self.ibpo_variant == "ratio":
-            return super().problems(config)
-        factor = f"--ibpo-beta {self.ibpo_beta}"
-        return bonus_problems(self.ibpo_lambda, self.ibpo_beta, factor, config.data.reward_threshold)
-
-    def _plain_prompt_problems(self, config: Config) -> list[str]:
-        flag = f"--ibpo-plain-prompt {self.ibpo_plain_prompt}"
+            largest, factor = 1.0, "a share of up to 1"
+        plain_prompt = self.ibpo_plain_prompt != "none"
+        plain = f"--ibpo-plain-prompt {self.ibpo_plain_prompt}"
         rules = {
-            f"{flag}: a correction is trained on once, under its own prompt or the plain one; add "
-            "--no-ibpo-joint": self.ibpo_joint,
-            f"{flag}: the engine's log-probs of a correction are those of its own long prompt; use "
-            "--old-logprobs recompute": config.loss.old_logprobs == "engine",
+            f"{plain}: a correction is trained on once, under its own prompt or the plain one; add "
+            "--no-ibpo-joint": plain_prompt and self.ibpo_joint,
+            f"{plain}: the engine's log-probs of a correction are those of its own long prompt; use "
+            "--old-logprobs recompute": plain_prompt and config.loss.old_logprobs == "engine",
+            "--ibpo-mask-insertions marks tokens in the mask: it needs --ibpo-variant mask or signed-mask": (
+                self.ibpo_mask_insertions and not self.masks_tokens
+            ),
+            "--ibpo-correction-group pair compares the corrections of a pair: it needs --ibpo-corrections of "
+            "at least 2": self.ibpo_correction_group == "pair" and self.ibpo_corrections < 2,
+            f"--ibpo-joint-on {self.ibpo_joint_on} chooses among the corrections of the joint loss: it needs "
+            "--ibpo-joint": self.ibpo_joint_on != "all" and not self.ibpo_joint,
+            "--ibpo-rewrite-penalty acts on the rewards of corrections in the joint loss: it needs "
+            "--ibpo-joint": self.ibpo_rewrite_penalty > 0 and not self.ibpo_joint,
         }
-        return [problem for problem, broken in rules.items() if broken and self.ibpo_plain_prompt != "none"]
+        problems = bonus_problems(self.ibpo_lambda, largest, factor, config.data.reward_threshold)
+        return [*problems, *(problem for problem, broken in rules.items() if broken)]
 
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
         """Return --ibpo-corrections requests for every wrong response whose x̃ leaves room for a correction;
         the others are counted in `group.skipped_pairs`."""
-        follow_ups: list[FollowUp] = []
+        follow_ups, rollout, marks = list[FollowUp](), context.rollout, self._thinking(context)
         group.skipped_pairs = 0
         for target, response in enumerate(group.responses):
             if not is_wrong(response):
                 continue
-            references = self._references(group, target, context)
-            prompt_ids = self._correction_prompt(group, (target, *references), context)
-            if len(prompt_ids) + context.rollout.rollout_max_response_len > context.max_context:
+            # one generator per draw, so that a draw does not depend on earlier ones
+            rng = random.Random(derive_seed("pair", context.seed, context.step, group.prompt.index, target))
+            references = draw_references(target, group.responses, self.ibpo_k - 1, rng)
+            parts = [part_in_prompt(group.responses[i], marks).ids for i in (target, *references)]
+            prompt_ids = context.vocabulary.correction_prompt(group.prompt, parts[0], parts[1:])
+            if len(prompt_ids) + rollout.rollout_max_response_len > context.max_context:
                 group.skipped_pairs += 1
                 continue
-            follow_ups += [
-                FollowUp(target, references, _request(group, target, number, prompt_ids, context))
-                for number in range(self.ibpo_corrections)
-            ]
+            for index in range(self.ibpo_corrections):
+                request = SampleRequest(
+                    prompt_ids,
+                    derive_seed("correction", context.seed, context.step, group.prompt.index, target, index),
+                    rollout.rollout_max_response_len,
+                    rollout.rollout_temperature,
+                    rollout.rollout_top_p,
+                    rollout.rollout_top_k,
+                    repeats_prompt=True,
+                )
+                follow_ups.append(FollowUp(target, references, request))
         return follow_ups
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
@@ -176,33 +175,20 @@ class CompareAndCorrect(Operator):
         return Judgement(phi, masks, metrics, raised, explanations=explanations)
 
     def _explained(self, group: Group, phi: Sequence[float], threshold: float | None) -> list[list[Line]]:
-        """Return how Δ of every wrong response came about: the rewrite test and the worth of its
-        corrections."""
-        corrections: list[list[tuple[int, Correction]]] = [[] for _ in group.responses]
+        """Return how Δ of every wrong response came about: rewrite tests and the worth of corrections."""
+        lines: list[list[Line]] = [[] for _ in group.responses]
         for number_of, correction in enumerate(group.corrections, start=1):
-            corrections[correction.target].append((number_of, correction))
-        return [
-            [
-                *(_rewrite_line(*numbered, threshold) for numbered in pairs),
-                self._bonus_line([correction for _, correction in pairs], delta),
-                *self._mask_lines([correction for _, correction in pairs]),
-            ]
-            if is_wrong(response)
-            else []
-            for response, pairs, delta in zip(group.responses, corrections, phi, strict=True)
-        ]
-
-    def _mask_lines(self, corrections: Sequence[Correction]) -> list[Line]:
-        if not self.masks_tokens or not any(map(counts, corrections)):
-            return []
-        signed = "; where the advantage is above 0, on those that it keeps"
-        return [
-            Line(
-                "token mask",
-                "1 on the tokens that its correction changes",
-                note=f"0 elsewhere{signed if self.ibpo_variant == 'signed-mask' else ''}",
-            )
-        ]
+            lines[correction.target].append(_rewrite_line(number_of, correction, threshold))
+        for target, response in enumerate(group.responses):
+            if is_wrong(response):
+                corrections = [c for c in group.corrections if c.target == target]
+                lines[target].append(self._bonus_line(corrections, phi[target]))
+                if self.masks_tokens and any(map(counts, corrections)):
+                    signed = "; where the advantage is above 0, on those that it keeps"
+                    note = f"0 elsewhere{signed if self.ibpo_variant == 'signed-mask' else ''}"
+                    changed = "1 on the tokens that its correction changes"
+                    lines[target].append(Line("token mask", changed, note=note))
+        return lines
 
     def _bonus_line(self, corrections: Sequence[Correction], delta: float) -> Line:
         scored = [c for c in corrections if c.response.reward is not None]
@@ -220,35 +206,10 @@ class CompareAndCorrect(Operator):
         mean = f"({' + '.join(worths)}) / {len(worths)}" if len(worths) > 1 else ""
         return Line("φ = Δ", delta, mean, note)
 
-    def _references(self, group: Group, target: int, context: CreditContext) -> tuple[int, ...]:
-        # one generator per draw, so that a draw does not depend on earlier ones
-        rng = random.Random(derive_seed("pair", context.seed, context.step, group.prompt.index, target))
-        return draw_references(target, group.responses, self.ibpo_k - 1, rng)
-
-    def _correction_prompt(self, group: Group, candidates: Sequence[int], context: CreditContext) -> TokenIds:
-        marks = self._thinking(context)
-        target, *references = [part_in_prompt(group.responses[i], marks).ids for i in candidates]
-        return context.vocabulary.correction_prompt(group.prompt, target, references)
-
     def _thinking(self, context: CreditContext) -> ThinkingMarks | None:
         if not self.ibpo_strip_thinking:
             return None
         return require_tool(context.vocabulary.thinking, "the marks of thinking")
-
-
-def _request(
-    group: Group, target: int, number: int, prompt_ids: TokenIds, context: CreditContext
-) -> SampleRequest:
-    rollout = context.rollout
-    return SampleRequest(
-        prompt_ids,
-        derive_seed("correction", context.seed, context.step, group.prompt.index, target, number),
-        rollout.rollout_max_response_len,
-        rollout.rollout_temperature,
-        rollout.rollout_top_p,
-        rollout.rollout_top_k,
-        repeats_prompt=True,
-    )
 
 
 def _rewrite_line(number_of: int, correction: Correction, threshold: float | None) -> Line:
@@ -265,8 +226,7 @@ def _rewrite_line(number_of: int, correction: Correction, threshold: float | Non
 
 
 def _masks(group: Group, edits: Sequence[Flags]) -> list[TokenWeights]:
-    """Return the mask of every response: the union of the tokens that its counting corrections change; None
-    without any."""
+    """Return every response's mask: the union of what its counting corrections change; None without any."""
     of_target: list[list[Flags]] = [[] for _ in group.responses]
     for correction, changed in zip(group.corrections, edits, strict=True):
         if counts(correction):

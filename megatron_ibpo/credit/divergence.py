@@ -1,10 +1,6 @@
 """Credit by divergence: a wrong response learns at the place where it leaves the prefix shared with a right
-one.
-
-Samples of one prompt form a tree. Where a wrong response parts from a right one of its group, something was
-decided; what the two share cannot tell right from wrong. Our own method, with credit by common prefixes as in
-SPO (arXiv 2505.23564) and OAR (arXiv 2601.07408), but without their extra samples and passes: it costs 1.00
-times the tokens of GSPO.
+one of its group, since what the two share cannot tell right from wrong. Our own method, with credit by common
+prefixes as in SPO (arXiv 2505.23564) and OAR (arXiv 2601.07408), but without their extra samples and passes.
 """
 
 import re
@@ -18,7 +14,7 @@ import numpy as np
 from megatron_ibpo.basics.records import Group, Sample, shared_length
 from megatron_ibpo.config import COUNT
 from megatron_ibpo.credit.operator import CreditContext, TokenTexts, TokenWeights, require_tool
-from megatron_ibpo.credit.spans import split_spans
+from megatron_ibpo.credit.pairing import split_spans
 from megatron_ibpo.credit.token_credit import Advantages, TokenFactors, on_wrong_responses
 
 Unit = Literal["token", "step"]
@@ -43,42 +39,46 @@ class DivergenceCut:
     token_credit_unit: Unit = "token"
     """Unit in which responses are compared. "token": the first token that differs. "step": the first step (a
     line, a sentence, a calculation) that differs in more than white space and the spelling of numbers, for
-    prose."""
+    prose; the window of divergence-window is then that step."""
 
     chooses_tokens: ClassVar[bool] = True
 
     def __call__(
         self, groups: Sequence[Group], advantages: Advantages, context: CreditContext
     ) -> TokenFactors:
-        place = _place(self.token_credit_unit, context)
-        return _between(
-            groups, advantages, place, lambda response, first, _: (first, len(response.token_ids))
+        place = _step_place(context) if self.token_credit_unit == "step" else _token_place
+
+        def weigh(group: Group, index: int, advantage: float) -> TokenWeights:
+            if advantage >= 0:
+                return None
+            response = group.responses[index]
+            correct = [sibling for sibling in group.responses if sibling.correct]
+            first, last = self._learned(response, *place(response, correct))
+            weights = np.zeros(len(response.token_ids))
+            weights[first:last] = 1.0
+            return weights
+
+        return TokenFactors(
+            on_wrong_responses(groups, advantages, weigh),
+            note="from the place where it leaves the longest prefix shared with a right response",
         )
+
+    def _learned(self, response: Sample, first: int, last: int) -> tuple[int, int]:
+        """Return the tokens [first, last) that learn in a response that diverges in these."""
+        return first, len(response.token_ids)
 
 
 @dataclass(frozen=True)
-class DivergenceWindow:
+class DivergenceWindow(DivergenceCut):
     """`DivergenceCut` with m_t = 1 only at the first --token-credit-tokens tokens that the policy wrote from
     that place on. By steps, only at the step that begins there."""
 
     token_credit_tokens: Annotated[int, COUNT] = 2
     """w, the width of the window. 2 was the best of those tried on the tiny tasks."""
-    token_credit_unit: Unit = "token"
-    """Unit in which responses are compared. "token": the first token that differs. "step": the first step (a
-    line, a sentence, a calculation) that differs in more than white space and the spelling of numbers, for
-    prose; the window is then that step."""
 
-    chooses_tokens: ClassVar[bool] = True
-
-    def __call__(
-        self, groups: Sequence[Group], advantages: Advantages, context: CreditContext
-    ) -> TokenFactors:
-        place = _place(self.token_credit_unit, context)
+    def _learned(self, response: Sample, first: int, last: int) -> tuple[int, int]:
         if self.token_credit_unit == "step":
-            return _between(groups, advantages, place, lambda _, first, last: (first, last))
-        return _between(groups, advantages, place, self._window)
-
-    def _window(self, response: Sample, first: int, _: int) -> tuple[int, int]:
+            return first, last
         written = np.flatnonzero(response.loss_mask[first:])[: self.token_credit_tokens]
         return first, first + (int(written[-1]) + 1 if len(written) else 0)
 
@@ -94,39 +94,6 @@ def normalised(text: str) -> str:
     return " ".join(_AROUND_SIGNS.sub(r"\1", _NUMBER.sub(_plain_number, text)).split())
 
 
-def _between(
-    groups: Sequence[Group],
-    advantages: Advantages,
-    place: Callable[[Sample, Sequence[Sample]], tuple[int, int]],
-    bounds: Callable[[Sample, int, int], tuple[int, int]],
-) -> TokenFactors:
-    """Return weights of 1 within `bounds` and 0 elsewhere, for wrong responses with an advantage below 0.
-
-    Args:
-        place: (response, correct ones) → [first, last) of the step in which it diverges.
-        bounds: (response, first token of that step, token after it) → the tokens [first, last) that learn.
-    """
-
-    def weigh(group: Group, index: int, advantage: float) -> TokenWeights:
-        if advantage >= 0:
-            return None
-        response = group.responses[index]
-        correct = [sibling for sibling in group.responses if sibling.correct]
-        first, last = bounds(response, *place(response, correct))
-        weights = np.zeros(len(response.token_ids))
-        weights[first:last] = 1.0
-        return weights
-
-    return TokenFactors(
-        on_wrong_responses(groups, advantages, weigh),
-        note="from the place where it leaves the longest prefix shared with a right response",
-    )
-
-
-def _place(unit: Unit, context: CreditContext) -> Callable[[Sample, Sequence[Sample]], tuple[int, int]]:
-    return _step_place(context) if unit == "step" else _token_place
-
-
 def _token_place(response: Sample, correct: Sequence[Sample]) -> tuple[int, int]:
     """Return [first, last) of the first token that no correct response has after the same tokens."""
     shared = shared_tokens(response, correct)
@@ -134,8 +101,7 @@ def _token_place(response: Sample, correct: Sequence[Sample]) -> tuple[int, int]
 
 
 def _step_place(context: CreditContext) -> Callable[[Sample, Sequence[Sample]], tuple[int, int]]:
-    """Return a function for [first, last) of the first step that no correct response has after the same
-    steps."""
+    """Return a function for [first, last) of the first step that no correct response has after the same."""
     texts = require_tool(context.vocabulary.token_texts, "texts of tokens")
     steps = cache(lambda sample: _steps(sample, texts))
 

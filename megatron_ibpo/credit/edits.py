@@ -1,7 +1,6 @@
-"""The tokens of the wrong response that a correction changes, and U, those it keeps (ibpo step 7); and the
-rewrite test: a correction that is a new solution says nothing about the old one (ibpo step 6). A correction
-that only takes over a reference's answer, after a wrong derivation or none, says nothing about the wrong
-response either: such leakage is counted."""
+"""The tokens of the wrong response that a correction changes, and U, those it keeps (ibpo step 7). A
+correction says nothing about the wrong response if it is a new solution, which the rewrite test finds (ibpo
+step 6), or only takes over a reference's answer, a leakage that is counted."""
 
 import math
 from collections.abc import Sequence
@@ -11,26 +10,18 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.basics.records import Correction, Flags, Group, Prompt, Sample, TokenIds, Weights
-from megatron_ibpo.credit.compared_parts import ComparedPairs, Part, ThinkingMarks, compared
+from megatron_ibpo.basics.records import Correction, Flags, Group, Sample, TokenIds, Weights
 from megatron_ibpo.credit.operator import AnswerStart
+from megatron_ibpo.credit.pairing import ComparedPairs, Part, ThinkingMarks, compared
 from megatron_ibpo.edit_distance import rewrite_test, unmodified_mask
 
 
 def find_edits(pairs: ComparedPairs, *, mark_insertions: bool) -> tuple[list[Flags], npt.NDArray[np.int64]]:
-    """Return the tokens of its target that each correction changes, in order: those that their canonical
-    alignment does not keep. Fill in `unmodified_share`.
-
-    Tokens hidden from the correction prompt count as changed. The end-of-sequence id counts as kept if the
-    correction has one too.
-
-    Args:
-        mark_insertions: count the token before an insertion as changed too. Insertions before the first token
-            have no such token.
-
-    Returns:
-        (flags of each token of each target, number of edits [corrections])
-    """
+    """Return (for each correction the flags of the tokens of its target that it changes, its number of edits
+    [corrections]), and fill in `unmodified_share`. Changed are tokens that the canonical alignment of the two
+    does not keep, and those hidden from the correction prompt. The end-of-sequence id counts as kept if the
+    correction has one too. With `mark_insertions`, the token before an insertion, if there is one, counts as
+    changed too."""
     kept_flags, kept_of_corrected_flags, counts = unmodified_mask(*pairs.y, *pairs.y_hat, return_other=True)
     flags = zip(
         pairs.members,
@@ -52,8 +43,8 @@ def find_edits(pairs: ComparedPairs, *, mark_insertions: bool) -> tuple[list[Fla
 
 
 def gradient_mask(edits: Sequence[Flags]) -> Weights:
-    """Return m_t of a response from its corrections that count: 1 where any of them changes the token,
-    otherwise 0."""
+    """Return m_t of a response from its corrections that count: 1 where one changes the token, otherwise
+    0."""
     return np.logical_or.reduce(edits).astype(np.float64)
 
 
@@ -63,19 +54,16 @@ def mark_rewrites(
     threshold: float | Literal["adaptive"],
     marks: ThinkingMarks | None,
 ) -> float | None:
-    """Fill in the distances of every correction and the fields derived from them: see records.Correction.
+    """Fill in the distances of every correction and the fields derived from them (`records.Correction`), and
+    return α in force; None if it is adaptive and there are no corrections.
 
     A correction ŷ of y is a rewrite when d(y, ŷ) > α and, if it had references, d(y, ŷ) > d(ŷ, y_ref) with
     the nearest of them. d is the token edit distance between the compared parts, divided by the longer
-    length.
+    length. An adaptive α is the mean + 2 population standard deviations of d(y, ŷ) over all corrections of
+    the step.
 
     Args:
         edits: number of edits of each pair, from `find_edits`.
-        threshold: α, or "adaptive": mean + 2 population standard deviations of d(y, ŷ) over all corrections
-            of the step.
-
-    Returns:
-        α in force; None if it is adaptive and there are no corrections.
     """
     references = [
         [compared(group.responses[i], marks).ids for i in correction.references]
@@ -144,7 +132,9 @@ def _leaks(
         return False
 
     def derivation(sample: Sample) -> TokenIds | None:
-        return _derivation(group.prompt, compared(sample, marks).ids, answer_start)
+        ids = compared(sample, marks).ids
+        start = answer_start(group.prompt, ids)
+        return None if start is None else ids[:start]
 
     corrected = derivation(correction.response)
     if corrected is None:
@@ -154,11 +144,6 @@ def _leaks(
         return True
     reference_lengths = [len(ids) for reference in references if (ids := derivation(reference)) is not None]
     return bool(reference_lengths) and len(corrected) < OWN_SHARE * min(reference_lengths)
-
-
-def _derivation(prompt: Prompt, ids: TokenIds, answer_start: AnswerStart) -> TokenIds | None:
-    start = answer_start(prompt, ids)
-    return None if start is None else ids[:start]
 
 
 def _only_adds(corrected: TokenIds, wrong: TokenIds) -> bool:

@@ -1,11 +1,9 @@
 """Advantage estimators: the baseline and scale of a reward (ibpo step 9).
 
-An estimator turns the rewards that are compared with each other, those of one prompt's responses or of its
-corrections, into advantages. Most are plain functions of these rewards, so that a new one takes a few lines.
-One that needs the whole batch or the samples, such as their lengths, is an object with a method `of_batch`.
-It may give the tokens of a sample different advantages, which it declares by `gives_token_advantages = True`.
-One that reads a critic's values declares `needs_critic = True` and has a method `of_values` instead.
-A method `explain` writes an advantage as a sum for readers (`advantage_sum`).
+An estimator is a function of rewards that are compared with each other. One that needs the whole batch or the
+samples is an object with a method `of_batch`; it may give tokens advantages of their own
+(`gives_token_advantages = True`). One that reads a critic's values (`needs_critic = True`) has a method
+`of_values` instead. A method `explain` writes an advantage as a sum for readers (`advantage_sum`).
 """
 
 import math
@@ -52,13 +50,9 @@ class ValueEstimator(Protocol):
     def of_values(
         self, sequences: Sequence[TrainSequence], values: Sequence[Weights]
     ) -> tuple[Sequence[Weights], Sequence[Weights]]:
-        """Return (advantages, the critic's targets): of each sequence, one number for each token that the
-        policy wrote.
-
-        Args:
-            sequences: all sequences of the step, each with its shaped reward and the index of its group.
-            values: the critic's value before each of these tokens, in float64.
-        """
+        """Return (advantages, the critic's targets): of each sequence of the step, which has its shaped
+        reward and the index of its group, one number for each token that the policy wrote. `values` are the
+        critic's before each of these tokens, in float64."""
         ...
 
 
@@ -93,12 +87,9 @@ def is_degenerate(rewards: Sequence[float | None]) -> bool:
 
 
 def group_mean(rewards: Sequence[float]) -> list[float]:
-    """Return A_i = r_i - mean, in float64: the advantage of Dr. GRPO (arXiv 2503.20783). It has no std
-    because dividing by it gives more weight to questions that are nearly always or nearly never answered.
-
-    Equal rewards have advantages of exactly 0: their rounding error would otherwise be a gradient. Sums are
-    exact, so that the order of the group does not matter.
-    """
+    """Return A_i = r_i - mean, in float64: the advantage of Dr. GRPO (arXiv 2503.20783), since a std gives
+    more weight to questions that are nearly always or nearly never answered. Equal rewards have advantages of
+    exactly 0, and sums are exact, so that the order of the group does not matter."""
     if is_degenerate(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
@@ -106,10 +97,8 @@ def group_mean(rewards: Sequence[float]) -> list[float]:
 
 
 def group_z_score(rewards: Sequence[float]) -> list[float]:
-    """Return A_i = (r_i - mean) / (std + 1e-8) with the population std of the group (GRPO, arXiv 2402.03300).
-
-    The std is the population's, not Bessel's, since the group is the whole population; IBPO uses the same.
-    """
+    """Return A_i = (r_i - mean) / (std + 1e-8) (GRPO, arXiv 2402.03300) with the population's std, since the
+    group is the whole population; IBPO uses the same."""
     return _z_score(rewards, len(rewards))
 
 
@@ -126,14 +115,9 @@ def _z_score(rewards: Sequence[float], divisor: int) -> list[float]:
 
 
 def maxrl(rewards: Sequence[float]) -> list[float]:
-    """Return A_i = (r_i - mean) / mean. The mean replaces the std, so that rare successes count more. The
-    gradient is that of the log of the mean success, to the order of the group (MaxRL, arXiv 2602.02710).
-
-    A group without a success has advantages of 0.
-
-    Raises:
-        ValueError: a reward below 0, which has no logarithm.
-    """
+    """Return A_i = (r_i - mean) / mean, or 0 in a group without a success. The mean replaces the std, so that
+    rare successes count more. The gradient is that of the log of the mean success, to the order of the group
+    (MaxRL, arXiv 2602.02710). Raises ValueError for a reward below 0, which has no logarithm."""
     if rewards and min(rewards) < 0:
         raise ValueError(
             f"--advantages maxrl takes the log of a mean reward, and a reward is {min(rewards):g}: it needs "
@@ -162,12 +146,9 @@ _SUMS: tuple[tuple[Estimator, str], ...] = (
 
 
 def advantage_sum(estimator: Estimator, symbol: str, reward: float, rewards: ComparedRewards) -> str:
-    """Return the advantage of a reward among the compared ones as a sum for readers. It is empty if the
-    rewards are equal, or if the estimator is a user's without a method `explain(reward, rewards)`.
-
-    Args:
-        symbol: the reward's symbol.
-    """
+    """Return the advantage of a reward, of this symbol, among the compared ones as a sum for readers. It is
+    empty if the rewards are equal, or if the estimator is a user's without a method
+    `explain(reward, rewards)`."""
     if explain := getattr(estimator, "explain", None):
         return str(explain(reward, rewards.values))
     written = next((text for summed, text in _SUMS if summed is estimator), None)
@@ -182,12 +163,8 @@ def advantage_sum(estimator: Estimator, symbol: str, reward: float, rewards: Com
 
 def advantages(batch: Sequence[ComparedSamples], estimator: Estimator) -> list[list[Advantage | None]]:
     """Return the advantage of every sample of every comparison; None where its reward is None. With a critic
-    all are 0 until the sequences are complete (`value_credit`).
-
-    Raises:
-        ValueError: the estimator does not give exactly one finite number per reward, or per token where it
-            declares that.
-    """
+    all are 0 until the sequences are complete (`value_credit`). Raises ValueError if the estimator does not
+    give exactly one finite number per reward, or per token where it declares that."""
     if needs_critic(estimator):
         return [[None if reward is None else 0.0 for reward in compared.rewards] for compared in batch]
     all_scored = [_without_failures(compared) for compared in batch]

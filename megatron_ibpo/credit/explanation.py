@@ -27,7 +27,6 @@ class Line:
     sum: str = ""
     """The value as a sum: symbols, "=", and the numbers in their place."""
     note: str = ""
-    """Remark for the reader, in words."""
 
     def __str__(self) -> str:
         value = number(self.value) if isinstance(self.value, int | float) else self.value or "none"

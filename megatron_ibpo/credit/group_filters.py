@@ -28,12 +28,9 @@ def is_informative(group: Group) -> bool:
 
 
 def leaves_gradient(group: Group, context: CreditContext, operator: Operator) -> bool:
-    """Return whether some response or correction has an advantage other than 0. For example, a group without
-    a correct response does if some of its corrections succeed and others do not.
-
-    Judged by the group alone, so an adaptive rewrite threshold is that of its own corrections. With a critic,
-    rewards decide instead of advantages.
-    """
+    """Return whether some response or correction has an advantage other than 0, as in a group without a
+    correct response of which some corrections succeed and others do not. Judged by the group alone, so an
+    adaptive rewrite threshold is that of its own corrections. With a critic, rewards decide."""
     estimator = find_estimator(context.algorithm)
     judge = group_mean if needs_critic(estimator) else estimator
     credit = assign_credit([group], context, Method(operator, judge, uniform))
@@ -41,11 +38,8 @@ def leaves_gradient(group: Group, context: CreditContext, operator: Operator) ->
 
 
 def find_group_filter(algorithm: AlgorithmConfig) -> GroupFilter:
-    """Return the function of --group-filter; by default one that accepts every group.
-
-    Raises:
-        ValueError: it cannot be loaded, or is not callable.
-    """
+    """Return the function of --group-filter; by default one that accepts every group. Raises ConfigError if
+    it cannot be loaded, or is not callable."""
     if algorithm.group_filter is None:
         return any_group
     return load_hook("--group-filter", algorithm.group_filter, called_with="a group")
@@ -59,18 +53,15 @@ def fill_batch(
     usable: GroupFilter = any_group,
     preferred: GroupFilter = is_informative,
 ) -> tuple[list[Group], dict[str, float]]:
-    """Return (`num_groups` groups, preferred ones as far as available, metrics).
+    """Return (`num_groups` groups, preferred ones as far as available, metrics). Raises ValueError if no
+    group is usable.
 
     Args:
         draw: returns scored groups of round 0, 1, …; each round has other prompts.
         max_rounds: after these the batch is filled up with the first groups that are usable but not
-            preferred, and they are counted. If there are not enough, the batch is smaller, which is
-            counted too.
+            preferred. Those are counted, and groups that are still missing too.
         usable: groups that it refuses are never in the batch (--group-filter).
         preferred: groups that it refuses are replaced while there are rounds left (dynamic sampling).
-
-    Raises:
-        ValueError: no group is usable.
     """
     chosen: list[Group] = []
     fillers: list[Group] = []

@@ -1,10 +1,7 @@
-"""Counterfactual importance weighting (CIW, arXiv 2602.09331): the steps on which a response's answer
-depends.
-
-One step at a time is replaced by placeholders; its importance is the drop in the policy's probability of the
-answer. Tokens are weighted by the importance of their step, relative to the mean. Without a floor, rounding
-errors would therefore become weights of any size where no step matters.
-"""
+"""Counterfactual importance weighting (CIW, arXiv 2602.09331) of the steps on which a response's answer
+depends. One step at a time is replaced by placeholders; its importance is the drop in the policy's
+probability of the answer. Tokens are weighted by the importance of their step, relative to the mean, so
+without a floor rounding errors would become weights of any size where no step matters."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +25,7 @@ from megatron_ibpo.credit.operator import (
     no_phi,
     require_tool,
 )
-from megatron_ibpo.credit.spans import written_spans
+from megatron_ibpo.credit.pairing import written_spans
 
 FLOOR = 0.01
 """Smallest drop that counts, in nats: the log-prob of the same answer differs by this much between two
@@ -80,11 +77,8 @@ class SpanMasking(Operator):
         ]
 
     def judge(self, groups: Sequence[Group], context: CreditContext) -> Judgement:
-        """Judge the groups by the probability of each answer with one step masked at a time.
-
-        Raises:
-            ValueError: the context has no log-probs, texts of tokens or placeholder.
-        """
+        """Judge the groups by the probability of each answer with one step masked at a time. Raises
+        ValueError if the context has no log-probs, texts of tokens or placeholder."""
         ask = require_tool(context.logprobs, "the policy's log-probs")
         probes = [
             probe
@@ -138,7 +132,7 @@ def importance_weights(
     without the step).
 
     Args:
-        whole: log-prob of the answer.
+        unmasked: log-prob of the answer.
         masked: log-prob of the answer without each step.
         inverted: as a control, count each step by its distance from the most important one; that step, and
             any within FLOOR of it, count as 0.

@@ -1,17 +1,19 @@
-"""Metrics of credit, measured at every step (ibpo, "What to measure every step").
-
-A rate without a denominator is left out of the result; counts are always present.
-"""
+"""Metrics of credit, measured at every step (ibpo, "What to measure every step"), and the law for when
+correcting a wrong response pays. A rate without a denominator is left out of the result; counts are always
+present."""
 
 import math
 from collections.abc import Iterable, Sequence
 
 from megatron_ibpo.basics.records import Group, Sample
 from megatron_ibpo.credit.estimators import is_degenerate
+from megatron_ibpo.credit.operator import Operator
 from megatron_ibpo.credit.pairing import is_wrong
 
 _COUNTED = "response_error"
 """A reward detail that is a count of responses (`megatron_ibpo.rewards.ResponseError`), not a measurement."""
+ALONE, ACCOMPANIED = "alone", "accompanied"
+"""Compositions of a group: no correct response among the others, or some."""
 
 
 def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -27,7 +29,7 @@ def response_metrics(groups: Sequence[Group]) -> dict[str, float]:
         response_length=_mean(lengths),
         tokens_responses=sum(lengths),
         truncated_responses=sum(response.finish_reason == "length" for response in responses),
-        reward_errors=_errors(responses),
+        reward_errors=len(responses) - len(scored),
         groups_all_correct=sum(all(r.correct for r in group.responses) for group in groups),
         groups_none_correct=sum(not any(r.correct for r in group.responses) for group in groups),
         response_errors=sum(_COUNTED in response.reward_details for response in responses),
@@ -49,10 +51,7 @@ def correction_metrics(groups: Sequence[Group], *, knows_answers: bool) -> dict[
     correction_success: share of scored corrections that are correct. rewrite_rate, noop_rate (ŷ = y),
     reference_copy_rate (ŷ = a reference), reference_leakage_rate (`note_reference_leakage`) and
     beyond_threshold_rate (d(y, ŷ) > α): shares of all corrections. correction_steps_per_token: steps of the
-    engine per token, where it drafted any.
-
-    Args:
-        knows_answers: if False, leakage is unknown and left out.
+    engine per token, where it drafted any. Leakage is left out unless the verifier knows answers.
     """
     corrections = [correction for group in groups for correction in group.corrections]
     responses = [correction.response for correction in corrections]
@@ -72,7 +71,7 @@ def correction_metrics(groups: Sequence[Group], *, knows_answers: bool) -> dict[
         correction_length=_mean(lengths),
         tokens_corrections=sum(lengths),
         truncated_corrections=sum(response.finish_reason == "length" for response in responses),
-        correction_reward_errors=_errors(responses),
+        correction_reward_errors=sum(response.reward is None for response in responses),
         skipped_pairs=sum(group.skipped_pairs for group in groups),
     )
 
@@ -117,6 +116,61 @@ def shaping_metrics(
     )
 
 
+def learns_from_corrections(operator: Operator) -> bool:
+    """Return whether the texts of corrections are trained on; the law says nothing of those that only earn a
+    bonus."""
+    return operator.ibpo_joint or operator.ibpo_plain_prompt != "none"
+
+
+def skill_needed(resample: float, price: float, *, first: bool) -> float:
+    """Return q, the success rate of corrections above which they pay; above 1: they never do.
+
+    A budget of B responses buys p·B correct responses or q·B/κ correct corrections. For a `first` correct
+    text, in a group that has none and therefore no gradient, only the first success counts: with tries that
+    are independent given the prompt, its probability is 1 - (1 - p)^B or 1 - (1 - q)^(B/κ).
+
+    The law is too kind to corrections: it takes a correct one to be worth as much to training as a correct
+    response, and knows of nothing better to buy, such as groups of other prompts. It is a little too strict
+    for a first text where the p of prompts differ, since (1 - p)^κ is convex for κ ≥ 1.
+
+    Args:
+        resample: p, success rate of one more response to prompts whose group is composed like this one, since
+            a group without a correct response is most often of a hard prompt.
+        price: κ, price of a correction in responses.
+    """
+    return 1 - (1 - resample) ** price if first else price * resample
+
+
+def composition_counts(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the counts that give p and q (`skill_needed`) of both compositions, over any number of steps;
+    unscored samples are left out.
+
+    p: each response of a group is one more try at a prompt that G - 1 others answered. So among the responses
+    whose siblings are all wrong, the share of correct ones is p for groups without a correct response (to be
+    exact, for groups of G - 1), and likewise for those with a correct sibling.
+    q: corrections by whether their group has a correct response.
+    """
+    counts = {
+        f"{kind}_{composition}{correct}": 0.0
+        for composition in (ALONE, ACCOMPANIED)
+        for kind in ("responses", "corrections")
+        for correct in ("", "_correct")
+    }
+    for group in groups:
+        responses = [response for response in group.responses if response.reward is not None]
+        successes = sum(response.correct for response in responses)
+        for response in responses if len(responses) > 1 else ():
+            siblings = ACCOMPANIED if successes - response.correct else ALONE
+            counts[f"responses_{siblings}"] += 1
+            counts[f"responses_{siblings}_correct"] += response.correct
+        composition = ACCOMPANIED if successes else ALONE
+        for correction in group.corrections:
+            if correction.response.reward is not None:
+                counts[f"corrections_{composition}"] += 1
+                counts[f"corrections_{composition}_correct"] += correction.response.correct
+    return counts
+
+
 def _mean_details(responses: Sequence[Sample]) -> dict[str, float | None]:
     names = dict.fromkeys(name for response in responses for name in response.reward_details)
     return {
@@ -134,10 +188,6 @@ def _covariance(x: Sequence[float], y: Sequence[float]) -> float:
 def _mean(values: Iterable[float]) -> float | None:
     numbers = list(values)
     return math.fsum(numbers) / len(numbers) if numbers else None
-
-
-def _errors(responses: Iterable[Sample]) -> int:
-    return sum(response.reward is None for response in responses)
 
 
 def _without_none(**metrics: float | None) -> dict[str, float]:

@@ -1,17 +1,15 @@
 """The interface between credit and a comparison operator.
 
 An operator sees the scored groups of a step and rates, for every response, how near it was to being right: φ
-in [0, 1], 0 for correct ones. It may also choose the tokens to learn from. It works in two stages, so that
-sampling need not wait for the whole step: further samples for a group are requested as soon as that group is
-scored, and the step is judged when all its groups are there. Compare-and-correct (`corrections.py`) is one
-operator, those of `examples/credit/` are others; anything that is sensitive to counterfactual differences can
-be one.
+in [0, 1], 0 for correct ones. It may also choose the tokens to learn from. It requests further samples for a
+group as soon as that group is scored, and judges the step when all its groups are there. Compare-and-correct
+(`corrections.py`) is one operator, those of `examples/credit/` are others.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megatron_ibpo.basics.records import (
     Correction,
@@ -25,9 +23,9 @@ from megatron_ibpo.basics.records import (
     Weights,
 )
 from megatron_ibpo.config import AlgorithmConfig, Config, RolloutConfig
-from megatron_ibpo.credit.compared_parts import ThinkingMarks
 from megatron_ibpo.credit.estimators import Estimator
 from megatron_ibpo.credit.explanation import Line
+from megatron_ibpo.credit.pairing import ThinkingMarks
 
 CorrectionPrompt = Callable[[Prompt, TokenIds, Sequence[TokenIds]], TokenIds]
 """(prompt, wrong response, references) → token ids of x̃, all without end-of-sequence ids."""
@@ -57,21 +55,12 @@ of tokens that are not trained on (`Sample.loss_mask`) have no effect."""
 Memory = Mapping[str, Any]
 """State that an operator carries to the next step, as JSON."""
 
+SamplePrice = Callable[..., float]
+"""(tokens of the prompt, of the response, sharing=…, trained=…) → cost of a sample in operations, as the
+run's meter counts them. `sharing` samples share one reading of the prompt; an update on the sample takes
+`trained` tokens, 0 without one."""
+
 T = TypeVar("T")
-
-
-class SamplePrice(Protocol):
-    """Cost of a sample in operations, as the run's meter counts them."""
-
-    def __call__(self, prompt: int, response: int, *, sharing: int, trained: int) -> float:
-        """Return the cost of one sample.
-
-        Args:
-            prompt, response: tokens read and written.
-            sharing: number of samples that share one reading of the prompt.
-            trained: tokens of an update on the sample; 0 without one.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -194,11 +183,8 @@ class Operator(ABC):
         return bonus_problems(self.ibpo_lambda, 1.0, "a share of up to 1", config.data.reward_threshold)
 
     def follow_ups(self, group: Group, context: CreditContext) -> list[FollowUp]:
-        """Return the samples to request for a group whose responses are all scored.
-
-        Depends only on the group and the context, never on other groups. Sets `group.skipped_pairs` if
-        something could not be requested.
-        """
+        """Return the samples to request for a group whose responses are all scored, by the group and the
+        context alone. Sets `group.skipped_pairs` if something could not be requested."""
         return []
 
     def attach(self, group: Group, follow_ups: Sequence[FollowUp], samples: Sequence[Sample]) -> None:
@@ -228,25 +214,15 @@ class NoOperator(Operator):
 
 
 def bonus_problems(weight: float, largest_phi: float, factor: str, reward_threshold: float) -> list[str]:
-    """Return an error if a wrong response, with reward 0 and the whole bonus, is worth as much as the
-    smallest correct reward (ibpo steps 2 and 8).
-
-    Args:
-        weight: λ.
-        most: the largest φ.
-        factor: name of the largest φ, for messages.
-    """
+    """Return an error if a wrong response, with reward 0 and the whole bonus of λ times the largest φ, which
+    messages call `factor`, is worth as much as the smallest correct reward (ibpo steps 2 and 8)."""
     bonus = weight * largest_phi
     product = f"--ibpo-lambda {weight} times {factor} is {bonus:g}"
-    if bonus >= 1:
+    if bonus >= min(1.0, reward_threshold):
         return [
-            f"{product}: λΔ must stay below 1, or a corrected wrong response is worth as much as a "
-            "correct one"
-        ]
-    if bonus >= reward_threshold:
-        return [
-            f"{product}: a wrong response with that bonus reaches the smallest correct reward, "
-            f"--reward-threshold {reward_threshold:g}; lower λ or β"
+            f"{product}: λΔ must stay below 1, and below the smallest correct reward, --reward-threshold "
+            f"{reward_threshold:g}, or a corrected wrong response is worth as much as a correct one; lower λ "
+            "or β"
         ]
     return []
 
@@ -262,11 +238,7 @@ def signed_masks(masks: list[list[TokenWeights]]) -> list[list[TokenWeights]]:
 
 
 def require_tool(tool: T | None, name: str) -> T:
-    """Return the tool, which this algorithm needs.
-
-    Raises:
-        ValueError: the loop did not provide it.
-    """
+    """Return the tool, which this algorithm needs. Raises ValueError if the loop did not provide it."""
     if tool is None:
         raise ValueError(f"this algorithm needs {name}, which this run does not lend to credit")
     return tool

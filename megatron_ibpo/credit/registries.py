@@ -59,11 +59,8 @@ ESTIMATORS: dict[str, Any] = {
 
 
 def find_operator(algorithm: AlgorithmConfig) -> Operator:
-    """Return the method of --ibpo-operator with its parameters.
-
-    Raises:
-        ValueError: no such method, it lacks `judge`, or a parameter is out of range.
-    """
+    """Return the method of --ibpo-operator with its parameters. Raises ConfigError if there is no such
+    method, it lacks `judge`, or a parameter is out of range."""
     return built(_operator(algorithm.ibpo_operator), algorithm.parameters)
 
 
@@ -77,51 +74,30 @@ class Method:
 
 
 def find_method(algorithm: AlgorithmConfig, operator: Operator | None = None) -> Method:
-    """Return the method of --ibpo-operator, --advantages and --token-credit.
-
-    Args:
-        operator: in place of that of --ibpo-operator.
-
-    Raises:
-        ValueError: one of them does not exist, or a parameter is out of range.
-    """
+    """Return the method of --ibpo-operator, unless an operator is given, --advantages and --token-credit.
+    Raises as `find_operator`."""
     operator = operator or find_operator(algorithm)
     return Method(operator, find_estimator(algorithm), find_token_credit(algorithm))
 
 
 def find_token_credit(algorithm: AlgorithmConfig) -> TokenCredit:
-    """Return the token credit of --token-credit with its parameters.
-
-    Raises:
-        ValueError: no such token credit, or a parameter is out of range.
-    """
+    """Return the token credit of --token-credit with its parameters. Raises as `find_operator`."""
     return built(_token_credit(algorithm.token_credit), algorithm.parameters)
 
 
 def find_estimator(algorithm: AlgorithmConfig) -> Estimator:
-    """Return the estimator of --advantages with its parameters.
-
-    Raises:
-        ValueError: no such estimator, or a parameter is out of range.
-    """
+    """Return the estimator of --advantages with its parameters. Raises as `find_operator`."""
     return built(_estimator(algorithm.advantages), algorithm.parameters)
 
 
 def credit_of(preset: str, **settings: Any) -> AlgorithmConfig:
-    """Return the algorithm settings of a preset, with other settings and parameters on top.
-
-    Raises:
-        ValueError: an unknown name, or a parameter that the choice does not have.
-    """
+    """Return the algorithm settings of a preset, with other settings and parameters on top. Raises
+    ConfigError for an unknown name, or a parameter that the choice does not have."""
     return algorithm_of(preset, REGISTRIES, **settings)
 
 
 def check_credit(config: Config) -> None:
-    """Refuse credit that cannot work.
-
-    Raises:
-        ValueError: with one line per problem.
-    """
+    """Refuse credit that cannot work: raise ValueError with one line per problem."""
     problems: list[str] = []
     parts: list[Any] = []
     for find in (find_operator, find_estimator, find_token_credit):

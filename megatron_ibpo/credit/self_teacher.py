@@ -8,21 +8,12 @@ from typing import Annotated
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Floats, Group, Sample, Weights
+from megatron_ibpo.basics.records import Group
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import UNIT, Config
 from megatron_ibpo.credit.operator import CreditContext, LogProbQuery, TokenWeights, require_tool
 from megatron_ibpo.credit.pairing import draw_references, is_wrong
 from megatron_ibpo.credit.token_credit import Advantages, TokenFactors
-
-
-@dataclass(frozen=True, eq=False)
-class _Question:
-    """The teacher's query for one response."""
-
-    group: int
-    index: int
-    query: LogProbQuery
 
 
 @dataclass(frozen=True)
@@ -65,19 +56,20 @@ class SelfTeacher:
             for index, response in enumerate(group.responses)
             if of_group[index] and is_wrong(response)
         ]
-        questions = [_Question(number, i, _query(groups[number], i, context)) for number, i in places]
-        fitting = [q for q in questions if _tokens(q.query) <= context.max_context]
-        queries = [question.query for question in fitting]
+        all_queries = {place: _query(groups[place[0]], place[1], context) for place in places}
+        fitting = {place: q for place, q in all_queries.items() if _tokens(q) <= context.max_context}
+        queries = list(fitting.values())
         logprobs = require_tool(context.logprobs, "the policy's log-probs")(queries) if queries else []
         gaps = []
-        for question, response_logprobs in zip(fitting, logprobs, strict=True):
-            response = groups[question.group].responses[question.index]
-            gap = _gap(response, response_logprobs)
-            weights[question.group][question.index] = 1.0 + self.token_credit_eta * np.clip(-gap, -1.0, 1.0)
+        for (number, index), response_logprobs in zip(fitting, logprobs, strict=True):
+            response = groups[number].responses[index]
+            # 0 for tokens that the policy did not write
+            gap = np.where(response.loss_mask, response_logprobs.astype(np.float64) - response.logprobs, 0.0)
+            weights[number][index] = 1.0 + self.token_credit_eta * np.clip(-gap, -1.0, 1.0)
             gaps += gap[response.loss_mask].tolist()
         metrics = {
-            "teacher_tokens": float(sum(_tokens(q.query) for q in fitting)),
-            "teacher_skipped": float(len(questions) - len(fitting)),
+            "teacher_tokens": float(sum(map(_tokens, queries))),
+            "teacher_skipped": float(len(places) - len(fitting)),
         }
         if gaps:
             metrics["teacher_gap"] = sum(gaps) / len(gaps)
@@ -97,9 +89,3 @@ def _query(group: Group, index: int, context: CreditContext) -> LogProbQuery:
 
 def _tokens(query: LogProbQuery) -> int:
     return len(query.context) + len(query.continuation)
-
-
-def _gap(response: Sample, teacher: Floats) -> Weights:
-    """Return a_t; 0 for tokens that the policy did not write."""
-    gap = teacher.astype(np.float64) - response.logprobs
-    return np.where(response.loss_mask, gap, 0.0)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from megatron_ibpo.basics.records import Group, TrainSequence
 from megatron_ibpo.basics.text import counted, shown
-from megatron_ibpo.credit.correction_advantages import compared_corrections
 from megatron_ibpo.credit.estimators import ComparedSamples, Estimator, advantage_sum, needs_critic
 from megatron_ibpo.credit.explanation import (
     MINUS,
@@ -18,7 +17,7 @@ from megatron_ibpo.credit.explanation import (
 )
 from megatron_ibpo.credit.operator import Judgement, Operator
 from megatron_ibpo.credit.pairing import is_wrong
-from megatron_ibpo.credit.shaping import counts
+from megatron_ibpo.credit.shaping import compared_corrections, counts
 
 Rewards = Sequence[float | None]
 _SHAPED = "shaped reward r′"
@@ -34,7 +33,6 @@ class StepCredit:
     judgement: Judgement
     operator: Operator
     reward_threshold: float
-    """The smallest correct reward."""
     compared: Sequence[ComparedSamples]
     """Rewards as they are trained on: of a group's responses, then of the corrections that join them."""
     correction_rewards: Sequence[Rewards]
@@ -45,15 +43,10 @@ class StepCredit:
     notes: Mapping[SampleKey, list[Line]]
     """Lines of a critic on the advantages of its sequences."""
     token_note: str
-    """Meaning of the token credit's factors."""
 
 
 def check_words(groups: Sequence[Group], judgement: Judgement) -> None:
-    """Refuse lines of an operator that do not fit the groups.
-
-    Raises:
-        ValueError: they are not a list of `Line` for every response.
-    """
+    """Raise ValueError if an operator's lines are not a list of `Line` for every response."""
     words = judgement.explanations
     if words is None:
         return
@@ -97,11 +90,7 @@ def _scored(rewards: Rewards) -> ComparedRewards:
 
 
 def _compared_corrections(step: StepCredit, place: int, among: ComparedRewards) -> dict[int, ComparedRewards]:
-    """Return the rewards that each correction of a group is compared with.
-
-    Args:
-        among: the rewards that its responses are compared with.
-    """
+    """Return the rewards that each correction is compared with; `among`: those of the responses."""
     group = step.groups[place]
     if not step.correction_rewards:
         return dict.fromkeys(range(len(group.corrections)), among)
@@ -130,8 +119,7 @@ def _response(
         lines += _shaped(response.reward, [], reward, note)
     else:
         lines += _shaped(response.reward, [("λφ", written, bonus)] if weight else [], reward)
-    lines += _compared(among, reward, step.estimator, sequence, is_shaped=_is_shaped(lines))
-    return [*lines, *_trained(step, (place, "response", index), sequence)]
+    return lines + _credited(step, (place, "response", index), among, reward, step.estimator, sequence, lines)
 
 
 def _correction(
@@ -157,8 +145,7 @@ def _correction(
         verified, [(f"({MINUS}ρ)", f"({number(penalty)})", penalty)] if is_penalised else [], reward
     )
     estimator = step.correction_estimator if step.correction_rewards else step.estimator
-    lines += _compared(among, reward, estimator, sequence, is_shaped=_is_shaped(lines))
-    return [*lines, *_trained(step, (place, "correction", index), sequence)]
+    return lines + _credited(step, (place, "correction", index), among, reward, estimator, sequence, lines)
 
 
 def _correction_reward(step: StepCredit, place: int, index: int) -> float | None:
@@ -176,11 +163,8 @@ _NO_REWARD = Line("verified reward r", None, note="the verifier failed: left out
 def _shaped(
     verified: float, addends: Sequence[tuple[str, str, float]], reward: float, note: str = ""
 ) -> list[Line]:
-    """Return the sum that turns a verified reward into the one that is trained on; nothing if there is none.
-
-    Args:
-        addends: (symbol, numbers, value) of what the method adds; the rest is an overlong penalty.
-    """
+    """Return the sum that turns a verified reward into the one that is trained on, if there is any, from the
+    (symbol, numbers, value) of what the method adds; the rest is an overlong penalty."""
     penalty = reward - verified - sum(value for _, _, value in addends)
     if abs(penalty) > _ROUNDING * max(1.0, abs(reward)):
         addends = [*addends, ("overlong penalty", f"({number(penalty)})", penalty)]
@@ -191,47 +175,38 @@ def _shaped(
     return [Line(_SHAPED, reward, f"{symbols} = {numbers}", note)]
 
 
-def _is_shaped(lines: Sequence[Line]) -> bool:
-    return any(line.name == _SHAPED for line in lines)
-
-
-def _compared(
+def _credited(
+    step: StepCredit,
+    key: SampleKey,
     among: ComparedRewards,
     reward: float,
     estimator: Estimator,
     sequence: TrainSequence | None,
-    *,
-    is_shaped: bool,
+    reward_lines: Sequence[Line],
 ) -> list[Line]:
-    """Return the mean and spread of the compared rewards, and the advantage as a sum of them."""
-    if needs_critic(estimator):
-        return []
-    lines = [
-        Line("group mean", among.mean, note=f"of {counted(len(among.values), 'reward')}"),
-        Line("group σ", among.std),
-    ]
-    if sequence is None:
-        return [*lines, Line("trained on", "no", note="it has no tokens of the policy's own")]
-    if sequence.token_advantages is not None:
-        note = "mean over its tokens, which have advantages of their own"
-    elif among.are_equal and sequence.advantage == 0:
-        equal = (
-            "all compared rewards are equal"
-            if len(among.values) > 1
-            else "there is no other reward to compare with"
-        )
-        note = f"{equal}: nothing to learn"
-    else:
+    """Return the lines that follow those on a sample's reward: the mean and spread of the rewards that it
+    is compared with, the advantage as a sum of them, and its part in the loss."""
+    lines: list[Line] = []
+    if not needs_critic(estimator):
+        lines += [
+            Line("group mean", among.mean, note=f"of {counted(len(among.values), 'reward')}"),
+            Line("group σ", among.std),
+        ]
+        if sequence is None:
+            return [*lines, Line("trained on", "no", note="it has no tokens of the policy's own")]
         note = ""
-    total = advantage_sum(estimator, "r′" if is_shaped else "r", reward, among)
-    return [*lines, Line("advantage", sequence.advantage, total, note)]
-
-
-def _trained(step: StepCredit, key: SampleKey, sequence: TrainSequence | None) -> list[Line]:
-    """Return the lines on a sample's part in the loss: a critic's, its weight, its tokens' weights."""
+        if sequence.token_advantages is not None:
+            note = "mean over its tokens, which have advantages of their own"
+        elif among.are_equal and sequence.advantage == 0:
+            note = "all compared rewards are equal: nothing to learn"
+            if len(among.values) < 2:
+                note = "there is no other reward to compare with: nothing to learn"
+        symbol = "r′" if any(line.name == _SHAPED for line in reward_lines) else "r"
+        total = advantage_sum(estimator, symbol, reward, among)
+        lines.append(Line("advantage", sequence.advantage, total, note))
     if sequence is None:
         return []
-    lines = [*step.notes.get(key, []), Line("weight in the loss", sequence.weight)]
+    lines += [*step.notes.get(key, []), Line("weight in the loss", sequence.weight)]
     weights = sequence.token_weights
     if weights is None:
         return lines

@@ -5,10 +5,9 @@ A token credit sees the groups of a step once their advantages are known, and gi
 factors m_t on their gradient. Ratios, clips, lengths and divisors are unchanged, and all tokens are still
 computed. Corrections always have factors of one.
 
-A small weight on wrong responses is our own method, as the control that every finer credit has to beat: in a
-group that has a correct response, push less against wrong ones. Compare W-REINFORCE (arXiv 2506.01347), which
-weighs right responses instead, and TOPR (arXiv 2503.14286), which tapers wrong ones by their ratio. It costs
-no forward pass: 1.00 times the tokens of GSPO.
+A small weight on wrong responses is our own method, as the control that every finer credit has to beat.
+Compare W-REINFORCE (arXiv 2506.01347), which weighs right responses instead, and TOPR (arXiv 2503.14286),
+which tapers wrong ones by their ratio.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Annotated
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Group, Sample
+from megatron_ibpo.basics.records import Group
 from megatron_ibpo.config import COUNT, NOT_NEGATIVE
 from megatron_ibpo.credit.operator import CreditContext, Judgement, TokenWeights
 from megatron_ibpo.credit.pairing import is_wrong
@@ -70,14 +69,12 @@ def weigh_tokens(
     token_credit: TokenCredit,
     context: CreditContext,
 ) -> TokenFactors:
-    """Return the product of the operator's token weights and the token credit's.
+    """Return the product of the operator's token weights and the token credit's. Raises ValueError for
+    weights that do not fit their response.
 
     `token_weight_mean` is the mean factor over the trained tokens of responses that have an advantage, and
     `weightless_responses` counts such responses without any gradient left. Both are missing if all factors
     are one.
-
-    Raises:
-        ValueError: weights that do not fit their response.
     """
     credit = token_credit(groups, advantages, context)
     weights: list[list[TokenWeights]] = []
@@ -89,7 +86,12 @@ def weigh_tokens(
         ]
         weights.append(group_weights)
         for response, advantage, factors in zip(group.responses, of_group, group_weights, strict=True):
-            _check(response, factors)
+            if factors is not None and factors.shape != response.token_ids.shape:
+                raise ValueError(
+                    f"token weights of shape {factors.shape} for a response of {len(response.token_ids)} "
+                    "tokens: an operator and a token credit give one for each token, the end-of-sequence id "
+                    "included"
+                )
             if advantage and response.num_trained_tokens:
                 mean = 1.0 if factors is None else float(np.mean(factors[response.loss_mask]))
                 means.append((response.num_trained_tokens, mean))
@@ -106,14 +108,6 @@ def _product(first: TokenWeights, second: TokenWeights) -> TokenWeights:
     if first is None or second is None:
         return second if first is None else first
     return first * second
-
-
-def _check(response: Sample, factors: TokenWeights) -> None:
-    if factors is not None and factors.shape != response.token_ids.shape:
-        raise ValueError(
-            f"token weights of shape {factors.shape} for a response of {len(response.token_ids)} tokens: an "
-            "operator and a token credit give one for each token, the end-of-sequence id included"
-        )
 
 
 @dataclass(frozen=True)

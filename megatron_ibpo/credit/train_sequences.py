@@ -1,12 +1,10 @@
 """Conversion of samples with advantages into the trainer's sequences (ibpo step 11), and corrections that are
 trained on as off-policy samples of the plain prompt (--ibpo-plain-prompt).
 
-ŷ was written by a policy that read x̃, which contains a wrong response and a reference. Under x alone it is a
-sample of another distribution, as are the stronger model's samples in LUFFY (arXiv 2504.14945) and the
-refinements in Critique-GRPO (arXiv 2506.03106). It joins the group of x, its advantage is relative to all
-rewards of that group, and the loss takes the shaped surrogate of its tokens
-(`megatron_ibpo.loss.segments`) over the whole vocabulary: what top-k and top-p left behind x̃ is not what
-they would have left behind x, and may lack a token that x̃ alone made likely. x̃ is not trained on.
+ŷ was written by a policy that read x̃. Under x alone it is a sample of another distribution, as are the
+stronger model's samples in LUFFY (arXiv 2504.14945) and the refinements in Critique-GRPO (arXiv 2506.03106).
+It joins the group of x, and the loss takes the shaped surrogate of its tokens (`megatron_ibpo.loss.segments`)
+over the whole vocabulary: what top-k and top-p left behind x̃ may lack a token that they would leave behind x.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_ibpo.basics.records import Correction, Group, Sample, TrainSequence
+from megatron_ibpo.basics.records import Group, Sample, TrainSequence
 from megatron_ibpo.credit.estimators import Advantage, mean_advantage
 from megatron_ibpo.credit.operator import TokenWeights
 from megatron_ibpo.credit.shaping import counts
@@ -28,13 +26,10 @@ def train_sequences(
     credited: Iterable[tuple[Sample, float | None, Advantage | None, TokenWeights]],
     weight: float,
 ) -> list[TrainSequence]:
-    """Return the responses or corrections of a group as training sequences; a correction's prompt is x̃.
-
-    Args:
-        number: index of the group in the step.
-        credited: (sample, shaped reward, advantage, token weights) of each. Samples are left out of training
-            if the advantage is None, because the verifier failed, or if they have no trained tokens.
-    """
+    """Return the responses or corrections of a group, the `number`-th of the step, as training sequences; a
+    correction's prompt is x̃. `credited` has (sample, shaped reward, advantage, token weights) of each.
+    Samples are left out if the advantage is None, because the verifier failed, or if they have no trained
+    tokens."""
     return [
         TrainSequence(
             prompt_token_ids=sample.prompt_token_ids,
@@ -68,7 +63,10 @@ def joining_rewards(group: Group, which: Literal["none", "successful", "one"]) -
     """
     if which == "none":
         return []
-    chosen = [c for c in group.corrections if counts(c)] if which == "successful" else _first_scored(group)
+    chosen = [c for c in group.corrections if counts(c)]
+    if which == "one":
+        scored = [c for c in group.corrections if c.response.reward is not None]
+        chosen = ([c for c in scored if c.response.correct] or scored)[:1]
     return [c.response.reward if c in chosen else None for c in group.corrections]
 
 
@@ -80,11 +78,7 @@ def plain_prompt_sequences(
     weight: float,
 ) -> list[TrainSequence]:
     """Return the corrections that have an advantage, each behind the prompt that its target was sampled from.
-
-    Args:
-        number: index of the group in the step.
-        rewards, advantages: of every correction.
-    """
+    `number` is the group's index in the step; rewards and advantages are those of every correction."""
     corrections = [correction.response for correction in group.corrections]
     columns = zip(corrections, rewards, advantages, [None] * len(corrections), strict=True)
     return [
@@ -98,8 +92,3 @@ def plain_prompt_sequences(
         )
         for sequence in train_sequences(group, number, "correction", columns, weight)
     ]
-
-
-def _first_scored(group: Group) -> list[Correction]:
-    scored = [c for c in group.corrections if c.response.reward is not None]
-    return ([c for c in scored if c.response.correct] or scored)[:1]

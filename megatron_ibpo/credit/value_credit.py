@@ -17,14 +17,10 @@ from megatron_ibpo.credit.operator import CreditContext, require_tool
 def value_credit(
     sequences: Sequence[TrainSequence], estimator: ValueEstimator, context: CreditContext
 ) -> tuple[list[TrainSequence], dict[str, float], dict[SampleKey, list[Line]]]:
-    """Return (the sequences with token advantages, returns and values; metrics; lines for readers).
-
-    Tokens that the policy did not write are skipped: the value after a token is that before the next one it
-    wrote.
-
-    Raises:
-        ValueError: the context has no critic, or the estimator does not give one finite number per token.
-    """
+    """Return (the sequences with token advantages, returns and values; metrics; lines for readers). Tokens
+    that the policy did not write are skipped: the value after a token is that before the next one it wrote.
+    Raises ValueError if the context has no critic, or the estimator does not give one finite number per
+    token."""
     if not sequences:
         return [], {}, {}
     predicted = require_tool(context.values, "a critic")(list(sequences))
@@ -104,11 +100,8 @@ class Critic:
         return scaled, [a + v for a, v in zip(advantages, values, strict=True)]
 
     def explain_values(self, unscaled: Weights) -> str:
-        """Return the advantage of a token in words.
-
-        Args:
-            unscaled: return minus value of every trained token of the step.
-        """
+        """Return the advantage of a token in words. `unscaled`: return minus value of every trained token of
+        the step."""
         scaled = (
             f"(A_t {MINUS} {number(unscaled.mean())}) / {number(unscaled.std())}, over all tokens of the step"
         )
@@ -120,21 +113,8 @@ def generalised_advantages(
     values: Sequence[Weights], rewards: Sequence[float], *, gamma: float, lam: float
 ) -> list[Weights]:
     """Return A_t = Σ_k (γλ)^k δ_{t+k} of every token of every response, δ_t = γ V_{t+1} - V_t; at the last
-    token the reward replaces γ V.
+    token the reward replaces γ V, also of a truncated response. No response is empty."""
+    from scipy.signal import lfilter  # takes half a second; only a critic needs it
 
-    Args:
-        values: V_t of each response before its token t, not empty.
-        rewards: reward at the end of each response. A truncated response has ended too.
-    """
-    width = max(map(len, values), default=0)
-    values_ST, rewards_S = np.zeros((len(values), width)), np.asarray(rewards, np.float64)
-    for row, response_values in zip(values_ST, values, strict=True):
-        row[width - len(response_values) :] = (
-            response_values  # aligned at their ends, so that one loop serves all
-        )
-    out_ST, advantages_S, after_S = np.zeros_like(values_ST), np.zeros(len(values)), rewards_S
-    for t in reversed(range(width)):
-        advantages_S = after_S - values_ST[:, t] + gamma * lam * advantages_S
-        out_ST[:, t] = advantages_S
-        after_S = gamma * values_ST[:, t]
-    return [row[width - len(response_values) :] for row, response_values in zip(out_ST, values, strict=True)]
+    deltas = [np.append(gamma * v[1:], reward) - v for v, reward in zip(values, rewards, strict=True)]
+    return [lfilter([1.0], [1.0, -gamma * lam], delta[::-1])[::-1] for delta in deltas]

@@ -1,8 +1,6 @@
-"""A model's chat format as token ids, for conversations that grow turn by turn.
-
-The checkpoint's own template writes; no turn of the policy is ever written anew. The ids that extend a
-conversation are those that the template puts after the end of an assistant's turn. They are found by
-rendering a short conversation in which the assistant says a marker."""
+"""A model's chat format as token ids, for conversations that grow turn by turn: no turn of the policy is ever
+written anew. The ids that extend a conversation are those that the checkpoint's template puts after the end
+of an assistant's turn, found in a short conversation in which the assistant says a marker."""
 
 from __future__ import annotations
 
@@ -67,47 +65,57 @@ def open_chat(
     applies_template: bool,
     settings: Mapping[str, Any] | None = None,
 ) -> PlainChat | TemplateChat:
-    """Return the chat format of a checkpoint; its `notes` are lines to print.
+    """Return the chat format of a checkpoint; its `notes` are lines to print. Raises DataError if there is no
+    chat template, or conversations in it cannot be extended.
 
     Args:
         eos_token_ids: the checkpoint's ids that end a turn, besides the tokenizer's own.
-        applies_template: whether turns are written by the chat template (--apply-chat-template) or as plain
-            text.
+        applies_template: --apply-chat-template; otherwise turns are plain text.
         settings: further arguments of the template (--apply-chat-template-kwargs).
-
-    Raises:
-        DataError: there is no chat template, or conversations in it cannot be extended.
     """
     ends = {*eos_token_ids, tokenizer.eos_id}
     return TemplateChat(tokenizer, ends, settings) if applies_template else PlainChat(tokenizer, ends)
 
 
-class PlainChat:
+class _TurnReader:
+    """Reads the policy's turns."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: Collection[int]) -> None:
+        self._tokenizer, self._ends = tokenizer, ends
+        self._opened = ""
+        """Mark of thinking in which every turn begins."""
+        self._decode = self._decode_all = decoder_with(_CALL, tokenizer)
+        """Decoders without special tokens (but those of calls) and with all of them."""
+        self._read: Reader = lambda ids, _: read_text(self._decode(ids))
+
+    def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
+        turn_ids = ids[:-1] if ids and ids[-1] in self._ends else ids
+        if len(turn_ids) > LONGEST_READ:
+            reasoning, _, content = (self._opened + self._decode(turn_ids)).rpartition("</think>")
+            return policy_message(content, reasoning.replace("<think>", "", 1).strip(), [], [])
+        message = self._read(turn_ids, tools)
+        if tools is None or tools or not ("tool_calls" in message or "malformed_tool_calls" in message):
+            return message
+        text = self._opened + self._decode_all(turn_ids)  # without tools, what is a call elsewhere is content
+        return policy_message(text.rpartition("</think>")[2], message.get("reasoning_content"), [], [])
+
+
+class PlainChat(_TurnReader):
     """Turns as plain text, one after the other: for runs without a chat template. Calls of tools are in
     Hermes' format."""
 
-    def __init__(self, tokenizer: Tokenizer, ends: Collection[int]) -> None:
-        self.notes: tuple[str, ...] = ()
-        self._tokenizer, self._ends = tokenizer, ends
-        self._text = decoder_with(_CALL, tokenizer)
+    notes: tuple[str, ...] = ()
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         tool_lines = [tools_text(tools) + "\n"] if tools else []
         return self._tokenizer.encode_prompt("".join([*tool_lines, *(m["content"] for m in messages)]))
-
-    def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
-        turn_ids = _without_end(ids, self._ends)
-        if len(turn_ids) > LONGEST_READ:
-            return _read_long(self._text(turn_ids))
-        text = self._text(turn_ids)
-        return _without_calls(read_text(text), lambda: text, tools)
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         _check_ended(ids, self._ends)
         return self._tokenizer.encode("".join(message["content"] for message in messages))
 
 
-class TemplateChat:
+class TemplateChat(_TurnReader):
     """Turns as the checkpoint's chat template writes them.
 
     Tools are written and read in the template's own format if that is one of `family_readers` and reads back
@@ -118,14 +126,16 @@ class TemplateChat:
     ) -> None:
         """Try the template on short conversations. Raises DataError if there is none, or if it refuses
         conversations or does not show turns as they are."""
-        self._tokenizer, self._ends, self._settings = tokenizer, ends, settings or {}
+        super().__init__(tokenizer, ends)
+        self._settings = settings or {}
         self._same_ends = {tuple(id_of(mark, tokenizer) for mark in pair) for pair in _SAME_ENDS}
         self._marks_call = self._shows_tools = False
         self._following([_USER])
         check_shown([_USER], self._render)
         prompt = self._render([_USER])
-        self._opened = open_at_end(prompt)  # the mark of thinking in which every turn begins
-        text_reader = self._text_reader(decoder_with(_CALL, tokenizer))
+        self._opened = open_at_end(prompt)
+        text_reader = self._text_reader(self._decode)
+        self._decode, self._decode_all = tokenizer.decode, tokenizer.decode_all
         family, self._read = self._own_format(prompt) or (None, text_reader)
         self._shows_tools = family is not None
         tools = (
@@ -140,13 +150,6 @@ class TemplateChat:
         if self._shows_tools:
             return self._tokenizer.encode_rendered(self._render(messages, tools))
         return self._tokenizer.encode_rendered(self._render(as_text(messages, tools)))
-
-    def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
-        turn_ids = _without_end(ids, self._ends)
-        if len(turn_ids) > LONGEST_READ:
-            return _read_long(self._opened + self._tokenizer.decode(turn_ids))
-        message, decode = self._read(turn_ids, tools), self._tokenizer.decode_all
-        return _without_calls(message, lambda: self._opened + decode(turn_ids), tools)
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         _check_ended(ids, self._ends)
@@ -231,15 +234,8 @@ class TemplateChat:
 
     def _rewriting(self) -> list[str]:
         """Return a note if the template writes an earlier turn differently from the last one."""
-        assistant_turn: Message = {
-            "role": "assistant",
-            "content": "yes",
-            "reasoning_content": "so",
-            "thinking": "so",
-        }
-        if self._render([_USER, assistant_turn, _USER]).startswith(
-            self._render([_USER, assistant_turn], prompt=False)
-        ):
+        turns = [_USER, {"role": "assistant", "content": "yes", "reasoning_content": "so", "thinking": "so"}]
+        if self._render([*turns, _USER]).startswith(self._render(turns, prompt=False)):
             return []
         return [
             "chat: the template writes earlier turns differently from the last one (such as without "
@@ -247,26 +243,6 @@ class TemplateChat:
         ]
 
 
-def _without_calls(message: Message, text: Callable[[], str], tools: Sequence[Tool] | None) -> Message:
-    """Return the message of an episode without tools: what is a call elsewhere is content.
-
-    Args:
-        text: returns the turn's text, with special tokens, and before it the mark that its prompt left open.
-    """
-    if tools is None or tools or not ("tool_calls" in message or "malformed_tool_calls" in message):
-        return message
-    return policy_message(text().rpartition("</think>")[2], message.get("reasoning_content"), [], [])
-
-
-def _read_long(text: str) -> Message:
-    reasoning, _, content = text.rpartition("</think>")
-    return policy_message(content, reasoning.replace("<think>", "", 1).strip(), [], [])
-
-
 def _check_ended(ids: Sequence[int], ends: Collection[int]) -> None:
     if not ids or ids[-1] not in ends:
         raise ValueError("a turn that was cut cannot be extended: it has no end-of-sequence id")
-
-
-def _without_end(ids: Sequence[int], ends: Collection[int]) -> Sequence[int]:
-    return ids[:-1] if ids and ids[-1] in ends else ids

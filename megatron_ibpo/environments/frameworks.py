@@ -1,23 +1,39 @@
-"""Environments of other frameworks behind our protocol. No framework is imported: adapters call methods
-that a framework documents.
+"""Environments of other frameworks behind our protocol, and the loading of what --environment names.
 
-Policies write text, so an observation must be text too. NumPy refuses seeds of more than 32 bits, so an
-environment gets the seed modulo 2^31. Python's and NumPy's global generators are seeded as well, since many
-environments draw from these."""
+No framework is imported: it is recognised by the methods of its class, which it documents
+(docs/environments.md lists them). Policies write text, so an observation must be text too. Python's and
+NumPy's global generators are seeded, since many environments draw from these."""
 
 import asyncio
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from numpy import random as numpy_random  # loaded here, once; numpy itself would load it in each episode
 
 from megatron_ibpo.basics.reward_value import read_reward
-from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Tool, Turn
-from megatron_ibpo.environments.trl import RewardFunctions, call_reward_functions, trl_tools
+from megatron_ibpo.config import ConfigError, load_hook
+from megatron_ibpo.environments.protocol import (
+    Environment,
+    EpisodeFaultError,
+    Message,
+    Opening,
+    Tool,
+    Turn,
+)
+from megatron_ibpo.environments.trl import (
+    RewardFunctions,
+    call_reward_functions,
+    load_reward_functions,
+    trl_tools,
+)
+from megatron_ibpo.environments.verifiers_environment import VerifiersEnvironment, is_verifiers
 
+FLAG = "--environment"
 _SEEDS = 2**31
+"""NumPy refuses seeds of more than 32 bits, so an environment gets the seed modulo this."""
 
 
 class TrlEnvironment:
@@ -26,8 +42,7 @@ class TrlEnvironment:
 
     As in TRL, the text that `reset` returns is appended to the prompt, a tool that raises answers with the
     error, and an episode is over at the first message without a call. Its score is the sum of `get_reward()`
-    and of the reward functions; without either it is the attribute `reward`, which reward functions read in
-    TRL's guides. `tool_calls` and `tool_errors` are counted."""
+    and of the reward functions; without either it is the attribute `reward`."""
 
     def __init__(self, environment: Any, reward_functions: RewardFunctions | None = None) -> None:
         self._environment = environment
@@ -173,9 +188,8 @@ class TextArenaEnvironment(_Adapter):
     """A game of TextArena (0.7) for one player: `reset(num_players=1, seed=…)`, `get_observation()`,
     `step(text)` returns (done, info), and `close()` (rewards, info).
 
-    The player's own moves are left out of observations that are lists, as the policy has them before it. Most
-    wrappers return the whole history as text at each turn: then only what is new is shown. A game that is not
-    over when turns or tokens end has the reward 0, and `unfinished` is 1."""
+    Only what is new to the policy is shown: no moves of its own, and no history, which most wrappers return
+    at each turn. A game that is not over when turns or tokens end has the reward 0, and `unfinished` is 1."""
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
@@ -228,7 +242,7 @@ def message_text(message: Message) -> str:
     return message.get("content") or ""
 
 
-def arguments_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def _arguments_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return the parameters of a function or of a class's `__init__`; none if Python cannot tell."""
     try:
         return dict(inspect.signature(function).parameters)
@@ -238,7 +252,7 @@ def arguments_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that the function has a parameter for."""
-    parameters = arguments_of(function)
+    parameters = _arguments_of(function)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}
@@ -277,3 +291,109 @@ def _parts(value: Any, method: str, names: str) -> tuple[Any, ...]:
     if not isinstance(value, tuple | list) or len(value) != len(names.split(", ")):
         raise TypeError(f"{method}() returned {value!r}, expected ({names})")
     return tuple(value)
+
+
+_LOOKED_FOR = (
+    "reset, step, score and close (ours); init and step (SkyRL-Gym); run_episode and serving (verifiers); "
+    "reset, step and get_observation (TextArena); reset with a parameter seed, and step (Gym, GEM); or reset "
+    "and methods that are tools (TRL)"
+)
+
+
+def load_environment(target: str, rewards: Sequence[str] = ()) -> Callable[[], Environment]:
+    """Return a function that makes an environment, one for each episode. Both raise ConfigError if there is
+    no such thing, its arguments are unknown, or no framework has its methods: what a user's function makes
+    is not known before it is called.
+
+    Args:
+        target: import path of a class, or of a function that returns an environment; or openenv://HOST:PORT.
+        rewards: --environment-reward, import paths of TRL's reward functions.
+    """
+    functions = load_reward_functions(rewards)
+    if "://" in target:
+        _refuse_rewards(target, functions, "a server")
+        from megatron_ibpo.environments.openenv import OpenEnvironment  # others need no websockets
+
+        OpenEnvironment(target)  # refuses what names no server
+        return partial(OpenEnvironment, target)
+    factory = load_hook(FLAG, target)
+    if is_verifiers(factory) and not isinstance(factory, type):  # loaded once, and shared by all episodes
+        _refuse_rewards(target, functions, "of verifiers")
+        return partial(VerifiersEnvironment, factory)
+    if all(hasattr(factory, name) for name in ("load", "task_type")):
+        raise ConfigError(
+            f"{FLAG} {target}: a taskset of verifiers; name an environment that plays it, as "
+            "docs/environments.md shows"
+        )
+    factory = load_hook(FLAG, target, called_with="no arguments")
+    arguments = _arguments_of(factory)
+    required = [
+        name
+        for name, parameter in arguments.items()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        and name != "extras"
+    ]
+    if required:
+        raise ConfigError(
+            f"{FLAG} {target}: its constructor needs {', '.join(required)}; name a function without "
+            "arguments that returns the environment"
+        )
+    if isinstance(factory, type):
+        return partial(_adapter(target, functions, factory), factory)
+    if "extras" in arguments:
+        _refuse_rewards(target, functions, "of SkyRL-Gym's kind")
+        return partial(SkyRLEnvironment, factory)
+    import transformers.utils  # noqa: F401 (for `trl_tools`, here once; in each episode it would take a second)
+
+    return partial(_adapted, target, functions, factory)
+
+
+def _refuse_rewards(target: str, functions: RewardFunctions, kind: str) -> None:
+    if functions:
+        raise ConfigError(
+            f"--environment-reward scores environments of TRL's kind, and {target} is {kind}, which scores "
+            "itself; drop the flag"
+        )
+
+
+def _adapted(target: str, functions: RewardFunctions, make: Callable[[], Any]) -> Environment:
+    environment = make()
+    return _adapter(target, functions, type(environment), environment)(lambda: environment)
+
+
+def _adapter(
+    target: str, functions: RewardFunctions, kind: type, environment: Any = None
+) -> Callable[[Callable[..., Any]], Environment]:
+    """Return a function that wraps a factory of environments in this project's protocol. An `environment` of
+    this kind is looked at, if there is one already: wrappers may have methods that classes lack."""
+    candidate: Any = kind if environment is None else environment
+
+    def has_methods(*names: str) -> bool:
+        return all(callable(getattr(candidate, name, None)) for name in names)
+
+    kinds: dict[str, tuple[bool, Callable[[Callable[..., Any]], Environment]]] = {
+        "of this project's protocol": (has_methods("reset", "step", "score", "close"), lambda make: make()),
+        "of verifiers": (is_verifiers(candidate), lambda make: VerifiersEnvironment(make())),
+        "of SkyRL-Gym's kind": (has_methods("init", "step"), SkyRLEnvironment),
+        "of TextArena's kind": (
+            has_methods("reset", "step", "get_observation"),
+            lambda make: TextArenaEnvironment(make()),
+        ),
+        "of Gym's kind": (
+            has_methods("reset", "step") and "seed" in _arguments_of(candidate.reset),
+            lambda make: GymEnvironment(make()),
+        ),
+    }
+    for name, (matches, adapter) in kinds.items():
+        if matches:
+            _refuse_rewards(target, functions, name)
+            return adapter
+    try:
+        if has_methods("reset") and (trl_tools(kind) or has_methods("get_reward")):
+            return lambda make: TrlEnvironment(make(), functions)
+    except ValueError as error:
+        raise ConfigError(f"{FLAG} {target}: {error}") from error
+    raise ConfigError(
+        f"{FLAG} {target}: {kind.__name__} has the methods of no known framework. Known are {_LOOKED_FOR}"
+    )

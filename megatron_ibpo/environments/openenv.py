@@ -5,7 +5,6 @@ import contextlib
 import json
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -14,7 +13,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from megatron_ibpo.basics.reward_value import read_reward
 from megatron_ibpo.config import ConfigError, nearest
-from megatron_ibpo.environments.frameworks import message_text, opening, tool_answer
+from megatron_ibpo.environments.frameworks import FLAG, message_text, opening, tool_answer
 from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Tool, Turn
 
 _FORM = "openenv://HOST:PORT[/path][?action_field=NAME&observation_field=NAME]"
@@ -31,63 +30,15 @@ _NO_STATE = "EXECUTION_ERROR"
 """Answer of an environment that has no state before its reset."""
 
 
-@dataclass(frozen=True)
-class Server:
-    """A server of environments, and how text becomes an action and an observation text."""
-
-    target: str
-    """The environment as the user names it, for messages."""
-    url: str
-    """Its WebSocket."""
-    action_field: str = "message"
-    """Field of an action that holds the policy's text. `message`: as in OpenEnv's echo environment."""
-    observation_field: str | None = None
-    """Field of an observation that is shown to the policy. None: the only field, or all of them as JSON;
-    without `metadata`."""
-
-
-def server_of(flag: str, target: str) -> Server:
-    """Return the server that openenv://HOST:PORT names.
-
-    Args:
-        flag: source of the name, for messages.
-
-    Raises:
-        ConfigError: it has another form.
-    """
-    address = urlsplit(target)
-    settings = dict(parse_qsl(address.query, keep_blank_values=True))
-    setting_names = ("action_field", "observation_field")
-    if unknown := [name for name in settings if name not in setting_names]:
-        raise ConfigError(
-            f"{flag} {target}: unknown setting {unknown[0]!r}{nearest(unknown[0], setting_names)}"
-        )
-    try:
-        complete = address.scheme == "openenv" and address.hostname and address.port
-    except ValueError:  # a port that is no number
-        complete = False
-    if not complete or not all(settings.values()):
-        raise ConfigError(f"{flag} {target}: expected an import path, or {_FORM}")
-    return Server(target, f"ws://{address.netloc}{address.path.rstrip('/')}/ws", **settings)
-
-
-def check_server(flag: str, target: str, seconds: float) -> None:
-    """Open a session on the server and close it again, before work starts.
-
-    Args:
-        flag: source of the name, for messages.
-        seconds: limit of time to make the session's environment (--step-timeout).
-
-    Raises:
-        ConfigError: no OpenEnv server is there, or it cannot open a session; says why in one line.
-    """
-    session = OpenEnvironment(server_of(flag, target))
+def check_server(target: str, seconds: float) -> None:
+    """Open a session on the server and close it again, before work starts. Raises ConfigError if no OpenEnv
+    server is there, or it opens no session within these seconds (--step-timeout)."""
+    session = OpenEnvironment(target)
     try:
         session.check(seconds)
     except EpisodeFaultError as error:
-        raise ConfigError(
-            f"{flag} {error}; an OpenEnv server must run there and have a session free"
-        ) from None
+        hint = "an OpenEnv server must run there and have a session free"
+        raise ConfigError(f"{FLAG} {error}; {hint}") from None
     finally:
         session.close()
 
@@ -99,8 +50,24 @@ class OpenEnvironment:
     each message is an action. The score is the sum of rewards. Where the server cannot be reached, breaks the
     connection or answers with an error, methods raise EpisodeFaultError of the kind `wire`."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(self, target: str) -> None:
+        """Take the server that openenv://HOST:PORT names; raise ConfigError if it has another form."""
+        address = urlsplit(target)
+        settings = dict(parse_qsl(address.query, keep_blank_values=True))
+        setting_names = ("action_field", "observation_field")
+        if unknown := [name for name in settings if name not in setting_names]:
+            hint = nearest(unknown[0], setting_names)
+            raise ConfigError(f"{FLAG} {target}: unknown setting {unknown[0]!r}{hint}")
+        try:
+            complete = address.scheme == "openenv" and address.hostname and address.port
+        except ValueError:  # a port that is no number
+            complete = False
+        if not complete or not all(settings.values()):
+            raise ConfigError(f"{FLAG} {target}: expected an import path, or {_FORM}")
+        self._target, self._url = target, f"ws://{address.netloc}{address.path.rstrip('/')}/ws"
+        self._action_field = settings.get("action_field", "message")  # as in OpenEnv's echo environment
+        self._observation_field = settings.get("observation_field")
+        """Field that is shown to the policy. None: the only one but `metadata`, or all others as JSON."""
         self._connection = contextlib.ExitStack()
         self._socket: ClientConnection | None = None
         self._total = 0.0
@@ -123,7 +90,7 @@ class OpenEnvironment:
             calls = message.get("tool_calls") or []
             tool_messages = [self._call(call) for call in calls if not self._done]
             return Turn(tool_messages, done=self._done or not calls)
-        observation = self._observation("step", {self._server.action_field: message_text(message)})
+        observation = self._observation("step", {self._action_field: message_text(message)})
         return Turn([{"role": "user", "content": self._text(observation)}], self._done)
 
     def score(self) -> float:
@@ -151,7 +118,7 @@ class OpenEnvironment:
     def _connect(self) -> None:
         try:
             connection = connect(
-                self._server.url,
+                self._url,
                 open_timeout=_SECONDS_TO_CONNECT,
                 close_timeout=_SECONDS_TO_CLOSE,
                 max_size=_LARGEST_MESSAGE,
@@ -207,7 +174,7 @@ class OpenEnvironment:
         return answer["observation"]
 
     def _text(self, observation: Mapping[str, Any]) -> str:
-        field = self._server.observation_field
+        field = self._observation_field
         if field is not None and field not in observation:
             raise self._fault(f"an observation has no field {field!r}{nearest(field, observation)}")
         content: Any = {name: value for name, value in observation.items() if name != "metadata"}
@@ -218,10 +185,7 @@ class OpenEnvironment:
     def _ask(
         self, kind: str, data: Mapping[str, Any] | None = None, *, seconds: float | None = None
     ) -> dict[str, Any]:
-        """Send a message and return the data of the answer.
-
-        In an episode there is no limit of time here: --step-timeout ends the process. A server that is gone
-        without a word answers no ping, and the connection ends."""
+        """Send a message and return the data of the answer. In an episode --step-timeout ends the process."""
         assert self._socket is not None, "reset comes first"
         request = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
@@ -238,7 +202,7 @@ class OpenEnvironment:
         raise self._fault(f"{answer_data.get('code')}: {answer_data.get('message')}")
 
     def _fault(self, text: str) -> EpisodeFaultError:
-        return EpisodeFaultError("wire", f"{self._server.target}: {' '.join(text[:_LONGEST_TEXT].split())}")
+        return EpisodeFaultError("wire", f"{self._target}: {' '.join(text[:_LONGEST_TEXT].split())}")
 
 
 def _result_text(result: Any) -> str:

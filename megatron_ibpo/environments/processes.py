@@ -1,9 +1,7 @@
 """The episodes of one node, each in a process of its own that can be killed at any time.
 
---environment-sandbox puts bubblewrap around the zygote of an environment, and so around its episodes. A
-program that a model wrote gets less than this from `rewards.sandbox`. An environment is code that the user
-chose, and needs Python's packages, files and child processes.
-"""
+--environment-sandbox puts bubblewrap around an environment's zygote, and so around its episodes. It gives
+more than `rewards.sandbox`, since an environment is code that the user chose."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.supervised import Supervised
 from megatron_ibpo.config import ConfigError, EnvironmentConfig, user_directory
 from megatron_ibpo.environments.protocol import EpisodeFaultError, FaultKind
-from megatron_ibpo.environments.session import Owner, ProcessSession
+from megatron_ibpo.environments.session import ProcessSession
 from megatron_ibpo.rewards.sandbox import SandboxError
 from megatron_ibpo.rewards.sandbox.bubblewrap import bubblewrap
 
@@ -53,30 +52,22 @@ _log = logging.getLogger(__name__)
 
 
 class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
-    """The processes of episodes on this machine (`protocol.Sessions`).
-
-    One process per environment, the zygote, imports it, and every episode is a fork of that. At most
-    --environment-processes episodes are open at one time; others wait for their turn. Episodes may belong to
-    several event loops.
-
-    Attributes:
-        faults: number of EpisodeFaultErrors raised, by kind.
-        opened: number of episodes begun.
-    """
+    """The processes of episodes on this machine (`protocol.Sessions`). One process per environment, the
+    zygote, imports it, and every episode is a fork of that. At most --environment-processes episodes are open
+    at one time; others wait for their turn. Episodes may belong to several event loops."""
 
     def __init__(self, config: EnvironmentConfig):
         self._config = config
         self.faults: Counter[FaultKind] = Counter()
         self.opened = 0
+        """Number of EpisodeFaultErrors raised, by kind, and of episodes begun."""
         self._zygote_deaths = 0
         self._lock = threading.Lock()
-        """Guards the counts."""
         self._places = _Places(config.environment_processes)
         self._zygotes: dict[str, _Zygote] = {}
         """The last zygote of each environment, by its import path."""
         self._starts: Counter[str] = Counter()
         self._refused: dict[str, str] = {}
-        """Environments that cannot be imported, and why."""
         self._starter = ThreadPoolExecutor(1, "environments")
         """The thread that starts zygotes. The kernel kills them when it ends."""
         self._closed = False
@@ -92,16 +83,12 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         return self._places.asked
 
     def check(self, target: str) -> None:
-        """Import an environment in its process, or try its server, before work starts.
-
-        Raises:
-            ConfigError: it cannot be imported, the server opens no session, or there is no sandbox; says why
-                in one line.
-        """
+        """Import an environment in its process, or try its server, before work starts. Raises ConfigError
+        with the reason in one line if either fails, or there is no sandbox."""
         if "://" in target:
             from megatron_ibpo.environments.openenv import check_server  # others need no websockets
 
-            check_server("--environment", target, self._config.step_timeout)
+            check_server(target, self._config.step_timeout)
         self._starter.submit(self._alive, target).result()
 
     async def open(
@@ -121,8 +108,8 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             self._places.give_back()
 
         timeouts = self._config.step_timeout, self._config.episode_timeout
-        owner = Owner(*timeouts, lambda kind, text: self._fault(kind, target, text), give_back_place)
-        session = ProcessSession(connection, owner)
+        fault = partial(self._fault, target)
+        session = ProcessSession(connection, *timeouts, fault, give_back_place)
         try:
             await session.reset(question, label, metadata, seed)
         except BaseException:
@@ -141,7 +128,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fault(self, kind: FaultKind, target: str, text: str) -> EpisodeFaultError:
+    def _fault(self, target: str, kind: FaultKind, text: str) -> EpisodeFaultError:
         """Count a fault, and return its exception."""
         with self._lock:
             self.faults[kind] += 1
@@ -160,18 +147,17 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
                 if zygote is None or not zygote.is_ready():
                     zygote = await asyncio.wrap_future(self._starter.submit(self._alive, target))
             except _NotStartedError as error:
-                raise self._fault("death", target, str(error)) from None
+                raise self._fault(target, "death", str(error)) from None
             except (ConfigError, RuntimeError) as error:  # RuntimeError: the pool is closed
-                raise self._fault("error", target, str(error)) from None
+                raise self._fault(target, "error", str(error)) from None
             try:
                 return zygote, await zygote.fork()
             except OSError as error:  # it has died just now
                 died = error
-        raise self._fault("death", target, f"no process can be forked: {died}")
+        raise self._fault(target, "death", f"no process can be forked: {died}")
 
     def _alive(self, target: str) -> _Zygote:
-        """Return the zygote of an environment, after starting it if it has died. Runs in the thread of
-        starts."""
+        """Return the zygote of an environment, started if it has died. Runs in the thread of starts."""
         zygote = self._zygotes.get(target)
         if zygote is not None and zygote.is_ready():
             return zygote
@@ -222,12 +208,8 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         if self._zygotes.pop(zygote.target, None) is zygote and not self._closed:
             self._zygote_deaths += 1
             if self._zygote_deaths.bit_count() == 1:
-                _log.warning(
-                    "environment %s: the process that forks its episodes died (%s, death %d)",
-                    zygote.target,
-                    zygote.process.exit_reason(),
-                    self._zygote_deaths,
-                )
+                death = f"({zygote.process.exit_reason()}, death {self._zygote_deaths})"
+                _log.warning("environment %s: its process that forks episodes died %s", zygote.target, death)
 
 
 class _NotStartedError(ConfigError):
@@ -261,28 +243,22 @@ class _Zygote:
         self._control.settimeout(_START_TIMEOUT)
         with self._control.makefile("rb") as file:
             try:
-                line = file.readline()
+                line, hangs = file.readline(), False
             except TimeoutError:
-                self.end()
-                raise _NotStartedError(
-                    f"--environment {self.target}: not imported within {_START_TIMEOUT:.0f} s"
-                ) from None
+                line, hangs = b"", True
         if not line:
             self.end()
-            raise _NotStartedError(
-                f"--environment {self.target}: its process ended while importing it "
-                f"({self.process.exit_reason()}); the reason is in the lines above"
+            ended = (
+                f"its process ended while importing it ({self.process.exit_reason()}); see the lines above"
             )
+            problem = f"not imported within {_START_TIMEOUT:.0f} s" if hangs else ended
+            raise _NotStartedError(f"--environment {self.target}: {problem}")
         state, content = read_json(line)
         if state != "ready":
             raise ConfigError(content)
         if content > 1:
-            _log.warning(
-                "environment %s: its import started %d threads, and episodes, which are forks, do not "
-                "have them",
-                self.target,
-                content - 1,
-            )
+            threads = "threads, and episodes, which are forks, do not have them"
+            _log.warning("environment %s: its import started %d %s", self.target, content - 1, threads)
         self._control.setblocking(False)
         self._ready = True
 
@@ -334,7 +310,6 @@ class _Places:
 
     def __init__(self, count: int):
         self.asked = 0
-        """Number of places that are taken or waited for."""
         self._free = count
         self._waiting: deque[Future[None]] = deque()
         self._lock = threading.Lock()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 Message = dict[str, Any]
-"""One message of a conversation, in the OpenAI chat format."""
 Tool = dict[str, Any]
 """A tool as {"name", "description", "parameters"}, the parameters as a JSON schema."""
 
@@ -37,7 +36,6 @@ class Turn:
     messages: Sequence[Message] = ()
     """Messages to the policy: answers of tools, or the user's next message. Not read when `done`."""
     done: bool = False
-    """True if the episode is over."""
 
 
 class Environment(Protocol):
@@ -88,7 +86,6 @@ class EpisodeScore:
 
     reward: float
     details: dict[str, float] = field(default_factory=dict)
-    """Further numbers."""
 
 
 class Session(Protocol):
@@ -113,14 +110,8 @@ class Sessions(Protocol):
     async def open(
         self, target: str, question: str, label: str, metadata: Mapping[str, Any], seed: int
     ) -> Session:
-        """Start an environment and reset it.
-
-        Args:
-            target: as --environment: package.module:Class, or openenv://HOST:PORT.
-
-        Raises:
-            EpisodeFaultError: it did not start.
-        """
+        """Start an environment, named as by --environment, and reset it. Raises EpisodeFaultError if it does
+        not start."""
         ...
 
 
@@ -135,20 +126,12 @@ class Chat(Protocol):
     def read(self, ids: Sequence[int], tools: Sequence[Tool] | None = None) -> Message:
         """Return the message of the policy's turn, without its end-of-sequence id or with it. A call that
         cannot be parsed stays in the content, and its text is listed under "malformed_tool_calls"; reasoning
-        is under "reasoning_content".
-
-        Args:
-            tools: those of the episode, empty if it has none. Some formats write the text "12" and the number
-                12 alike; the schema tells them apart. None: not known.
-        """
+        is under "reasoning_content". The tools are those of the episode, whose schemas tell the text "12"
+        from the number; None: not known."""
         ...
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Return the ids to append to `ids` (a conversation that ends in the policy's turn) so that it goes
-        on with these messages and the start of the policy's next turn.
-
-        Raises:
-            ValueError: the turn was cut: `ids` does not end in an end-of-sequence id. Or the tokenizer or the
-                template cannot express the messages.
-        """
+        on with these messages and the start of the policy's next turn. Raises ValueError if the turn was cut,
+        before its end-of-sequence id, or the tokenizer or the template cannot express the messages."""
         ...

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
 from megatron_ibpo.basics.reward_value import read_reward
@@ -41,30 +40,26 @@ _CHUNK = 1 << 16
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The part of a pool that a session needs."""
-
-    step_timeout: float
-    episode_timeout: float
-    fault: Callable[[FaultKind, str], EpisodeFaultError]
-    """Counts a fault, and returns its exception."""
-    give_back_place: Callable[[bool], None]
-    """Takes back the session's place; gets True if its process could not be ended."""
-
-
 class ProcessSession:
     """A session (`protocol.Session`) whose process serves the other end of a socket that does not block.
-
     Shutting the socket down for writing is the order to kill the process; the end of what can be read says
-    that it has ended, with all that it had started.
-    """
+    that it has ended, with all that it had started."""
 
-    def __init__(self, connection: socket.socket, owner: Owner):
-        self._connection, self._owner = connection, owner
+    def __init__(
+        self,
+        connection: socket.socket,
+        step_timeout: float,
+        episode_timeout: float,
+        fault: Callable[[FaultKind, str], EpisodeFaultError],
+        give_back_place: Callable[[bool], None],
+    ):
+        """Serve one episode, whose calls together may take `episode_timeout` seconds. `fault` counts a fault
+        and returns its exception; `give_back_place` gets True if the process could not be ended."""
+        self._connection = connection
+        self._step_timeout, self._episode_timeout = step_timeout, episode_timeout
+        self._fault, self._give_back_place = fault, give_back_place
         self._received = bytearray()
-        self._left = owner.episode_timeout
-        """Seconds that are left for calls of this episode."""
+        self._left = episode_timeout
         self._exchanging = asyncio.Lock()
         self._ended = self._closed = False
         """Its process has been told to end, or it has ended; `close` was called."""
@@ -93,7 +88,7 @@ class ProcessSession:
         try:
             if not self._ended and not self._exchanging.locked():
                 with suppress(EpisodeFaultError, TimeoutError):
-                    async with asyncio.timeout(self._owner.step_timeout):
+                    async with asyncio.timeout(self._step_timeout):
                         await self._exchange("close")
             self._end()
             with suppress(TimeoutError):
@@ -103,13 +98,13 @@ class ProcessSession:
                 hangs = False
         finally:
             self._connection.close()
-            self._owner.give_back_place(hangs)
+            self._give_back_place(hangs)
 
     async def _call(self, value_in: Callable[[Any], T], method: str, *arguments: Any) -> T:
         """Return what a method of the environment returned, as `value_in` reads it."""
         if self._ended or self._closed:
             raise EpisodeFaultError("death", f"{method}: the episode is over")
-        seconds = min(self._owner.step_timeout, self._left)
+        seconds = min(self._step_timeout, self._left)
         began = time.monotonic()
         kind: FaultKind
         try:
@@ -120,8 +115,8 @@ class ProcessSession:
             kind, text = fault.kind, str(fault)
         except TimeoutError:
             kind, text = "step_timeout", f"no answer within {seconds:g} s"
-            if seconds < self._owner.step_timeout:
-                kind, text = "episode_timeout", f"its calls took {self._owner.episode_timeout:g} s in total"
+            if seconds < self._step_timeout:
+                kind, text = "episode_timeout", f"its calls took {self._episode_timeout:g} s in total"
         except (TypeError, ValueError) as error:
             kind, text = "error", str(error)
         except BaseException:  # the call is cancelled
@@ -130,7 +125,7 @@ class ProcessSession:
         finally:
             self._left -= time.monotonic() - began
         self._end()
-        raise self._owner.fault(kind, f"{method}: {text}")
+        raise self._fault(kind, f"{method}: {text}")
 
     async def _exchange(self, method: str, *arguments: Any) -> bytes:
         """Ask the process for a method's value; return the line that is the answer."""
@@ -179,8 +174,7 @@ def line(*parts: Any) -> bytes:
 
 
 def _answer_in(received: bytes) -> Any:
-    """Return the value of an answer. Raises EpisodeFaultError if it is a fault, the process has died, or it
-    wrote something else."""
+    """Return the value of an answer. Raises EpisodeFaultError for a fault, a death, or anything else."""
     _, died, exit_reason = received.rpartition(DEATH)
     if died:
         raise EpisodeFaultError("death", f"its process died ({exit_reason.decode(errors='replace').strip()})")

@@ -1,13 +1,10 @@
 """Tool calls and reasoning in a policy's text, by format.
 
-Hermes: <tool_call>{"name": …, "arguments": {…}}</tool_call>, which Qwen 2.5 and Qwen3 write too. It serves
-templates that know no tools, and runs without a template.
-
-Qwen3.5 and GLM-4.5: arguments stand between tags, as bare text. A value may hold tags itself, since nothing
-escapes them. It ends at a closing tag that is followed by the next argument or by the end of the call. If
-text of a call is left over after that, it is no call.
-
-Llama 3 and gpt-oss: ids are read by the parsers of the `renderers` package.
+- Hermes: <tool_call>{"name": …, "arguments": {…}}</tool_call>, which Qwen 2.5 and Qwen3 write too. It serves
+  templates that know no tools, and runs without a template.
+- Qwen3.5 and GLM-4.5: arguments stand between tags, as bare text that may hold tags itself. It ends at a
+  closing tag that is followed by the next argument or by the end of the call.
+- Llama 3 and gpt-oss: ids are read by the parsers of the `renderers` package.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -82,12 +80,8 @@ def read_text(
     text: str, *, thinks: bool = False, read_call: ReadCall | None = None, tools: Sequence[Tool] = ()
 ) -> Message:
     """Return the policy's message from its text, in time linear in the text. A call in thinking is a draft,
-    also if the thinking has no end.
-
-    Args:
-        thinks: the text begins inside of <think>, which the prompt has opened.
-        read_call: reads one call of another format than Hermes'.
-    """
+    also if the thinking has no end. `thinks`: the text begins inside of <think>, which the prompt has opened.
+    `read_call` reads one call of another format than Hermes'."""
     reasoning = None
     if thinks or text.lstrip().startswith(_THOUGHT):
         thought, _, text = text.partition(_END_OF_THOUGHT)
@@ -222,11 +216,8 @@ def _value(text: str, types: frozenset[str]) -> Any:
 
 
 def _types(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
-    """Return the names of the JSON types that a schema allows, or _ANY_TYPE.
-
-    Args:
-        root: the schema that a reference such as `#/$defs/Mode` starts from.
-    """
+    """Return the names of the JSON types that a schema allows, or _ANY_TYPE. A reference such as
+    `#/$defs/Mode` starts from `root`."""
     if not isinstance(schema, dict) or depth > _DEEPEST:
         return _ANY_TYPE
     types = frozenset[str]()
@@ -322,7 +313,6 @@ GLM4_5 = TaggedFormat(
 
 
 _HARMONY = ("return", "call", "start", "end", "channel", "message", "constrain")
-"""Marks of gpt-oss' format."""
 
 _MARK = "<|start|>"
 _MOST_MARKS = 128
@@ -343,11 +333,8 @@ class FamilyReader:
     """Ids of the prompt that belong to the turn, for the parser."""
 
     def __call__(self, ids: Sequence[int], tools: Sequence[Tool] | None) -> Message:
-        """Return the message of a turn; a text that the parser fails on is content.
-
-        Args:
-            tools: those of the episode; None if they are not known.
-        """
+        """Return the message of a turn; a text that the parser fails on is content. `tools` are those of the
+        episode; None if they are not known."""
         if self.family == "Llama 3" and tools is not None and not tools:
             # A call there is an answer in JSON, which may be what an environment without tools asks for.
             return policy_message(self.tokenizer.decode(ids), None, [], [])
@@ -371,25 +358,17 @@ class FamilyReader:
 
 
 def family_readers(tokenizer: Tokenizer, prompt: list[int]) -> Iterator[FamilyReader]:
-    """Yield a reader for each family whose special tokens the tokenizer has.
-
-    Args:
-        prompt: ids of a conversation up to the start of the policy's turn, which may be inside of reasoning.
-    """
+    """Yield a reader for each family whose special tokens the tokenizer has. `prompt` has the ids of a
+    conversation up to the start of the policy's turn, which may be inside of reasoning."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return
     import renderers  # takes a second: only for runs with environments
 
-    try:
-        renderer = renderers.Llama3Renderer(tokenizer.library)
-    except AssertionError:  # the tokenizer lacks a special token of the family
-        pass
-    else:
-
-        def parse(ids: list[int], tools: list[Tool]) -> Any:
-            return renderer.parse_response(ids, tools=tools or None, prompt_ids=prompt)
-
-        yield FamilyReader("Llama 3", tokenizer, parse, [])
+    with suppress(AssertionError):  # the tokenizer lacks a special token of the family
+        parse = renderers.Llama3Renderer(tokenizer.library).parse_response
+        yield FamilyReader(
+            "Llama 3", tokenizer, lambda ids, tools: parse(ids, tools=tools or None, prompt_ids=prompt), []
+        )
     yield from _harmony_readers(tokenizer, prompt)
 
 

@@ -1,9 +1,7 @@
-"""Environments of the `verifiers` package (0.4, `verifiers.v1`) behind our protocol.
-
-There the environment runs the episode, and asks for the policy's messages from a server with the API of
-OpenAI. Here the episode runs in a thread, and that server (`PolicyServer`) turns each request into a turn: it
-waits until the turn loop has the policy's message. So every harness works that keeps its conversation as it
-is."""
+"""Environments of the `verifiers` package (0.4, `verifiers.v1`) behind our protocol. There the environment
+runs the episode, and asks a server with the API of OpenAI for the policy's messages. Here the episode runs in
+a thread, and `PolicyServer` turns each request into a turn, so every harness works that keeps its
+conversation as it is."""
 
 import asyncio
 import json
@@ -18,24 +16,21 @@ from typing import Any
 from megatron_ibpo.environments.protocol import EpisodeFaultError, Message, Opening, Tool, Turn
 
 _LARGEST_REQUEST = 64 << 20
-"""Bytes of a request."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request for the policy's next message."""
+    """A request for the policy's next message, with the whole conversation, contents as text."""
 
     messages: list[Message]
-    """The whole conversation, contents as text."""
     tools: list[Tool]
 
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """The end of an episode."""
+    """The end of an episode, with what it returned or why it failed."""
 
     value: Any
-    """What it returned; None if it failed."""
     error: BaseException | None = None
 
 
@@ -81,10 +76,15 @@ class PolicyServer:
         body = await request.json()
         tools = [tool["function"] for tool in body.get("tools") or () if tool.get("type") == "function"]
         self._requests.put(Request([_as_text(message) for message in body["messages"]], tools))
-        message = await self._replies.get()
+        answer = _message(await self._replies.get())
+        reason = "tool_calls" if "tool_calls" in answer else "stop"
         if not body.get("stream"):
-            return web.json_response(_completion(message))
-        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(message)]
+            return web.json_response(_frame("chat.completion", message=answer, finish_reason=reason))
+        for number, call in enumerate(answer.get("tool_calls", ())):
+            call["index"] = number
+        kind = "chat.completion.chunk"
+        chunks = _frame(kind, delta=answer, finish_reason=None), _frame(kind, delta={}, finish_reason=reason)
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
         return web.Response(text="".join([*lines, "data: [DONE]\n\n"]), content_type="text/event-stream")
 
 
@@ -100,36 +100,12 @@ def _as_text(message: Mapping[str, Any]) -> Message:
 
 def _message(message: Message) -> dict[str, Any]:
     """Return the policy's message as the API writes it: arguments of calls are text."""
-    calls = [
-        {
-            "id": call["id"],
-            "type": "function",
-            "function": {
-                "name": call["function"]["name"],
-                "arguments": json.dumps(call["function"]["arguments"]),
-            },
-        }
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        calls.append(call | {"function": function | {"arguments": json.dumps(function["arguments"])}})
     answer = {"role": "assistant", "content": message.get("content") or ""}
     return {**answer, "tool_calls": calls} if calls else answer
-
-
-def _completion(message: Message) -> dict[str, Any]:
-    answer = _message(message)
-    return _frame("chat.completion", message=answer, finish_reason=_finish_reason(answer))
-
-
-def _chunks(message: Message) -> list[dict[str, Any]]:
-    answer, kind = _message(message), "chat.completion.chunk"
-    for number, call in enumerate(answer.get("tool_calls", ())):
-        call["index"] = number
-    last = _frame(kind, delta={}, finish_reason=_finish_reason(answer))
-    return [_frame(kind, delta=answer, finish_reason=None), last]
-
-
-def _finish_reason(answer: Mapping[str, Any]) -> str:
-    return "tool_calls" if "tool_calls" in answer else "stop"
 
 
 def _frame(kind: str, **choice: Any) -> dict[str, Any]:
@@ -152,11 +128,9 @@ def is_verifiers(environment: Any) -> bool:
 
 
 class VerifiersEnvironment:
-    """An environment of verifiers with one agent that is trained.
-
-    The row's `task_index`, or the seed, chooses the task. The score is the trace's reward; its rewards and
-    metrics are kept by name. An episode whose turns or tokens are used up gets empty messages of the policy
-    until it ends, and is scored then."""
+    """An environment of verifiers with one agent that is trained. The row's `task_index`, or the seed,
+    chooses the task. The score is the trace's reward; its rewards and metrics are kept by name. An episode
+    whose turns or tokens are used up gets empty messages of the policy until it ends, and is scored then."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment

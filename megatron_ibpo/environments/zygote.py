@@ -1,18 +1,15 @@
 """The process that imports an environment once, and forks a process for each of its episodes.
 
 Started by `processes` as `python -m megatron_ibpo.environments.zygote FD OWNER TARGET REWARDS [DIRECTORY]`
-under a supervisor, the OWNER; REWARDS is --environment-reward as a JSON list. It writes one line,
-["ready", threads] or ["failed", why]. Then every byte on FD comes with a socket, on which a new process
-serves one episode.
+under a supervisor, the OWNER; REWARDS is --environment-reward as a JSON list. It writes one line, ["ready",
+threads] or ["failed", why]. Then every byte on FD comes with a socket, on which a process serves an episode.
 
 A fork takes milliseconds, and episodes tend to begin all at once. So when the zygote has nothing else to do,
-it forks spare processes, until there are as many as were needed at one time. Episodes begin in them.
+it forks spare processes, in which episodes begin, until there are as many as were needed at one time.
 
 The owner of the socket ends the episode by shutting it down for writing. Once the process has ended, by
 itself or not, the zygote kills what it has left running, and closes the socket. In DIRECTORY, if given, every
-episode has a temporary directory, which is removed with it.
-
-The kernel kills the episodes when the zygote dies. It starts no threads, since a fork copies only one.
+episode has a temporary directory. The kernel kills the episodes when the zygote dies.
 """
 
 import gc
@@ -35,7 +32,6 @@ from megatron_ibpo.basics.reward_value import WRONG, ResponseError, read_reward
 from megatron_ibpo.basics.supervised import adopt_orphans, die_with
 from megatron_ibpo.basics.text import error_text, fault_text, printable, shown
 from megatron_ibpo.config import ConfigError
-from megatron_ibpo.environments.frameworks import seed_generators
 from megatron_ibpo.environments.protocol import Environment, EpisodeFaultError
 from megatron_ibpo.environments.session import DEATH, line
 
@@ -51,14 +47,13 @@ def main() -> None:
     control = socket.socket(fileno=int(fd))
     control.set_inheritable(False)
     try:
-        from megatron_ibpo.environments.adapters import load_environment
+        from megatron_ibpo.environments.frameworks import load_environment
 
         make = load_environment(target, json.loads(rewards))
-    except ConfigError as error:
-        control.sendall(line("failed", printable(str(error))))
-        return
     except BaseException as error:
-        control.sendall(line("failed", f"--environment {target}: {error_text(error)}"))
+        is_refused = isinstance(error, ConfigError)
+        reason = printable(str(error)) if is_refused else f"--environment {target}: {error_text(error)}"
+        control.sendall(line("failed", reason))
         return
     zygote = _Zygote(control, make, Path(directory[0]) if directory else None)
     gc.collect()
@@ -156,11 +151,8 @@ class _Zygote:
                 self._spares[pid] = _Child(pid, ours)
 
     def _fork(self, connection: Callable[[], socket.socket]) -> int:
-        """Return the process id of a new process.
-
-        Args:
-            connection: called in it; returns the connection on which it serves an episode.
-        """
+        """Return the process id of a new process, in which `connection` is called for the connection on
+        which it serves an episode."""
         own_pid = os.getpid()
         if (pid := os.fork()) == 0:
             status = 1
@@ -223,8 +215,7 @@ def _children() -> set[int]:
 
 
 def _serve(connection: socket.socket, make: Callable[[], Environment]) -> None:
-    """Answer the owner of an episode with the methods of an environment, until the episode is closed or the
-    owner is gone."""
+    """Answer an episode's owner by an environment's methods, until it is closed or the owner is gone."""
     own_pid = os.getpid()
     episode = _Episode(make)
     for received in connection.makefile("rb"):
@@ -245,6 +236,8 @@ class _Episode:
         self._environment: Any = None
 
     def reset(self, question: str, label: str, metadata: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        from megatron_ibpo.environments.frameworks import seed_generators  # `main` has imported it
+
         seed_generators(seed)
         self._environment = self._make()
         opening = self._environment.reset(question, label, metadata, seed)

@@ -20,6 +20,7 @@ from megatron_ibpo.config import (
     display_name,
     eval_sampling,
     nearest,
+    rm_type_in,
 )
 from megatron_ibpo.credit import Operator
 from megatron_ibpo.data import DataError, PromptSource, Tokenizer, open_sources
@@ -43,7 +44,6 @@ from megatron_ibpo.evaluate.stored_samples import (
     write_results,
 )
 from megatron_ibpo.rewards import Response, answer_extractor, extracted_answer, main_rm_type
-from megatron_ibpo.rewards.verifier import rm_type_of
 
 _OTHER_SCHEMES = ("reasoning_gym", "import")
 _ROWS_FOR_FIELDS = 1000
@@ -248,7 +248,7 @@ def _room(context: int, sampling: EvalSampling) -> int:
 def _answer_of(
     prompts: list[Prompt], data: DataConfig
 ) -> Callable[[Prompt, str | Response], str | None] | None:
-    kinds = {rm_type_of(prompt, data) for prompt in prompts}
+    kinds = {rm_type_in(prompt.metadata, data) for prompt in prompts}
     verifiers = {main_rm_type(replace(data, rm_type=kind)) for kind in kinds}
     if not any(map(answer_extractor, verifiers)):
         return None

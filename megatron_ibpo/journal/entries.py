@@ -19,7 +19,7 @@ from megatron_ibpo.basics.records import ExpertIds, Sample
 from megatron_ibpo.basics.sampling_mask import decoded_mask, encoded_mask
 from megatron_ibpo.basics.user_files import check_user_file
 
-FORMAT = 1
+FORMAT = 2
 GroupId = tuple[int, int]
 """(prompt index, attempt)."""
 
@@ -50,7 +50,6 @@ class SampleKey:
     """The unique key of a sample in a run."""
 
     prompt_index: int
-    """`Prompt.index`."""
     attempt: int
     """Number of times that the prompt had been asked before: 0, 1, …."""
     kind: Literal["response", "correction"]
@@ -68,11 +67,8 @@ class ClosedGroup(NamedTuple):
     prompt_index: int
     attempt: int
     responses: int
-    """Number of responses."""
     corrections: int
-    """Number of corrections."""
     skipped_pairs: int
-    """`Group.skipped_pairs`."""
 
     @property
     def id(self) -> GroupId:
@@ -138,7 +134,10 @@ class Sampled:
 
 Entry = SegmentStart | Sampled | ClosedBatch
 
-_TOKENS, _FLOATS, _FLAGS = np.dtype("<i4"), np.dtype("<f4"), np.dtype("?")
+_ARRAYS = {"prompt_token_ids": "<i4", "token_ids": "<i4", "logprobs": "<f4", "loss_mask": "?"}
+"""Arrays of a sample, with their dtypes."""
+_PLAIN = ("finish_reason", "temperature", "index", "reward", "correct", "reward_error", "reward_details")
+"""Fields of a sample that are stored as they are."""
 _EXPERTS: tuple[np.dtype[Any], ...] = (np.dtype("u1"), np.dtype("<u2"))
 """Types of expert ids, by bytes per id less one."""
 
@@ -162,12 +161,9 @@ def encode(entry: Entry) -> bytes:
 
 
 def decode(payload: bytes) -> Entry:
-    """Return the entry that `encode` gave these bytes for; the arrays are new and writable.
-
-    Raises:
-        MalformedEntryError: the bytes are not an entry.
-        JournalError: another version of this program wrote them.
-    """
+    """Return the entry that `encode` gave these bytes for; the arrays are new and writable. Raises
+    MalformedEntryError if they are not an entry, and JournalError if another version of this program wrote
+    them."""
     try:
         kind, *fields = msgpack.unpackb(payload, unicode_errors="surrogatepass")
         match kind:
@@ -193,29 +189,14 @@ def decode(payload: bytes) -> Entry:
 
 
 def _sample_fields(sample: Sample) -> list[Any]:
-    fields = [
-        _bytes(sample.prompt_token_ids, _TOKENS),
-        _bytes(sample.token_ids, _TOKENS),
-        _bytes(sample.logprobs, _FLOATS),
-        _bytes(sample.loss_mask, _FLAGS),
-        sample.finish_reason,
-        float(sample.temperature),
+    return [
+        [_bytes(getattr(sample, name), np.dtype(dtype)) for name, dtype in _ARRAYS.items()],
+        [getattr(sample, name) for name in _PLAIN],
         [(int(first), int(version)) for first, version in sample.versions],
-        sample.index,
-        None if sample.reward is None else float(sample.reward),
-        bool(sample.correct),
-        sample.reward_error,
-    ]
-    optional_fields = [
-        sample.reward_details or None,
         None if sample.routed_experts is None else _choices_fields(sample.routed_experts),
         None if sample.sampling_mask is None else encoded_mask(sample.sampling_mask, sample.token_ids),
-        sample.drafts if any(sample.drafts) else None,
+        sample.drafts,
     ]
-    # left out at the end, as in older versions without them
-    while optional_fields and optional_fields[-1] is None:
-        optional_fields.pop()
-    return fields + optional_fields
 
 
 def _choices_fields(ids: ExpertIds) -> list[Any]:
@@ -229,39 +210,23 @@ def _choices(itemsize: int, shape: list[int], ids: bytes) -> ExpertIds:
 
 
 def _sample(
-    prompt_token_ids: bytes,
-    token_ids: bytes,
-    logprobs: bytes,
-    loss_mask: bytes,
-    finish_reason: Literal["stop", "length"],
-    temperature: float,
+    arrays: list[bytes],
+    plain: list[Any],
     versions: list[list[int]],
-    index: int,
-    reward: float | None,
-    correct: bool,
-    reward_error: str | None,
-    reward_details: dict[str, float] | None = None,
-    routed_experts: list[Any] | None = None,
-    sampling_mask: bytes | None = None,
-    drafts: tuple[int, int] | None = None,
+    routed_experts: list[Any] | None,
+    sampling_mask: bytes | None,
+    drafts: list[int],
 ) -> Sample:
-    tokens = np.frombuffer(token_ids, _TOKENS).copy()
+    values: dict[str, Any] = dict(zip(_PLAIN, plain, strict=True))
+    for (name, dtype), content in zip(_ARRAYS.items(), arrays, strict=True):
+        values[name] = np.frombuffer(content, dtype).copy()
+    drafted, accepted = drafts
     return Sample(
-        prompt_token_ids=np.frombuffer(prompt_token_ids, _TOKENS).copy(),
-        token_ids=tokens,
-        logprobs=np.frombuffer(logprobs, _FLOATS).copy(),
-        finish_reason=finish_reason,
-        temperature=temperature,
+        **values,
         versions=tuple((first, version) for first, version in versions),
-        loss_mask=np.frombuffer(loss_mask, _FLAGS).copy(),
-        index=index,
-        reward=reward,
-        correct=correct,
-        reward_error=reward_error,
-        reward_details=reward_details or {},
         routed_experts=None if routed_experts is None else _choices(*routed_experts),
-        sampling_mask=None if sampling_mask is None else decoded_mask(sampling_mask, tokens),
-        drafts=(0, 0) if drafts is None else (int(drafts[0]), int(drafts[1])),
+        sampling_mask=None if sampling_mask is None else decoded_mask(sampling_mask, values["token_ids"]),
+        drafts=(drafted, accepted),
     )
 
 

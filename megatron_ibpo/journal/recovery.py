@@ -56,17 +56,12 @@ class Recovered:
 
 def read_journal(directory: Path, after_step: int) -> Recovered:
     """Return what the journal holds for a run that resumes from the checkpoint of step `after_step` (0: no
-    checkpoint).
+    checkpoint). Nothing is changed on disk; a directory that does not exist is an empty journal. Raises
+    JournalError if another version of the program wrote it, and OSError if it cannot be read.
 
     Damaged records are left out, and counted in the notes. A batch that is incomplete for that reason is not
     replayed. Nor are later batches, because weights trained on it sampled them. Only the missing samples are
     then requested again; responses sampled with weights up to that batch are kept.
-
-    Nothing is changed on disk; a directory that does not exist is an empty journal.
-
-    Raises:
-        JournalError: another version of the program wrote it.
-        OSError: it cannot be read.
     """
     state = _State(after_step)
     damages: dict[int, list[Damage]] = {}

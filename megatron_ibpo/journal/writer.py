@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -44,11 +45,8 @@ class Index:
     """Group that one of these batches took or dropped → the batch's step."""
 
     def needed_from(self, present: int, rewound: int | None = None) -> int:
-        """Return the first segment that a recovery needs; `present` if it needs no earlier one.
-
-        Args:
-            rewound: compute as if the journal had been rewound to this step.
-        """
+        """Return the first segment that a recovery needs; `present` if it needs no earlier one. Compute as if
+        the journal had been rewound to the step `rewound`, if that is given."""
         if rewound is not None:
             return min([present, *(segment for step, segment in self._batches.items() if step <= rewound)])
         samples = (segment for group in self._open.values() for segment in group.values())
@@ -114,28 +112,24 @@ deleted."""
 log = logging.getLogger(__name__)
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """Appends scored samples and closed batches to the segments of a directory.
 
     A record is one call of write(). Records survive the death of this process once `sampled` or `closed` has
-    returned, and the death of the machine once `closed` has returned. Safe to use from several threads.
-
-    On a full disk `sampled`, `closed` and `rewound` raise OSError and leave the journal unchanged, so they
-    can be called again.
+    returned, and the death of the machine once `closed` has returned. On a full disk `sampled`, `closed` and
+    `rewound` raise OSError and leave the journal unchanged, so they can be called again. Safe to use from
+    several threads.
     """
 
     def __init__(self, directory: Path, keep_bytes: int, settings: str, step: int) -> None:
         """Open the journal, or start one. An unfinished record at its end is cut off; damaged bytes stay
-        where they are, between records that are read.
+        where they are, between records that are read. Raises JournalError if another process writes in it or
+        another version of the program wrote it, and OSError if it cannot be read or written.
 
         Args:
             keep_bytes: most bytes of segments to keep that no recovery needs (--journal-keep).
             settings: settings of this run, for `Recovered.settings`.
             step: step of the checkpoint to resume from; 0 without one.
-
-        Raises:
-            JournalError: another process writes in it, or another version of the program wrote it.
-            OSError: it cannot be read or written.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
@@ -154,35 +148,22 @@ class Journal:
             self._sizes = {number: segment_path(directory, number).stat().st_size for number in numbers}
             """Segment number → its bytes."""
             self._number = max(numbers, default=0) + 1
-            """Number of the present segment."""
             needed_from = self._index.needed_from(self._number)
-            self._pending = sum(size for number, size in self._sizes.items() if number >= needed_from)
+            self.pending_bytes = sum(size for number, size in self._sizes.items() if number >= needed_from)
+            """Bytes written since the last saved step. When just opened, those that a recovery from its
+            checkpoint needs."""
             if self._index.last_step < step:  # it lacks later batches
                 self.rewound(step)
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> Journal:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes written since the last saved step. When just opened, the bytes that a recovery from its
-        checkpoint needs."""
-        return self._pending
-
     def sampled(self, key: SampleKey, sample: Sample) -> None:
-        """Append a scored sample.
-
-        Raises:
-            ValueError: the journal already has this sample, or its group is closed or dropped.
-            TypeError: one of its arrays has a dtype that `Sample` does not allow.
-            OSError: no room.
-        """
+        """Append a scored sample. Raises ValueError if the journal already has it, or its group is closed or
+        dropped, TypeError for an array of a dtype that `Sample` does not allow, and OSError without room."""
         entry = Sampled(key, sample)
         record = framed(encode(entry))
         with self._lock:
@@ -191,14 +172,9 @@ class Journal:
             self._index.take(self._number, entry)
 
     def closed(self, batch: ClosedBatch) -> None:
-        """Append the batch that a step trains on, and sync all samples so far to the disk itself.
-
-        Raises:
-            ValueError: its step does not follow that of the last batch, it names samples that the journal
-                does not
-                have, or it does not name all samples of a group.
-            OSError: no room.
-        """
+        """Append the batch that a step trains on, and sync all samples so far to the disk itself. Raises
+        ValueError if its step does not follow that of the last batch, or it does not name exactly the samples
+        of its groups that the journal has, and OSError without room."""
         with self._lock:
             if batch is not self._unsynced_batch:  # otherwise an earlier call did all but the sync
                 self._index.check_batch(batch)
@@ -221,7 +197,7 @@ class Journal:
         with self._lock:
             self._index.save(step)
             self._end_segment()
-            self._pending = 0
+            self.pending_bytes = 0
             needed_from = self._index.needed_from(self._number)
             spare = [number for number in sorted(self._sizes) if number < needed_from]
             excess = sum(self._sizes[number] for number in spare) - self._keep_bytes
@@ -291,7 +267,7 @@ class Journal:
             os.ftruncate(self._file, previous_size)  # records after a partial one could not be read
             raise OSError(error.errno, error.strerror, str(path)) from None
         self._sizes[self._number] = previous_size + len(data)
-        self._pending += len(data)
+        self.pending_bytes += len(data)
 
     def _begin(self, rewound: int | None = None) -> SegmentStart:
         """Return the first entry of the present segment."""
@@ -312,8 +288,7 @@ class Journal:
 
 
 def _indexed(directory: Path, step: int) -> Index:
-    """Return the locations of the records that a run from this step may need; cut off an unfinished record at
-    the end."""
+    """Return where the records are that a run from this step may need; cut off an unfinished last one."""
     index = Index(saved=step, last_step=0 if segment_numbers(directory) else step)
     torn: tuple[Path, int] | None = None
     for segment, entry in entries(directory, step):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import fsum
 from typing import Any
 
-from megatron_ibpo.credit.break_even import ACCOMPANIED, ALONE, skill_needed
+from megatron_ibpo.credit.metrics import ACCOMPANIED, ALONE, skill_needed
 from megatron_ibpo.evaluate.accuracy import wilson
 from megatron_ibpo.report.stages import prediction_error
 
@@ -179,7 +179,7 @@ _ORIGIN = (
 
 
 def break_even(steps: Sequence[Row]) -> dict[str, Any] | None:
-    """Return how a run's corrections compare with the break-even law of `credit.break_even`.
+    """Return how a run's corrections compare with the break-even law of `credit.metrics.skill_needed`.
 
     Args:
         steps: rows of the metrics log.

@@ -1,6 +1,6 @@
 """Verifiers: the only source of rewards."""
 
-from megatron_ibpo.basics.reward_value import RESPONSE_ERROR, LabelError, ResponseError
+from megatron_ibpo.basics.reward_value import LabelError, ResponseError
 from megatron_ibpo.rewards.response import Response, answer_place
 from megatron_ibpo.rewards.verifier import (
     CHECKED_AT_START,
@@ -23,7 +23,6 @@ from megatron_ibpo.rewards.workers import Outcome, WorkerError, WorkerPool
 
 __all__ = [
     "CHECKED_AT_START",
-    "RESPONSE_ERROR",
     "LabelError",
     "Outcome",
     "Pool",

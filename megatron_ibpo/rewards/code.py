@@ -1,16 +1,10 @@
-"""Verifier of programs: Python code in a response, run against tests in a sandbox.
-
-Labels are JSON text in one of two forms:
+"""Verifier of programs: Python code in a response, run against tests in a sandbox. Labels are JSON text:
 
 - `{"inputs": […], "outputs": […]}`: a program that reads stdin and writes stdout, or, with `"fn_name"`, a
-  function (a method of `Solution` where the program has such a class). LiveCodeBench's format, and that of
-  most sets for reinforcement learning.
+  function or a method of `Solution`, as in LiveCodeBench (arXiv 2403.07974), whose testing_util.py says what
+  counts as equal and what a program may take as imported;
 - `{"test": SOURCE, "entry_point": NAME or null}`: tests in Python. With a name they define
-  `check(candidate)`, as HumanEval's do; without one they are bare asserts, as MBPP's.
-
-Sources: Jain et al., LiveCodeBench, 2024 (arXiv 2403.07974), and its lcb_runner/evaluation/testing_util.py
-for what counts as equal and what a program may take as imported; Chen et al., 2021 (arXiv 2107.03374),
-HumanEval.
+  `check(candidate)`, as HumanEval's do (arXiv 2107.03374); without one they are bare asserts, as MBPP's.
 """
 
 from __future__ import annotations
@@ -90,10 +84,6 @@ class CodeExecution:
         """Return the prompt metadata from which `score` reads these settings."""
         return {SETTINGS: asdict(self)}
 
-    def open(self) -> Executor:
-        """Open the executor; raises what `open_executor` raises."""
-        return open_executor(self.executor, unsafe=self.unsafe)
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -110,16 +100,10 @@ class Problem:
 
 
 def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> dict[str, float]:
-    """Return `score`: 1 if the response's program passes all tests, else 0.
-
-    `tests_passed` is the share of tests passed before the first failure; no test runs after it. `timed_out`
-    is 1 if that test reached a time limit.
-
-    Raises:
-        ResponseError: the program is too long.
-        ValueError: the label is not valid.
-        SandboxError: the executor failed.
-    """
+    """Return `score`, 1 if the response's program passes all tests, else 0; `tests_passed`, the share of
+    tests passed before the first failure, after which no test runs; and `timed_out`, 1 if that test reached a
+    time limit. Raises ResponseError if the program is too long, ValueError if the label is not valid, and
+    SandboxError if the executor failed."""
     problem = read_problem(label)
     settings = CodeExecution(**metadata.get(SETTINGS, {}))
     program = extract_answer(response)
@@ -129,7 +113,7 @@ def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> d
         raise ResponseError(
             f"a program of {len(program):,} characters; more than {LONGEST_PROGRAM:,} is not run"
         )
-    executor = settings.open()
+    executor = open_executor(settings.executor, unsafe=settings.unsafe)
     passed, total, timed_out = 0, 1 if problem.test is not None else len(problem.inputs), False
     for verdict in _verdicts(executor, program, problem, settings):
         if verdict != "passed":
@@ -140,27 +124,22 @@ def score(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> d
 
 
 def check_execution(prompt: str, response: str, label: str, metadata: dict[str, Any]) -> float:
-    """Refuse to start where programs cannot be run as the metadata says; called like `score`.
-
-    Raises:
-        SandboxError: no sandbox can be had on this machine (with what to do), or the server runs no programs.
-        ValueError: the server's URL is not one.
-    """
+    """Refuse to start where programs cannot be run as the metadata says; called like `score`. Raises what
+    `open_executor` raises, and SandboxError if the server runs no programs."""
     execution = CodeExecution(**metadata[SETTINGS])
     limits = Limits(execution.seconds, execution.memory_mb << 20)
-    ran = execution.open().run("print('ran')", "", "", limits)
+    executor = open_executor(execution.executor, unsafe=execution.unsafe)
+    ran = executor.run("print('ran')", "", "", limits)
     if (ran.stdout.strip(), ran.status) != (b"ran", 0):
         raise SandboxError(f"a first program did not run (status {ran.status}): {ran.stderr.strip()[-500:]}")
     return 1.0
 
 
 def extract_answer(response: str) -> str | None:
-    """Return the response's program: its last fenced block that is marked as Python, or if none is, the last
-    that is not marked at all. A block of sample output is no program if there is another block.
-
-    The search starts after any thinking. Without a fence, the whole response is the program if it is Python.
-    A block that is not closed does not count as an answer.
-    """
+    """Return the program in the response after any thinking: the last fenced block that is marked as Python,
+    or if none is, the last that is not marked at all. A block of sample output is no program if there is
+    another block, and one that is not closed is never one. Without a fence, all of it is the program if it is
+    Python."""
     answer = after_thinking(response)
     has_fence, marked, unmarked = False, list[str](), list[str]()
     for language, block in _blocks(answer):
@@ -224,11 +203,7 @@ def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def read_problem(label: str) -> Problem:
-    """Return the tests in a label.
-
-    Raises:
-        ValueError: what is wrong with the label.
-    """
+    """Return the tests in a label. Raises ValueError with what is wrong with it."""
     try:
         content = json.loads(label, parse_int=long_integer)
     except (ValueError, RecursionError) as error:
@@ -341,15 +316,9 @@ def _verdict(is_right: bool) -> str:
 
 
 def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Compare two outputs line by line, without surrounding space; lines that differ as text may be exactly
-    equal as numbers.
-
-    Args:
-        tolerance: largest difference, absolute or relative, from an expected number that has a point or an
-            exponent.
-
-    Source: LiveCodeBench, grade_stdio.
-    """
+    """Compare two outputs line by line, without surrounding space, as LiveCodeBench does (grade_stdio). Lines
+    that differ as text may be exactly equal as numbers. `tolerance` is the largest difference, absolute or
+    relative, from an expected number that has a point or an exponent."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (output, expected))
     return len(ours) == len(theirs) and all(
         line == expected_line or _same_words(line.split(), expected_line.split(), tolerance)

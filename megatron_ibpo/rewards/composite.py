@@ -9,7 +9,6 @@ from megatron_ibpo.config import ConfigError, DataConfig
 from megatron_ibpo.rewards.workers import Outcome
 
 COMPOSITE = "composite"
-"""--rm-type of a weighted sum."""
 _DECIMALS = 9
 """Decimals kept of a sum, so that .7 + .2 + .1 is 1."""
 
@@ -19,7 +18,6 @@ class Part:
     """One of the rewards that are summed."""
 
     name: str
-    """Name of the reward, as in --rm-type."""
     weight: float
 
     @property
@@ -44,13 +42,8 @@ def parts_of(rm_type: str, data: DataConfig) -> list[Part]:
 
 
 def check_parts(data: DataConfig) -> None:
-    """Refuse weights under which a "correct" response need not be right in the main part, the first.
-
-    A response is correct when its reward reaches --reward-threshold.
-
-    Raises:
-        ConfigError: with the reason.
-    """
+    """Raise ConfigError for weights under which a "correct" response, whose reward reaches
+    --reward-threshold, need not be right in the main part, the first."""
     main, *secondary_parts = parts_of(COMPOSITE, data)
     if COMPOSITE in (part.name for part in (main, *secondary_parts)):
         raise ConfigError("--reward-part composite: a composite cannot contain itself")
@@ -94,10 +87,9 @@ def _weight(name: str, text: str) -> float:
         weight = float(text)
     except ValueError:
         raise ConfigError(f"--reward-part {name}={text}: the weight must be a number") from None
-    if not abs(weight) <= LARGEST_REWARD:
+    if not 0 < abs(weight) <= LARGEST_REWARD:
         raise ConfigError(
-            f"--reward-part {name}={text}: the weight must be at most {LARGEST_REWARD:g} in size"
+            f"--reward-part {name}={text}: the weight must be at most {LARGEST_REWARD:g} in size, and not 0: "
+            "leave such a part out"
         )
-    if weight == 0:
-        raise ConfigError(f"--reward-part {name}={text}: a weight of 0 has no effect; leave the part out")
     return weight

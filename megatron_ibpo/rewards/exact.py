@@ -1,8 +1,6 @@
-r"""Answers as text: their fast comparison, as text and as plain numbers, and one spelling of mathematics.
-
-Anything that needs mathematics is left undecided by `compare`. `latex` writes Unicode, plain text and font
-commands as the LaTeX that math-verify reads. Every step takes time linear in the text.
-"""
+r"""Answers as text: their fast comparison, as text and as plain numbers, which leaves undecided what needs
+mathematics; and one spelling of mathematics, the LaTeX that math-verify reads. Every step takes time linear
+in the text."""
 
 import functools
 import re
@@ -48,7 +46,6 @@ _UNITS = re.compile(
       | (?:square|cubic)?\ *units?""",
     re.VERBOSE | re.IGNORECASE,
 )
-"""Units dropped after a number."""
 _UNIT = re.compile(r"([-+]?[\d.,/]*\d)\s*([A-Za-z][A-Za-z ]*)")
 
 
@@ -181,8 +178,7 @@ def _folded(words: str) -> str:
 
 
 def _is_prose(word: str) -> bool:
-    """Return whether a word is prose rather than a product of variables, in which capitals are other
-    variables."""
+    """Return whether a word is prose rather than a product of variables, whose capitals are other ones."""
     return len(word) > 2 or word.casefold() == "no"
 
 

@@ -4,6 +4,7 @@ a server or, on explicit request, without a sandbox."""
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import socket
@@ -19,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.rewards.http_score import is_transient, server_url
+from megatron_ibpo.rewards.http_wires import is_transient, server_url
 from megatron_ibpo.rewards.sandbox import Execution, Limits, Process, Reached, SandboxError, inside
 from megatron_ibpo.rewards.sandbox.bubblewrap import NOBODY
 
@@ -37,7 +38,6 @@ _FAULTS_OF_SERVER = (OSError, ValueError, KeyError, TypeError, AttributeError, O
 
 
 ArgumentLists = Sequence[list[Any]]
-"""The arguments of each of several calls."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class Call:
     result: Any = None
     """Value that the function returned, as JSON represents it."""
     reached: Reached | None = None
-    """Limit that ended the program during the call."""
 
 
 class LocalExecutor:
@@ -60,11 +59,8 @@ class LocalExecutor:
         self._process = partial(Process, isolated=isolated)
 
     def run(self, program: str, first: str, stdin: str, limits: Limits) -> Execution:
-        """Run the program as one that reads stdin and writes stdout.
-
-        Args:
-            first: Python that runs in its namespace before it.
-        """
+        """Run the program as one that reads stdin and writes stdout, after `first`, which is Python that runs
+        in its namespace."""
         stdin_bytes = stdin.encode(errors="surrogatepass")
         with self._process("program", program, [first], stdin=stdin_bytes, limits=limits) as process:
             return process.finish()
@@ -73,12 +69,7 @@ class LocalExecutor:
         self, program: str, first: str, name: str, arguments: ArgumentLists, limits: Limits, total: float
     ) -> Iterator[Call]:
         """Call one function repeatedly, or a method of `Solution` if the program has such a class. Ends after
-        a call that the program did not answer.
-
-        Args:
-            limits: limits of one call.
-            total: seconds for all calls.
-        """
+        a call that the program did not answer. `limits` are those of one call; all have `total` seconds."""
         requests = _requests(arguments)
         longest = replace(limits, seconds=min(total, limits.seconds * len(arguments)))
         with self._process("calls", program, [first, name], stdin=requests, limits=longest) as process:
@@ -107,10 +98,7 @@ class LocalExecutor:
 
 class RemoteExecutor:
     """An executor with the methods of `LocalExecutor`: a server that speaks the HTTP protocol of
-    SandboxFusion, POST /run_code.
-
-    Source: https://bytedance.github.io/SandboxFusion/docs/docs/reference/sandbox-run-code
-    """
+    SandboxFusion, https://bytedance.github.io/SandboxFusion/docs/docs/reference/sandbox-run-code."""
 
     def __init__(self, url: str):
         """Use the server at a URL such as http://sandbox:8080. Raises ValueError if it is not an http(s)
@@ -137,28 +125,19 @@ class RemoteExecutor:
         return _passed(self._post(script, "", limits))
 
     def _post(self, code: str, stdin: str, limits: Limits) -> Execution:
-        body = {
-            "code": code,
-            "language": "python",
-            "stdin": stdin,
-            "compile_timeout": limits.seconds,
-            "run_timeout": limits.seconds,
-            "memory_limit_MB": limits.memory_bytes >> 20,
-            "files": {},
-            "fetch_files": [],
-        }
-        attempt = 1
-        while True:
+        body: dict[str, Any] = {"code": code, "language": "python", "stdin": stdin}
+        body |= {"compile_timeout": limits.seconds, "run_timeout": limits.seconds}
+        body |= {"memory_limit_MB": limits.memory_bytes >> 20, "files": {}, "fetch_files": []}
+        for attempt in itertools.count(1):
             try:
                 return _execution(self._ask(body, limits.seconds + _SERVER_SLACK))
             except (*_FAULTS_OF_SERVER, SandboxError) as error:
                 is_final = isinstance(error, urllib.error.HTTPError) and not is_transient(error.code)
                 if is_final or attempt == _ATTEMPTS:
-                    raise SandboxError(
-                        f"--code-executor {self._url}: {type(error).__name__}: {error} (attempt {attempt})"
-                    ) from None
+                    reason = f"{type(error).__name__}: {error} (attempt {attempt})"
+                    raise SandboxError(f"--code-executor {self._url}: {reason}") from None
             time.sleep(_FIRST_WAIT * 2 ** (attempt - 1))
-            attempt += 1
+        raise AssertionError  # it counts without end
 
     def _ask(self, body: dict[str, Any], timeout: float) -> Any:
         request = urllib.request.Request(
@@ -229,24 +208,15 @@ def _script(mode: str, *arguments: str) -> str:
     return f"{_definitions()}\nrun({', '.join(map(ascii, (mode, *arguments)))})\n"
 
 
+@functools.cache
 def open_executor(url: str | None, *, unsafe: bool) -> Executor:
-    """Open the executor for programs, and try it once.
-
-    Raises:
-        SandboxError: no sandbox can be had on this machine; with what to do.
-        ValueError: `url` is not a URL.
-    """
+    """Open the executor for programs, and try it once. Raises SandboxError with what to do if no sandbox can
+    be had on this machine, and ConfigError if `url` is not a URL."""
     if url is not None:
         return RemoteExecutor(url)
-    if unsafe:
-        return LocalExecutor(isolated=False)
-    return _sandboxed()
-
-
-@functools.cache
-def _sandboxed() -> LocalExecutor:
-    check_isolation()
-    return LocalExecutor()
+    if not unsafe:
+        check_isolation()
+    return LocalExecutor(isolated=not unsafe)
 
 
 _HINT = (

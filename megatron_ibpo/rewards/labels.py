@@ -44,10 +44,7 @@ def accepted_answers(label: str) -> tuple[str, ...]:
     A label that is JSON (or Python's notation of it) is read as follows. A list with a text in it has the
     accepted answers, each a text or number. A list of numbers alone is mathematics, an interval or a list. An
     object has under one of ANSWER_KEYS an answer or the list of accepted ones, here also as numbers. A text
-    in quotation marks is its content.
-
-    Raises:
-        LabelError: the label is a structure of another kind; says what it is and what to do.
+    in quotation marks is its content. Raises LabelError for a structure of another kind, with what to do.
     """
     return _read_once(label) if len(label) <= _LONGEST_KEPT else _distinct(label)
 
@@ -119,8 +116,7 @@ def _content(label: dict[Any, Any]) -> Any:
 
 
 def _read(label: str) -> Any:
-    """Return the list, object or text in a label that is JSON or Python's notation; None for any other
-    label."""
+    """Return the list, object or text in a label that is JSON or Python's notation; None for other labels."""
     text = label.strip()
     if not text or text[0] not in '[{"':
         return None
@@ -136,8 +132,7 @@ def _refuse(constant: str) -> Any:
 
 
 def _python_value(text: str) -> Any:
-    """Return the list or object of a text in Python's notation, as `str()` of one gives it; None for other
-    text."""
+    """Return the list or object of a text in Python's notation; None for other text."""
     if "'" not in text and '"' not in text:
         return None
     try:

@@ -9,8 +9,6 @@ from typing import Any
 from megatron_ibpo.basics.reward_value import ResponseError
 
 _SIGNALS = {signal.ITIMER_REAL: signal.SIGALRM, signal.ITIMER_VIRTUAL: signal.SIGVTALRM}
-_REPEAT_S = 0.2
-"""Seconds until the next try, in case a library swallowed the exception."""
 
 
 class _TimeUp(BaseException):
@@ -18,13 +16,13 @@ class _TimeUp(BaseException):
 
 
 @contextmanager
-def time_limit(timer: int, seconds: float, fault: Exception, repeat_s: float = _REPEAT_S) -> Iterator[None]:
+def time_limit(timer: int, seconds: float, fault: Exception, repeat_s: float = 0.2) -> Iterator[None]:
     """End a computation that takes longer by raising `fault`. Only a main thread gets signals; elsewhere
     there is no limit.
 
     Args:
         timer: signal.ITIMER_REAL for seconds of the clock, ITIMER_VIRTUAL for those of processor time.
-        repeat_s: seconds until the computation is stopped again if it has caught the exception.
+        repeat_s: seconds until it is stopped again, in case a library has swallowed the exception.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -50,14 +48,8 @@ def time_limit(timer: int, seconds: float, fault: Exception, repeat_s: float = _
 
 
 def cpu_limit(seconds: float) -> AbstractContextManager[None]:
-    """End a computation that takes longer, by a signal, in a main thread. Code that never returns to the
-    interpreter is left to the worker pool, which kills the process.
-
-    Args:
-        seconds: processor time, so that a busy machine makes no answer wrong.
-
-    Raises:
-        ResponseError: the computation took longer.
-    """
+    """End a computation that takes longer in a main thread, by a signal that raises ResponseError. Code that
+    never returns to the interpreter is left to the worker pool, which kills the process. The seconds are of
+    processor time, so that a busy machine makes no answer wrong."""
     fault = ResponseError(f"not judged within {seconds:g} s of processor time")
     return time_limit(signal.ITIMER_VIRTUAL, seconds, fault)

@@ -1,10 +1,7 @@
-r"""Verifier of mathematical answers: as text where that decides, otherwise by the library math-verify. What
-the library cannot read as a whole is compared as text, because it would judge by a number in it.
-
-The answer is the content of the last `\boxed{}`, or of several if only commas and "and" stand between them;
-else what follows "the answer is" or "####"; else the last formula or number. Units are not compared, as in
-math-verify.
-"""
+r"""Verifier of mathematical answers: as text where that decides, or the library math-verify cannot read all
+of it, otherwise by that library. The answer is the content of the last `\boxed{}`, or of several if only
+commas and "and" stand between them; else what follows "the answer is" or "####"; else the last formula or
+number. Units are not compared, as in math-verify."""
 
 import cmath
 import functools
@@ -55,7 +52,6 @@ _IN_TEXT = [*_IN_BOX, ExprExtractionConfig()]
 _ONE_FORMULA = re.compile(
     r"\s*+(?:\$([^$]++)\$|\\\(((?:[^\\]|\\(?!\)))*+)\\\)|\\\[((?:[^\\]|\\(?!\]))*+)\\\])\s*+\.?\s*+"
 )
-"""A text that is a formula and nothing else."""
 _LETTER = re.compile(
     r"(?i:(?:the )?(?:correct )?(?:option|choice|answer)(?: is)?:? ?)?"
     r"(?:\(([A-Z])\)|([A-Z])(?![A-Za-z]))(?:[).:]?|[).: ]{1,3}[\w$\\(].*)",
@@ -91,30 +87,24 @@ def score(
     metadata: Sequence[dict[str, Any]],
 ) -> list[Any]:
     """Return 1 for each response whose answer equals its label, else 0, also if it has no answer."""
-    return [_reward(*texts) for texts in zip(prompts, responses, labels, strict=True)]
+
+    def reward(prompt: str, response: str, label: str) -> Any:
+        try:
+            return float(is_right(response, label, prompt))
+        except ResponseError:
+            return WRONG
+
+    return list(map(reward, prompts, responses, labels))
 
 
 score.batched = True  # type: ignore[attr-defined]
 
 
-def _reward(prompt: str, response: str, label: str) -> Any:
-    try:
-        return float(is_right(response, label, prompt))
-    except ResponseError:
-        return WRONG
-
-
 def is_right(response: str, label: str, prompt: str = "") -> bool:
     """Return whether the response's answer equals the label: a formula, number or text, with or without `$`
-    or `\\boxed{}` around it.
-
-    Args:
-        prompt: the question; a quotation of it does not count as an answer.
-
-    Raises:
-        LabelError: the label cannot be graded.
-        ResponseError: the answer asks for more than can be computed, or math-verify fails on it.
-    """
+    or `\\boxed{}` around it. A quotation of the prompt does not count as an answer. Raises LabelError if the
+    label cannot be graded, and ResponseError if the answer asks for more than can be computed, or math-verify
+    fails on it."""
     accepted = _accepted(label)
     answer = _answer(final_part(response, prompt))
     if answer is None or len(answer.text) > _LONGEST:
@@ -248,8 +238,7 @@ def _equal(answer: _Answer, label: str) -> bool:
 
 
 def _same_word(answer: str, label: str) -> bool:
-    """Return whether a label that is a letter, yes or no is what an answer begins with, as in "(B) 5" and
-    "Yes, it is"."""
+    """Return whether an answer begins with a label that is a letter, yes or no: "(B) 5", "Yes, it is"."""
     label, answer = unwrapped(label), without_fonts(answer).replace("\\ ", " ").strip()
     pattern = _LETTER if re.fullmatch(r"\(?[A-Z]\)?", label) else _VERDICT
     if pattern is _LETTER:
@@ -268,8 +257,7 @@ def _assignments(text: str) -> dict[str, str] | None:
 
 
 def _equals_one(answer: _Answer, accepted: Sequence[str]) -> bool:
-    """Return whether the answer equals one of several. All together have the time of one comparison, and
-    that of the last."""
+    """Return whether the answer equals one of several, in the time of one comparison and that of the last."""
     if len(accepted) == 1:
         return _equal(answer, accepted[0])
     deadline, failure = time.process_time() + CHECK_S, None

@@ -97,10 +97,8 @@ def score(
     Part marks (a right digit, a right format) are left out: in a group of wrong answers they alone would make
     up the advantage. An answer on which the scorer fails is wrong, unless the scorer fails on the label as
     well. An answer that the scorer would evaluate is wrong if it is more than an expression of the task.
-
-    Raises:
-        LabelError: a prompt does not come from reasoning_gym, or the scorer fails on its label.
-        SandboxError: the scorer cannot run here.
+    Raises LabelError for a prompt that does not come from reasoning_gym, or on whose label the scorer fails,
+    and SandboxError if the scorer cannot run here.
     """
     items = [_Item.from_row(*row) for row in zip(prompts, labels, metadata, strict=True)]
     extracted = [extract_answer(*pair) for pair in zip(responses, metadata, strict=True)]
@@ -130,11 +128,8 @@ def label_problem(label: str, metadata: dict[str, Any]) -> str | None:
 def _graded(
     items: Sequence[_Item], extracted: Sequence[str | None], *, checks_labels: bool = False
 ) -> list[Any]:
-    """Return the values of `score` for answers to items.
-
-    Args:
-        checks_labels: the scorer also judges an answer that is the label, whatever an answer may be.
-    """
+    """Return the values of `score` for answers to items. With `checks_labels`, the scorer also judges an
+    answer that is the label, whatever an answer may be."""
     values: list[Any] = [0.0] * len(items)
     gradable = []
     for place, (item, answer) in enumerate(zip(items, extracted, strict=True)):

@@ -1,11 +1,8 @@
 """Tests that see what a program changes in their arguments, and no other change it makes.
 
-The program runs in another process, so a list that it sorts in place is a copy. Writing the changes into the
-tests' own list would give the program that list: it could clear what the tests are looping over, or what they
-compare with. So each statement of the tests is followed by an assignment, `a = __changed__(a)`, for every
-name among the arguments of its calls. The name then refers to the changed copy; loops already begun, and
-other names, keep the original list.
-"""
+The program runs in another process, and sorts a copy in place. In the tests' own list it could clear what
+they loop over or compare with. So each statement of the tests is followed by `a = __changed__(a)` for every
+name among the arguments of its calls; loops already begun, and other names, keep the original list."""
 
 from __future__ import annotations
 
@@ -33,12 +30,8 @@ _Scope = dict[str, bool]
 
 
 def _rebind(body: list[ast.stmt], scopes: list[_Scope], outer: set[str]) -> None:
-    """Add the assignments to a list of statements, in place.
-
-    Args:
-        scopes: those of the module and of each function around these statements.
-        outer: collects the names assigned here that the innermost of these functions does not bind itself.
-    """
+    """Add the assignments to a list of statements, in place. `scopes` are those of the module and of each
+    function around these; `outer` collects the names that the innermost of these does not bind itself."""
     written: list[ast.stmt] = []
     for statement in body:
         written.append(statement)

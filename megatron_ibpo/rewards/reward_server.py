@@ -9,25 +9,28 @@ import os
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any
 
 import aiohttp
 
 from megatron_ibpo.basics.redaction import keep_keys_from_logs, without_keys
 from megatron_ibpo.basics.text import counted, shown
 from megatron_ibpo.config import ConfigError
-from megatron_ibpo.rewards.http_judge import Wire
-from megatron_ibpo.rewards.http_score import API_KEY, REFUSED, UNREADABLE, Question, is_transient
+from megatron_ibpo.rewards.http_wires import UNREADABLE, Question, Wire, is_transient
 from megatron_ibpo.rewards.workers import Outcome
 
+API_KEY = "IBPO_RM_API_KEY"
+"""Environment variable with the key that servers of rewards get as a bearer token. There is no flag for it,
+since flags are written into a run's directory."""
 RETRIES = "retries"
 """Detail of a response: requests that were made again until the server answered for it."""
+REFUSED = "judge_refused"
+"""Detail of a judged response: 1 if the second answer has no readable score either, which makes the reward
+0, else 0."""
 _FIRST_WAIT = 0.5
 """Seconds before the first retry; doubled each time."""
 _LONGEST_WAIT = 10.0
@@ -54,11 +57,7 @@ class _NoAnswerError(Exception):
     library may quote."""
 
     def __init__(self, reason: str, *, transient: bool = False, status: int | None = None):
-        """
-        Args:
-            transient: the same request may succeed later.
-            status: status of the answer, if there was one.
-        """
+        """`transient`: the same request may succeed later. `status`: that of the answer, if there was one."""
         super().__init__(_line(reason))
         self.transient, self.status = transient, status
 
@@ -75,7 +74,6 @@ class _Call:
         self.question = question
         self.outcome: Future[Outcome] = Future()
         self.retries = 0
-        """Requests for it that were made again so far."""
         self.is_repeated = False
         """True once its first answer had no score that can be read: the next request demands one."""
 
@@ -111,13 +109,13 @@ class RewardServer:
             timeout: seconds for all requests for one response, without the wait for its turn. One request may
                 take half of that, so that a request that hangs is made again.
         """
-        self._wire, self._read = wire, read
-        self._concurrency, self._timeout = concurrency, timeout
+        self._wire, self._read, self._timeout = wire, read, timeout
+        self._turns = asyncio.Semaphore(concurrency)
         self._waiting: deque[_Call] = deque()
         self._alone: deque[_Call] = deque()
         """Calls whose batch has failed, each with half of the time left, and those to be asked again, with as
         much time as before."""
-        self._asking: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._open: set[_Call] = set()
         self._doubtful: list[tuple[_Call, Any]] = []
         """Calls without a readable score after the second request, with that answer."""
@@ -126,7 +124,6 @@ class RewardServer:
         self._unread_in_a_row = self._refusals = 0
         """Such calls since the last readable score, and those that got a reward of 0."""
         self._failures = 0
-        """Requests that failed so far."""
         self._jitter = random.Random()  # never the run's generators
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -155,87 +152,85 @@ class RewardServer:
         async with _session() as self._session:
             self._ready.set()
             await self._closing.wait()
-            asking = list(self._asking)
-            for task in asking:
+            tasks = list(self._tasks)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             for call in list(self._open):  # cancelling one takes it out
                 call.outcome.cancel()
 
     # ------------------------------------------------------------------------------------------- the queue
 
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _enter(self, call: _Call) -> None:
         self._open.add(call)
         call.outcome.add_done_callback(lambda _: self._open.discard(call))
-        self._waiting.append(call)
-        self._start_asking()
+        self._enqueue(self._waiting, call)
 
-    def _start_asking(self) -> None:
-        """Start one more task that makes requests, up to the limit."""
-        if len(self._asking) < self._concurrency:
-            self._asking.add(self._loop.create_task(self._ask_waiting()))
+    def _enqueue(self, calls: deque[_Call], call: _Call) -> None:
+        calls.append(call)
+        self._start(self._ask_next())
 
-    async def _ask_waiting(self) -> None:
-        """Make one request after another until no call waits."""
-        while self._alone or self._waiting:
+    async def _ask_next(self) -> None:
+        """Ask for the calls that come next, once it is their turn: one alone, or as many waiting ones as a
+        request may have."""
+        async with self._turns:
             if self._alone:
                 call = self._alone.popleft()
                 await self._ask([call], self._timeout if call.is_repeated else self._timeout / 2)
-            else:
-                count = min(len(self._waiting), self._wire.batch_size)
+            elif count := min(len(self._waiting), self._wire.batch_size):
                 calls = [self._waiting.popleft() for _ in range(count)]
                 await self._ask(calls, self._timeout if count == 1 else self._timeout / 2)
-        # here and not in a callback: a call that comes before the callback would start no task
-        self._asking.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     async def _ask(self, calls: Sequence[_Call], seconds: float) -> None:
         """Get an answer for the calls within so many seconds."""
         try:
             server_answers = await self._request_answers(calls, seconds)
-            for call, answer in zip(calls, server_answers, strict=True):
-                reading = self._read(self._wire.reading(answer))
-                reading.add_done_callback(partial(self._in_loop, call, answer))
         except _NoAnswerError as error:
             if len(calls) > 1:
                 for call in calls:
                     call.retries += 1
-                    self._alone.append(call)
-                    self._start_asking()
+                    self._enqueue(self._alone, call)
                 return
-            for call in calls:
-                error_message = f"{self._wire.url}: {error} ({counted(call.retries + 1, 'request')})"
-                call.settle(Outcome(None, error_message, {RETRIES: float(call.retries)}))
+            (call,) = calls
+            error_message = f"{self._wire.url}: {error} ({counted(call.retries + 1, 'request')})"
+            call.settle(Outcome(None, error_message, {RETRIES: float(call.retries)}))
             self._settle_doubtful()
-        except Exception as error:  # a verifier process that does not start, or a fault of ours
+        except Exception as error:  # a fault of ours
             for call in calls:
                 call.fail(error)
             self._settle_doubtful()
+        else:
+            for call, answer in zip(calls, server_answers, strict=True):
+                self._start(self._take_score(call, answer))
 
     # ------------------------------------------------------------------------------------------- the scores
 
-    def _in_loop(self, call: _Call, answer: Any, reading: Future[Outcome]) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and its calls are cancelled
-            self._loop.call_soon_threadsafe(self._take_score, call, answer, reading)
-
-    def _take_score(self, call: _Call, answer: Any, reading: Future[Outcome]) -> None:
-        """Settle a call with the score that was found in its answer, or have it asked again."""
-        if reading.cancelled():
+    async def _take_score(self, call: _Call, answer: Any) -> None:
+        """Settle a call with the score that is found in its answer, or have it asked again."""
+        try:
+            read = await asyncio.wrap_future(self._read(self._wire.reading(answer)))
+        except asyncio.CancelledError:
             call.outcome.cancel()
-        elif isinstance(error := reading.exception(), Exception):
+            return
+        except Exception as error:  # a verifier process that does not start
             call.fail(error)
-        elif reading.result().details.get(UNREADABLE) and call.is_repeated:
-            self._doubtful.append((call, answer))
-        elif reading.result().details.get(UNREADABLE):
-            call.is_repeated = True
-            self._alone.append(call)
-            self._start_asking()
         else:
-            read = reading.result()
-            details = read.details | {RETRIES: float(call.retries)}
-            if UNREADABLE in read.details:
-                details |= {UNREADABLE: float(call.is_repeated), REFUSED: 0.0}
-                self._has_scored, self._unread_in_a_row = True, 0
-            call.settle(Outcome(read.value, read.error, details))
+            if read.details.get(UNREADABLE) and call.is_repeated:
+                self._doubtful.append((call, answer))
+            elif read.details.get(UNREADABLE):
+                call.is_repeated = True
+                self._enqueue(self._alone, call)
+            else:
+                details = read.details | {RETRIES: float(call.retries)}
+                if UNREADABLE in read.details:
+                    details |= {UNREADABLE: float(call.is_repeated), REFUSED: 0.0}
+                    self._has_scored, self._unread_in_a_row = True, 0
+                call.settle(Outcome(read.value, read.error, details))
         self._settle_doubtful()
 
     def _settle_doubtful(self) -> None:
@@ -253,17 +248,15 @@ class RewardServer:
             end = shown(without_keys(str(answer)[-_LONGEST_WHY:])[-_SHOWN_CHARACTERS:])
             ending = f"no score in the judge's answer, which ends {end}"
             if is_broken:
-                error_message = (
-                    f"{ending}; it was asked twice, and has given a readable score to none of the last "
-                )
-                error_message += f"{counted(self._unread_in_a_row, 'response')}: see the template"
-                call.settle(Outcome(None, error_message, details))
-            else:
-                self._refusals += 1
-                if self._refusals.bit_count() == 1:
-                    count = counted(self._refusals, "response")
-                    _log.warning("%s: reward 0 for %s, asked about twice: %s", self._wire.url, count, ending)
-                call.settle(Outcome(0.0, None, details | {REFUSED: 1.0}))
+                last_responses = counted(self._unread_in_a_row, "response")
+                ending += "; it was asked twice, and has given a readable score to none of the last "
+                call.settle(Outcome(None, f"{ending}{last_responses}: see the template", details))
+                continue
+            self._refusals += 1
+            if self._refusals.bit_count() == 1:
+                count = counted(self._refusals, "response")
+                _log.warning("%s: reward 0 for %s, asked about twice: %s", self._wire.url, count, ending)
+            call.settle(Outcome(0.0, None, details | {REFUSED: 1.0}))
         self._doubtful.clear()
 
     # ------------------------------------------------------------------------------------------ the request
@@ -278,7 +271,10 @@ class RewardServer:
                 content = await _exchange(self._session, self._wire.url, body, min(seconds_left, seconds / 2))
                 return _understood(self._wire.answers, content, len(calls))
             except _NoAnswerError as error:
-                self._count_failure(error)
+                self._failures += 1
+                if self._failures.bit_count() == 1:
+                    requests = counted(self._failures, "request")
+                    _log.warning("%s: %s failed; the last: %s", self._wire.url, requests, error)
                 pause = wait * self._jitter.uniform(0.5, 1)
                 if not error.transient or self._loop.time() + pause >= deadline:
                     raise
@@ -287,21 +283,18 @@ class RewardServer:
             for call in calls:
                 call.retries += 1
 
-    def _count_failure(self, error: _NoAnswerError) -> None:
-        self._failures += 1
-        if self._failures.bit_count() == 1:
-            _log.warning(
-                "%s: %s failed; the last: %s", self._wire.url, counted(self._failures, "request"), error
-            )
-
 
 def check_server(wire: Wire) -> None:
     """Make one request, so that a server that is missing or wrong is found before the run. Raises ConfigError
     if the server does not answer, or not as it must."""
+
+    async def tried() -> Any:
+        async with _session() as session:
+            return await _exchange(session, url, body, _TRIAL_S)
+
     url, body = wire.trial()
     try:
-        content = asyncio.run(_tried(url, body))
-        problem = _understood(wire.trial_problem, content)
+        problem = _understood(wire.trial_problem, asyncio.run(tried()))
     except _NoAnswerError as error:
         hint = _HINTS.get(error.status, "") if error.status else ""
         problem = f"{error}{hint}"
@@ -309,28 +302,17 @@ def check_server(wire: Wire) -> None:
         raise ConfigError(_line(f"--rm-url: {url}: {problem}"))
 
 
-async def _tried(url: str, body: Any) -> Any:
-    async with _session() as session:
-        return await _exchange(session, url, body, _TRIAL_S)
-
-
 def _session() -> aiohttp.ClientSession:
     keep_keys_from_logs()
-    headers = {"Content-Type": "application/json"}
-    if key := _api_key():
-        headers["Authorization"] = f"Bearer {key}"
+    key = os.environ.get(API_KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{API_KEY}: has characters that no HTTP header can hold; set it to the key alone")
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),  # `RewardServer` keeps the limit
         timeout=aiohttp.ClientTimeout(total=None),
         headers=headers,
     )
-
-
-def _api_key() -> str:
-    key = os.environ.get(API_KEY, "").strip()
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"{API_KEY}: has characters that no HTTP header can hold; set it to the key alone")
-    return key
 
 
 async def _exchange(session: aiohttp.ClientSession, url: str, body: Any, seconds: float) -> Any:

@@ -1,12 +1,9 @@
-"""Scorers of generated tasks, in a sandbox. Some evaluate what they read as Python: an answer, which is a
-model's text, or a label and metadata, which are a data set's.
+"""Scorers of generated tasks, in a sandbox (`rewards.sandbox.judges`), since some evaluate what they read as
+Python: an answer, which is a model's text, or a label and metadata. Where none can be built, `judge_answers`
+runs scorers of `EVALUATE_NOTHING` in this process and refuses the others.
 
-`rewards.sandbox.judges` runs in the sandbox. Where none can be built, `judge_answers` runs scorers of
-`EVALUATE_NOTHING` in this process and refuses the others.
-
-A text that may be evaluated consists of the parts of the task's expressions. It can call `_FUNCTIONS`, and
-look up or assign nothing else. The lists are of the pinned version of the library.
-`tests/rewards/test_generated_scorers.py` proves them against its source.
+A text that may be evaluated can call `_FUNCTIONS`, and look up or assign nothing else. The lists are of the
+pinned version of the library; `tests/rewards/test_generated_scorers.py` proves them against its source.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -89,7 +86,6 @@ def judge_answers(task: Task, attempts: Sequence[Attempt]) -> list[Verdict]:
 
 
 _opened: list[ScorerSandbox] = []
-"""The sandbox of this process, if it is open."""
 _refusal: tuple[float, str] | None = None
 """When none could be opened, as of `time.monotonic()`, and why."""
 _RETRY_S = 60.0
@@ -97,12 +93,8 @@ _HINT = "; docs/code_rewards.md says how to allow it, also in a container"
 
 
 def open_scorers(*, retries: bool = False) -> ScorerSandbox | str:
-    """Return the sandbox of this process, or the reason why there is none.
-
-    Args:
-        retries: try again if the last failure is a minute old, since its cause, such as a lack of memory, may
-            have passed.
-    """
+    """Return the sandbox of this process, or the reason why there is none. With `retries`, try again if the
+    last failure is a minute old, since its cause, such as a lack of memory, may have passed."""
     global _refusal
     if _opened:
         return _opened[0]
@@ -123,30 +115,27 @@ class ScorerSandbox:
 
     def __init__(self) -> None:
         """Start it, which takes a second. Raises SandboxError if it cannot be built, or does not isolate."""
-        ours, theirs = socket.socketpair()
-        self._socket = ours
-        try:
+        packages = packages_of("reasoning-gym")
+        directories = sorted({str(Path(path).parent) for path in packages})
+        self._socket, theirs = socket.socketpair()
+        with ExitStack() as stack:
+            stack.callback(self._socket.close)
             with theirs:
                 self._process = Process(
                     "program",
                     Path(judges.__file__).read_text(encoding="utf-8"),
-                    [_import_paths()],
+                    [f"import sys; sys.path += {directories!r}"],
                     stdin=theirs.fileno(),
                     limits=_LIMITS,
-                    packages=_packages(),
+                    packages=packages,
                     environment=_ENVIRONMENT,
                     forks=True,
                 )
-        except BaseException:
-            ours.close()
-            raise
-        try:
+            stack.callback(self._process.end)
             self._send(computing_filter(), _START_S)
             if problem := self._receive(_START_S, judges.LONGEST_TEXT):
                 raise SandboxError(f"the sandbox does not isolate: a process in it can {problem.decode()}")
-        except BaseException:
-            self.close()
-            raise
+            self._ends = stack.pop_all()
 
     def judge(self, task: Task, attempts: Sequence[Attempt]) -> list[Verdict]:
         """Return the verdict on each answer. Raises SandboxError if the sandbox failed, and is closed."""
@@ -163,11 +152,10 @@ class ScorerSandbox:
         try:
             self._send(request, seconds)
             return _verdicts(self._receive(seconds, max_bytes), len(attempts))
-        except (OSError, ValueError) as error:
+        except BaseException as error:  # half an answer may be left
             self.close()
-            raise SandboxError(f"the sandbox of scorers failed: {error_text(error)}") from None
-        except BaseException:  # half an answer may be left
-            self.close()
+            if isinstance(error, OSError | ValueError):
+                raise SandboxError(f"the sandbox of scorers failed: {error_text(error)}") from None
             raise
 
     def _send(self, content: bytes, seconds: float) -> None:
@@ -196,8 +184,7 @@ class ScorerSandbox:
     def close(self) -> None:
         with suppress(ValueError):
             _opened.remove(self)
-        self._socket.close()
-        self._process.end()
+        self._ends.close()
 
 
 def _first_pickled(attempts: Sequence[Attempt]) -> list[bytes]:
@@ -230,17 +217,6 @@ def _verdicts(content: bytes, count: int) -> list[Verdict]:
     return verdicts
 
 
-@functools.cache
-def _packages() -> tuple[str, ...]:
-    return packages_of("reasoning-gym")
-
-
-def _import_paths() -> str:
-    """Return Python code that makes the packages importable."""
-    directories = sorted({str(Path(path).parent) for path in _packages()})
-    return f"import sys; sys.path += {directories!r}"
-
-
 def _judge_in_process(name: str, answer: str, entry: dict[str, Any]) -> Verdict:
     try:
         with cpu_limit(judges.JUDGE_S):
@@ -253,8 +229,7 @@ def _judge_in_process(name: str, answer: str, entry: dict[str, Any]) -> Verdict:
 
 @functools.lru_cache(maxsize=64)
 def _dataset(name: str) -> Any:
-    """Return a task's dataset with its default parameters, since a data row's may ask for any amount of
-    work."""
+    """Return a task's dataset with its default parameters: a data row's may ask for any amount of work."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(name, seed=0, size=1)
@@ -347,7 +322,6 @@ READ_PARAMETERS = frozenset({
 })  # fmt: skip
 """Those of them whose scorers read what the parameters of the dataset have set."""
 GRADABLE = EVALUATE_NOTHING | _EVALUATED.keys()
-"""All tasks that can be graded."""
 
 
 def is_expression(task: str, answer: str) -> bool:

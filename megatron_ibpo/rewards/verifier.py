@@ -20,9 +20,8 @@ from megatron_ibpo.basics.reward_value import LabelError
 from megatron_ibpo.basics.text import REWARD_FAULTS, append_trace, counted, fault_text, shown
 from megatron_ibpo.config import ConfigError, DataConfig, known_or_path, load_module, rm_type_in
 from megatron_ibpo.rewards.code import CHECK, CodeExecution
-from megatron_ibpo.rewards.composite import COMPOSITE, Part, check_parts, combined, parts_of
-from megatron_ibpo.rewards.http_judge import JudgeWire, Wire
-from megatron_ibpo.rewards.http_score import Question, ScoreWire
+from megatron_ibpo.rewards.composite import COMPOSITE, check_parts, combined, parts_of
+from megatron_ibpo.rewards.http_wires import JudgeWire, Question, ScoreWire, Wire
 from megatron_ibpo.rewards.response import Response, open_at_end
 from megatron_ibpo.rewards.workers import Outcome, WorkerPool
 
@@ -33,8 +32,8 @@ VERIFIERS = {
     "reasoning_gym": "megatron_ibpo.rewards.reasoning_gym:score",
     "math": "megatron_ibpo.rewards.math:score",
     "code": "megatron_ibpo.rewards.code:score",
-    "http_judge": "megatron_ibpo.rewards.http_judge:score",
-    "http_score": "megatron_ibpo.rewards.http_score:score",
+    "http_judge": "megatron_ibpo.rewards.http_wires:judged_score",
+    "http_score": "megatron_ibpo.rewards.http_wires:server_score",
 }
 """--rm-type → import path of its function. `composite` is made of these and of functions by import path."""
 WIRES: dict[str, Callable[[DataConfig], Wire]] = {
@@ -55,9 +54,7 @@ class Score:
     reward: float | None
     """None: the verifier failed. That differs from a reward of 0."""
     correct: bool
-    """True if the reward reached the threshold."""
     error: str | None = None
-    """Description of the verifier's failure."""
     details: dict[str, float] = field(default_factory=dict)
     """Further numbers from the verifier; `response_error` is 1 if it failed through the response's own fault,
     which gives a reward of 0."""
@@ -82,69 +79,45 @@ class Pool(Protocol):
 
 class Verifier(AbstractContextManager["Verifier"]):
     """A scorer of responses by the verifier of their prompt: the one under `rm_type` in the prompt's
-    metadata, else --rm-type.
-
-    A verifier is a function (prompt text, response text, label, metadata) -> number, or -> a mapping with the
-    number as `score` and further numbers. A function whose attribute `batched` is true gets lists instead:
-    each argument is a list over all waiting responses, and it returns a value for each.
-    """
+    metadata, else --rm-type. A verifier is a function as `rewards.worker` calls it."""
 
     def __init__(self, pool: Pool, data: DataConfig, logs: Path | None = None):
-        """
-        Args:
-            pool: runs the functions.
-            logs: folder for the tracebacks of functions that raise; None: they are not kept.
-
-        Raises:
-            ConfigError: see `reward_functions`.
-        """
+        """Score in the processes of a pool. Raises ConfigError as `reward_functions`. Tracebacks of functions
+        that raise are kept in the folder `logs`, if it is given."""
         reward_functions(data)
-        self._data = data
-        self._pool = pool
-        self._logs = logs
+        self._data, self._pool, self._logs = data, pool, logs
         self._servers: dict[str, RewardServer] = {}
         """Servers that were asked so far, by the function that reads their answers."""
         self._errors = 0
 
     def score(self, pairs: Sequence[tuple[Prompt, str | Response]]) -> list[Score]:
-        """Score each response to its prompt, in order. If a response is given as text alone, thinking is open
-        from its start if the text of the prompt ends in a mark that opens thinking.
-
-        A function that raises, hangs, kills its process (twice, since it gets a second try) or returns no
-        finite number gives a score without a reward. The first such error of a call is logged.
-        """
-        scorings = [self._ask(prompt, response) for prompt, response in pairs]
-        scores = [
-            self._combined_score(scoring, [outcome.result() for outcome in scoring.outcomes])
-            for scoring in scorings
-        ]
-        errors = [
-            scoring.described(score.error)
-            for scoring, score in zip(scorings, scores, strict=True)
-            if score.error is not None
-        ]
+        """Score each response to its prompt, in order. In a response given as text alone, thinking is open
+        from the start if the text of the prompt ends in a mark that opens it. A function that raises, hangs,
+        kills its process twice or returns no finite number gives a score without a reward. The first such
+        error of a call is logged."""
+        scores, errors = list[Score](), list[str]()
+        for scoring in [self._ask(prompt, response) for prompt, response in pairs]:
+            score = self._combined_score(scoring, [outcome.result() for outcome in scoring.outcomes])
+            scores.append(score)
+            if score.error is not None:
+                errors.append(scoring.described(score.error))
         if errors:
-            _log.warning(
-                "verifiers failed on %d of %d responses; the first: %s", len(errors), len(scores), errors[0]
-            )
+            counts = len(errors), len(scores)
+            _log.warning("verifiers failed on %d of %d responses; the first: %s", *counts, errors[0])
         return scores
 
     async def score_one(self, prompt: Prompt, response: str | Response) -> Score:
         """Score one response as `score` does, concurrently with other calls. Errors are logged when
-        their number since the start reaches a power of two.
-
-        Raises:
-            WorkerError: a process that had to be replaced does not start again.
-        """
+        their number since the start reaches a power of two. Raises WorkerError if a process that had to be
+        replaced does not start again."""
         scoring = self._ask(prompt, response)
         outcomes = await asyncio.gather(*[asyncio.wrap_future(outcome) for outcome in scoring.outcomes])
         score = self._combined_score(scoring, outcomes)
         if score.error is not None:
             self._errors += 1
             if self._errors.bit_count() == 1:
-                _log.warning(
-                    "verifiers have failed on %d responses: %s", self._errors, scoring.described(score.error)
-                )
+                error = scoring.described(score.error)
+                _log.warning("verifiers have failed on %d responses: %s", self._errors, error)
         return score
 
     def close(self) -> None:
@@ -163,18 +136,19 @@ class Verifier(AbstractContextManager["Verifier"]):
     def _ask(self, prompt: Prompt, response: str | Response) -> _Scoring:
         response = _as_response(prompt, response)
         try:
-            name = rm_type_of(prompt, self._data)
-            parts, targets = parts_of(name, self._data), functions_of(prompt, self._data)
+            name, targets = rm_type_in(prompt.metadata, self._data), functions_of(prompt, self._data)
             outcomes = [self._submit(target, prompt, response) for target in targets]
         except ConfigError as error:  # found at the start where the first prompts name it
-            return _Scoring("verifier of the row", _place_of(prompt), refused=str(error))
-        return _Scoring(name, _place_of(prompt), parts, outcomes)
+            return _Scoring("verifier of the row", prompt, refused=str(error))
+        return _Scoring(name, prompt, outcomes)
 
     def _submit(self, target: str, prompt: Prompt, response: Response) -> Future[Outcome]:
-        text = _text_for(target, response)
+        text, metadata = _text_for(target, response), prompt.metadata
         if target in WIRES:
             return self._server(target).submit(Question(prompt.text, text, prompt.label))
-        return self._pool.submit(target, (prompt.text, text, prompt.label, self._metadata(prompt, target)))
+        if target == VERIFIERS["code"]:  # how programs are run, which the prompt cannot override
+            metadata = metadata | CodeExecution.from_config(self._data).as_metadata()
+        return self._pool.submit(target, (prompt.text, text, prompt.label, metadata))
 
     def _server(self, target: str) -> RewardServer:
         if target not in self._servers:
@@ -188,25 +162,19 @@ class Verifier(AbstractContextManager["Verifier"]):
             )
         return self._servers[target]
 
-    def _metadata(self, prompt: Prompt, target: str) -> dict[str, Any]:
-        """Return the prompt's metadata. For programs it includes how they are run; the prompt cannot override
-        that."""
-        if target != VERIFIERS["code"]:
-            return prompt.metadata
-        return prompt.metadata | CodeExecution.from_config(self._data).as_metadata()
-
     def _combined_score(self, scoring: _Scoring, outcomes: Sequence[Outcome]) -> Score:
         if scoring.refused is not None:
             return Score(None, False, scoring.refused)
-        outcome = combined(scoring.parts, outcomes) if scoring.name == COMPOSITE else outcomes[0]
-        if outcome.error is not None:
-            if outcome.trace is None:
-                return Score(None, False, outcome.error, outcome.details)
+        parts = parts_of(scoring.name, self._data)
+        outcome = combined(parts, outcomes) if scoring.name == COMPOSITE else outcomes[0]
+        if outcome.value is not None:
+            return Score(outcome.value, outcome.value >= self._data.reward_threshold, details=outcome.details)
+        error = outcome.error or ""
+        if outcome.trace is not None:
             if self._logs is not None:
-                append_trace(self._logs / REWARD_FAULTS, scoring.described(outcome.error), outcome.trace)
-            return Score(None, False, f"{outcome.error} on {scoring.prompt}", outcome.details)
-        assert outcome.value is not None
-        return Score(outcome.value, outcome.value >= self._data.reward_threshold, details=outcome.details)
+                append_trace(self._logs / REWARD_FAULTS, scoring.described(error), outcome.trace)
+            error += f" on {place_of(scoring.prompt)}"
+        return Score(None, False, error, outcome.details)
 
 
 @dataclass(frozen=True)
@@ -214,18 +182,13 @@ class _Scoring:
     """The calls for one response."""
 
     name: str
-    """Name of the verifier."""
-    prompt: str
-    """Task and index of the prompt."""
-    parts: Sequence[Part] = ()
+    prompt: Prompt
     outcomes: Sequence[Future[Outcome]] = ()
-    """Outcomes of the parts."""
     refused: str | None = None
-    """Reason why no verifier can be called."""
 
     def described(self, error: str) -> str:
         """Return an error with the verifier and the prompt."""
-        place = f" on {self.prompt}"
+        place = f" on {place_of(self.prompt)}"
         return f"{self.name}: {error.removesuffix(place)}{place}"
 
 
@@ -247,12 +210,9 @@ def check_servers(data: DataConfig, rm_types: Iterable[str] = ()) -> None:
 
 
 def open_pool(data: DataConfig, rm_types: Iterable[str] = ()) -> WorkerPool:
-    """Start processes on this machine that run the functions named by `data.rm_type` and `rm_types`.
-
-    Raises:
-        ValueError: an unknown name (with the nearest), a function that cannot be loaded, or no sandbox for
-            running programs.
-    """
+    """Start processes on this machine that run the functions named by `data.rm_type` and `rm_types`. Raises
+    ConfigError as `reward_functions` or if there is no sandbox for running programs, and WorkerError for a
+    function that cannot be loaded."""
     targets = reward_functions(data, rm_types)
     pool = WorkerPool(targets, size=worker_count(data), timeout=data.reward_timeout)
     if VERIFIERS["code"] in targets:
@@ -271,12 +231,9 @@ def worker_count(data: DataConfig, processors: int | None = None) -> int:
 
 
 def reward_functions(data: DataConfig, rm_types: Iterable[str] = ()) -> list[str]:
-    """Return module:function of every verifier that `data.rm_type` and `rm_types` name, each once.
-
-    Raises:
-        ConfigError: an unknown name (with the nearest), parts of a composite that make no sense, or settings
-            of a server that cannot be used.
-    """
+    """Return module:function of every verifier that `data.rm_type` and `rm_types` name, each once. Raises
+    ConfigError for an unknown name (with the nearest), parts of a composite that make no sense, or settings
+    of a server that cannot be used."""
     if data.reward_part:
         check_parts(data)
     named = dict.fromkeys([data.rm_type, *rm_types, *data.allowed_rm_types])
@@ -288,32 +245,21 @@ def reward_functions(data: DataConfig, rm_types: Iterable[str] = ()) -> list[str
     return targets
 
 
-def rm_type_of(prompt: Prompt, data: DataConfig) -> str:
-    """Return the name of a prompt's verifier. Raises ConfigError if its row names an import path that the
-    user did not allow."""
-    return rm_type_in(prompt.metadata, data)
-
-
 def main_rm_type(data: DataConfig) -> str:
     """Return --rm-type, or the main part of a composite."""
     return parts_of(data.rm_type, data)[0].name
 
 
 def functions_of(prompt: Prompt, data: DataConfig) -> list[str]:
-    """Return module:function of a prompt's verifier, or of its parts. Raises ConfigError as `rm_type_of`, or
+    """Return module:function of a prompt's verifier, or of its parts. Raises ConfigError as `rm_type_in`, or
     for an unknown name (with the nearest)."""
-    return [_function(part.name) for part in parts_of(rm_type_of(prompt, data), data)]
+    return [_function(part.name) for part in parts_of(rm_type_in(prompt.metadata, data), data)]
 
 
 def answer_extractor(rm_type: str) -> Callable[[str], str | None] | None:
     """Return `extract_answer(response) -> str | None` of a verifier's module, for majority votes; None if it
-    has none.
-
-    Answers that are written differently are different answers.
-
-    Raises:
-        ConfigError: an unknown name, or a module that cannot be loaded.
-    """
+    has none. Answers that are written differently are different answers. Raises ConfigError for an unknown
+    name, or a module that cannot be loaded."""
     return getattr(load_module("--rm-type", _function(rm_type)), "extract_answer", None)
 
 
@@ -322,28 +268,28 @@ def extracted_answer(prompt: Prompt, response: str | Response, data: DataConfig)
     `extract_answer(response)` or `extract_answer(response, metadata)`. None without an answer or such a
     function, or if its verifier is refused."""
     try:
-        name = parts_of(rm_type_of(prompt, data), data)[0].name
+        name = parts_of(rm_type_in(prompt.metadata, data), data)[0].name
     except ConfigError:
         return None
-    extract: Callable[..., str | None] | None = answer_extractor(name)
-    if extract is None:
-        return None
+    extract = answer_extractor(name)
     text = _text_for(_function(name), _as_response(prompt, response))
-    arguments = (text, prompt.metadata)[: len(inspect.signature(extract).parameters)]
     try:
-        return extract(*arguments)
+        return None if extract is None else _extracted(extract, text, prompt.metadata)
     except Exception as error:
-        place = f"{_place_of(prompt)}: {fault_text(error, __file__)}"
+        place = f"{place_of(prompt)}: {fault_text(error, __file__)}"
         raise ConfigError(f"--rm-type {name}: its extract_answer failed on {place}") from error
 
 
-def _place_of(prompt: Prompt) -> str:
+def _extracted(extract: Callable[..., Any], text: str, metadata: dict[str, Any]) -> Any:
+    return extract(*(text, metadata)[: len(inspect.signature(extract).parameters)])
+
+
+def place_of(prompt: Prompt) -> str:
     """Return the prompt's place in its data, for messages."""
     return f"{prompt.task}, prompt {prompt.index}"
 
 
 def _as_response(prompt: Prompt, response: str | Response) -> Response:
-    """Return a response of which the text alone may be known."""
     if isinstance(response, Response):
         return response
     return Response(response, open_at_end(prompt.text) + response)
@@ -366,20 +312,16 @@ _LONGEST_QUESTION = 60
 
 
 def named_rm_types(prompts: Iterable[Prompt], data: DataConfig) -> list[str]:
-    """Return the verifiers of these prompts, each once. Raises ConfigError as `rm_type_of`."""
-    return list(dict.fromkeys(rm_type_of(prompt, data) for prompt in prompts))
+    """Return the verifiers of these prompts, each once. Raises ConfigError as `rm_type_in`."""
+    return list(dict.fromkeys(rm_type_in(prompt.metadata, data) for prompt in prompts))
 
 
 def check_labels(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> None:
-    """Ask the verifiers of these prompts whether they can grade the labels.
-
-    Raises:
-        LabelError: some labels cannot be graded; names the first with each reason.
-    """
+    """Ask the verifiers of these prompts whether they can grade the labels. Raises LabelError with the first
+    label for each reason if some cannot be graded."""
     problems = _label_problems(pool, prompts, data)
     if problems:
-        first_with = {error: prompt for prompt, error in reversed(problems)}
-        lines = [_problem_line(prompt, error) for error, prompt in reversed(first_with.items())]
+        lines = [*reversed(dict(reversed(problems)).values())]  # the first with each reason
         raise LabelError(
             f"{counted(len(problems), 'label')} of the first {len(prompts)} cannot be graded:\n  "
             + "\n  ".join(lines[:_SHOWN_LABELS])
@@ -387,25 +329,40 @@ def check_labels(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> Non
 
 
 def label_problems(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> list[str]:
-    """Return a line for each of these labels that its verifier cannot grade: the prompt, the label and why.
-
-    A verifier's module may define `label_problem(label, metadata) -> str | None` for that.
-    """
-    return [_problem_line(prompt, error) for prompt, error in _label_problems(pool, prompts, data)]
+    """Return a line for each of these labels that its verifier cannot grade: the prompt, the label and why. A
+    verifier's module may define `label_problem(label, metadata) -> str | None` for that."""
+    return [line for _, line in _label_problems(pool, prompts, data)]
 
 
-def _label_problems(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> list[tuple[Prompt, str]]:
+def _label_problems(pool: Pool, prompts: Sequence[Prompt], data: DataConfig) -> list[tuple[str, str]]:
+    """Return (the reason, a line with it) for each label that cannot be graded."""
     calls = [
         (prompt, pool.submit(f"{__name__}:problem", (target, prompt.label, prompt.metadata)))
         for prompt in prompts
         for target in functions_of(prompt, data)
     ]
-    return [(prompt, error) for prompt, call in calls if (error := call.result().error) is not None]
+    problems = [(prompt, error) for prompt, call in calls if (error := call.result().error) is not None]
+    return [
+        (
+            error,
+            f"{place_of(prompt)}, label {shown(prompt.label)}: {error} (the question: "
+            f"{shown(prompt.text[:_LONGEST_QUESTION])})",
+        )
+        for prompt, error in problems
+    ]
 
 
-def _problem_line(prompt: Prompt, error: str) -> str:
-    question = shown(prompt.text[:_LONGEST_QUESTION])
-    return f"{_place_of(prompt)}, label {shown(prompt.label)}: {error} (the question: {question})"
+EXTRACTION = f"{__name__}:extraction"
+
+
+def extraction(target: str, response: str, metadata: dict[str, Any]) -> float:
+    """Try `extract_answer` of a function's module, in a worker, since it may hang. Raises whatever it
+    raises, and TypeError for what is no answer."""
+    extract = getattr(load_module("--rm-type", target), "extract_answer", None)
+    answer = None if extract is None else _extracted(extract, response, metadata)
+    if not isinstance(answer, str | None):
+        raise TypeError(f"expected text or None, got {type(answer).__name__} {answer!r:.100}")
+    return 0.0
 
 
 def problem(target: str, label: str, metadata: dict[str, Any]) -> float:

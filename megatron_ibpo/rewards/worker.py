@@ -3,13 +3,11 @@
 Started as `python -m megatron_ibpo.rewards.worker FD OWNER MODULE:FUNCTION…` by `supervisor`, the OWNER. It
 answers ("ready", (its process id, the batched functions)) or ("failed", why) once. Then it answers every
 message, (function, a list of tuples of arguments), with ("outcomes", an `Answer` for each), or ("error",
-(why, the traceback or None)) if there are none. A function that was not named at the start is loaded at its
-first call.
+(why, the traceback or None)) if there are none.
 
-A function is batched if its attribute `batched` is true. It gets the arguments of many calls at once, as one
-list per argument, and returns a value for each call; other functions get the arguments of one call. A value
-is a number, or a mapping with the number as `score` and further numbers. If a function has an attribute
-`prepare_worker`, that is called once, when the function is loaded.
+A function gets (prompt text, response text, label, metadata) of one response, or if its attribute `batched`
+is true four lists over many, and returns a value for each: a number, or a mapping with the number as `score`
+and further numbers. Its attribute `prepare_worker`, if there is one, is called once it is loaded.
 """
 
 import os
@@ -40,11 +38,10 @@ def main() -> None:
     for target in targets:
         try:
             functions[target] = _load(target)
-        except ConfigError as error:
-            connection.send(("failed", printable(str(error))))
-            return
         except BaseException as error:
-            connection.send(("failed", f"--rm-type {target}: {error_text(error)}"))
+            is_refused = isinstance(error, ConfigError)
+            reason = printable(str(error)) if is_refused else f"--rm-type {target}: {error_text(error)}"
+            connection.send(("failed", reason))
             return
     own_pid = os.getpid()
     connection.send(("ready", (own_pid, [target for target in targets if _is_batched(functions[target])])))
@@ -86,24 +83,19 @@ def _answer(
 
 
 def _values(function: _Function, calls: list[tuple[Any, ...]]) -> Sequence[Any]:
-    if not _is_batched(function):
-        return [_value(function, arguments) for arguments in calls]
+    """Return a value for each call. One call alone, as the owner makes it of a function that is not batched,
+    or again of each in a batch that failed, is wrong if it raises ResponseError."""
     try:
+        if not _is_batched(function):
+            return [function(*arguments) for arguments in calls]
         values = list(function(*map(list, zip(*calls, strict=True))))
     except ResponseError:
-        if len(calls) > 1:  # the owner then sends each alone, and so finds the faulty one
+        if len(calls) > 1:
             raise
         return [WRONG]
     if len(values) != len(calls):
         raise ValueError(f"expected {len(calls)} numbers, got {len(values)}")
     return values
-
-
-def _value(function: _Function, arguments: tuple[Any, ...]) -> Any:
-    try:
-        return function(*arguments)
-    except ResponseError:
-        return WRONG
 
 
 def _outcome(value: Any) -> Answer:

@@ -62,26 +62,20 @@ class Outcome:
     details: dict[str, float] = field(default_factory=dict)
     """Further numbers that the function gave with the value."""
     trace: str | None = field(default=None, compare=False, repr=False)
-    """Traceback, if the function raised an exception."""
 
 
 class WorkerPool(AbstractContextManager["WorkerPool"]):
-    """A pool that runs functions, each named as package.module:function, in `size` processes of its own.
-
-    A thread of this process serves each of them: it starts the process, sends it one call after another, and
-    replaces it. The kernel kills a process when the thread that started it ends, so the thread must live as
-    long.
-    """
+    """A pool that runs functions, each named as package.module:function, in `size` processes of its own. A
+    thread of this process serves each of them: it starts the process, sends it one call after another, and
+    replaces it. The kernel kills a process when the thread that started it ends."""
 
     def __init__(self, targets: Sequence[str], *, size: int, timeout: float):
-        """Start the processes and wait until all of them have loaded the functions.
+        """Start the processes and wait until all of them have loaded the functions. Raises WorkerError with
+        the reason if one cannot be loaded.
 
         Args:
             targets: functions that will be called; any other is loaded by the first call that names it.
             timeout: seconds one call may take.
-
-        Raises:
-            WorkerError: one of the functions cannot be loaded; with the reason.
         """
         self._targets = tuple(targets)
         self._timeout = timeout
@@ -111,13 +105,10 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
             raise
 
     def submit(self, target: str, arguments: tuple[Any, ...]) -> Future[Outcome]:
-        """Submit one call of `target`; the future gets its outcome.
-
-        A call that raises or exceeds the time-out has an outcome with an error. A call whose process dies is
-        made once more; if that process dies too, it also has an error. Other calls are not affected. The
-        future raises WorkerError when a process that had to be replaced does not start again, and `close`
-        cancels it.
-        """
+        """Submit one call of `target`; the future gets its outcome, with an error if the call raises, exceeds
+        the time-out, or is made twice because its process dies, and dies again. Other calls are not affected.
+        The future raises WorkerError when a process that had to be replaced does not start again, and `close`
+        cancels it."""
         call = _Call(target, arguments, Future())
         with self._lock:
             if self._closed:
@@ -170,12 +161,9 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
             return worker
 
     def _settle(self, worker: _Worker, calls: list[_Call], *, once_more: bool = True) -> _Worker:
-        """Get the calls, all of one function, answered; return the worker that is left.
-
-        When a batch fails as a whole, each of its calls is made again alone, so that a call that kills or
-        hangs spoils no other. A call whose process died is made once more, since it need not be the cause. A
-        time-out is not retried: it would only cost the wait twice.
-        """
+        """Get the calls, all of one function, answered; return the worker that is left. When a batch fails as
+        a whole, each of its calls is made again alone, so that a call that kills or hangs spoils no other. A
+        call whose process died is made once more, since it need not be the cause; a time-out is not."""
         target = calls[0].target
         outcomes, fault = worker.ask(target, [call.arguments for call in calls], self._timeout)
         died = fault is not None and fault.died
@@ -286,7 +274,6 @@ class _Worker:
         self._worker: int | None = None
         """Process id of the worker itself; known once the functions are loaded."""
         self.ended = False
-        """True once its owner has ended it."""
         self.batched: list[str] = []
         """Functions that take many calls at once; known once they are loaded."""
 
@@ -297,10 +284,8 @@ class _Worker:
         try:
             status, content = self._connection.recv()
         except (EOFError, OSError):
-            raise _NotLoadedError(
-                f"{self._named}: its process ended while loading it (status "
-                f"{self.process.wait()}); the reason is in the lines above"
-            ) from None
+            ended = f"its process ended while loading it (status {self.process.wait()})"
+            raise _NotLoadedError(f"{self._named}: {ended}; the reason is in the lines above") from None
         if status != "ready":
             raise WorkerError(f"the reward function cannot be loaded: {content}")
         self._worker, self.batched = content
@@ -308,11 +293,8 @@ class _Worker:
     def ask(
         self, target: str, calls: list[tuple[Any, ...]], timeout: float
     ) -> tuple[list[Outcome], _Fault | None]:
-        """Return (the outcome of each call, None), or ([], why there are none).
-
-        Args:
-            timeout: seconds per call; a process that exceeds their sum is killed.
-        """
+        """Return (the outcome of each call, None), or ([], why there are none). A process that exceeds
+        `timeout` seconds per call is killed."""
         seconds = timeout * len(calls)
         try:
             message = pickle.dumps((target, calls))

@@ -8,7 +8,7 @@ from functools import partial
 
 from megatron_ibpo.basics.records import Floats, Group, TrainSequence
 from megatron_ibpo.credit import Credit, assign_credit, credit_of
-from megatron_ibpo.credit.break_even import composition_counts, learns_from_corrections
+from megatron_ibpo.credit.metrics import composition_counts, learns_from_corrections
 from megatron_ibpo.engines.probe import compare_probes, probe
 from megatron_ibpo.report import (
     check_reward_errors,
@@ -184,8 +184,8 @@ def _keep_samples(run: Run, step: int, groups: Sequence[Group], credit: Credit) 
 
 
 def _premise(run: Run, groups: Sequence[Group], sequences: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return the metrics that tell whether corrections pay (`credit.break_even`). Empty if the run learns
-    from no corrections; the suffixes of reset-groups are other responses."""
+    """Return the metrics that tell whether corrections pay (`skill_needed`). Empty if the run learns from no
+    corrections; the suffixes of reset-groups are other responses."""
     operator = run.foundation.method.operator
     if not corrects(operator) or not learns_from_corrections(operator):
         return {}

@@ -16,13 +16,11 @@ from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import Config
 from megatron_ibpo.config.hooks import is_import_path
 from megatron_ibpo.credit import CreditContext
-from megatron_ibpo.credit.trial import credit_functions, try_credit
 from megatron_ibpo.data.generated import SCHEME
 from megatron_ibpo.data.row_prompts import OWN_SCHEME
 from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
 from megatron_ibpo.environments.processes import EnvironmentPool
-from megatron_ibpo.environments.trial import try_environment
 from megatron_ibpo.models import ModelShape, read_hf_config
 from megatron_ibpo.models.lora import TrainedWeights
 from megatron_ibpo.report.run_dir import locked, prepare_run_dir
@@ -35,12 +33,12 @@ from megatron_ibpo.rewards import (
     named_rm_types,
     reward_functions,
 )
-from megatron_ibpo.rewards.trial import try_rewards
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.inputs import Inputs, Judges
 from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation
 from megatron_ibpo.run.run_data import RunData, environments_of, open_run_data, scored_by_verifiers
 from megatron_ibpo.run.state import Backend
+from megatron_ibpo.run.trial import credit_functions, try_credit, try_environment, try_rewards
 from megatron_ibpo.weights.formats.checkpoint_files import has_weights
 from megatron_ibpo.weights.formats.run_state import kept_bytes
 
@@ -167,10 +165,7 @@ def try_user_code(
     details = try_rewards(pool, scored_by_verifiers(prompts), config.data, logs)
     if environments is not None:
         for target, prompt in environments_of(prompts, config.environment).items():
-            place = f"{prompt.task}, prompt {prompt.index}"
-            details |= try_environment(
-                environments, target, prompt.text, prompt.label, prompt.metadata, place
-            )
+            details |= try_environment(environments, target, prompt)
     if trains:
         # what a running policy lends is left out
         context = CreditContext(

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest
 from megatron_ibpo.credit import CreditContext
 from megatron_ibpo.credit.metrics import sampled_metrics
+from megatron_ibpo.journal import DroppedGroup
 from megatron_ibpo.sampling.groups import EXPIRED, Batch, Drawn, GroupSampler
 
 DrawPrompt = Callable[[int, int], tuple[Prompt, Sequence[SampleRequest], CreditContext]]
@@ -46,7 +47,6 @@ class _Flight:
     version: int
     """Version of the oldest weights that may have sampled a part of it."""
     samples: list[Sample] = field(default_factory=list)
-    """Samples of the group so far."""
     drawn: Drawn | None = None
     """The group, once its responses are scored."""
     state: _State = "flying"
@@ -67,17 +67,12 @@ class Ahead:
     + S. A batch is taken as soon as enough groups are complete, the oldest first. It waits for groups that
     would otherwise become too old, so without over-sampling no group is ever dropped. With over-sampling, the
     batch takes the first groups to complete, and those that become too old are aborted, counted, and
-    requested again.
-
-    All methods run in one event loop.
+    requested again. All methods run in one event loop.
     """
 
     def __init__(self, groups: GroupSampler, draw: DrawPrompt, pace: Pace, *, version: int) -> None:
-        """Start with no group in flight.
-
-        Args:
-            version: policy version of the engines' weights; as many batches have been taken.
-        """
+        """Start with no group in flight. `version` is that of the engines' weights; as many batches have been
+        taken."""
         self._groups, self._draw, self._pace = groups, draw, pace
         self._version = self._next = version
         self._num_groups = groups.rules.num_groups
@@ -99,12 +94,9 @@ class Ahead:
         self._length_bias: float | None = None
 
     async def resume(self, cursor: int, under_way: Sequence[tuple[int, int, int]]) -> None:
-        """Continue from the state of an earlier process.
-
-        Args:
-            cursor: position of the first prompt that was never requested.
-            under_way: (ordinal, attempt, version) of the requested groups that are in no batch yet.
-        """
+        """Continue from the state of an earlier process: `cursor` is the position of the first prompt that
+        was never requested, and `under_way` has (ordinal, attempt, version) of groups that are in no batch
+        yet."""
         self._cursor = cursor
         for ordinal, attempt, version in under_way:
             self._ask(ordinal, attempt, version)
@@ -115,12 +107,8 @@ class Ahead:
         self._fill()
 
     async def batch(self) -> Batch:
-        """Return the next batch, once it is complete.
-
-        Raises:
-            ValueError: no group is usable, or a prompt leaves no room for a response.
-            EngineError: sampling has ended for good.
-        """
+        """Return the next batch, once it is complete. Raises ValueError if no group is usable or a prompt
+        leaves no room for a response, and EngineError if sampling has ended for good."""
         self._fill()
         while True:
             self._news.clear()
@@ -187,8 +175,7 @@ class Ahead:
             del self._tally[place]
 
     def _number(self, *states: _State, oldest: int | None = None) -> int:
-        """Return the number of groups in one of these states; with `oldest`, only those with no newer
-        weights."""
+        """Return the number of groups in these states; with `oldest`, only those with no newer weights."""
         return sum(
             count
             for (state, version), count in self._tally.items()
@@ -201,10 +188,10 @@ class Ahead:
             drawn = await self._groups.respond(prompt, requests, flight.attempt, flight.samples.append)
             flight.drawn = drawn
             self._move(flight, "flying", drawn.group.policy_version)
-            await self._groups.reconsider(drawn, context, flight.samples.append)
+            await self._groups.reconsider(drawn, context)
             if drawn.is_accepted:
                 if not drawn.is_followed_up:
-                    await self._groups.follow_up(drawn, context, flight.samples.append)
+                    await self._groups.follow_up(drawn, context)
                 self._move(flight, "ready", flight.version)
             else:
                 self._move(flight, "spare" if drawn.usable else "refused", flight.version)
@@ -257,7 +244,7 @@ class Ahead:
             assert flight.drawn is not None
             if not flight.drawn.is_followed_up:
                 context = self._draw(flight.ordinal, flight.attempt)[2]
-                await self._groups.follow_up(flight.drawn, context, flight.samples.append)
+                await self._groups.follow_up(flight.drawn, context)
             self._move(flight, "ready", flight.version)
         if not self._number("ready"):
             raise ValueError(
@@ -274,20 +261,17 @@ class Ahead:
         self._untold.append((lengths, later))
         self._next += 1
         self._expire()
-        dropped = [(*flight.key, EXPIRED if flight.too_old else "not taken") for flight in self._left]
+        dropped = tuple(
+            DroppedGroup(*flight.key, EXPIRED if flight.too_old else "not taken") for flight in self._left
+        )
         leftover_groups = [flight.drawn.group for flight in self._left if flight.drawn is not None]
         metrics = self._metrics(groups) | sampled_metrics([*groups, *leftover_groups])
         sampled = [sample for flight in [*chosen, *self._left] for sample in flight.samples]
         in_order = sorted(zip(chosen, groups, strict=True), key=lambda pair: pair[0].key)
         self._left = []
         self._fill()
-        return Batch(
-            [group for _, group in in_order],
-            sampled,
-            metrics,
-            tuple(flight.attempt for flight, _ in in_order),
-            tuple(dropped),
-        )
+        attempts = tuple(flight.attempt for flight, _ in in_order)
+        return Batch([group for _, group in in_order], sampled, metrics, attempts, dropped)
 
     def _expire(self) -> None:
         """Drop groups too old for the next batch, and groups that this batch refused."""
@@ -329,8 +313,7 @@ class Ahead:
         return metrics
 
     def _tell_bias(self) -> None:
-        """Report the length bias of the last batch for which it is known, because all groups in flight with
-        it have ended."""
+        """Report the last length bias that is known, as all groups in flight with its batch have ended."""
         under_way = {flight for flight in self._flights.values() if flight.state == "flying"}
         while self._untold and under_way.isdisjoint(self._untold[0][1]):
             lengths, flights = self._untold.pop(0)

@@ -1,8 +1,6 @@
-"""Episodes: the turns of the policy and the answers of an environment, as one sample.
-
-What was sampled is what is trained on. An episode's ids are the very ids that the engine wrote, with the
-environment's answers between them as context; no text is ever turned into ids again.
-"""
+"""Episodes: the turns of the policy and the answers of an environment, as one sample. Its ids are the very
+ids that the engine wrote, with the environment's answers between them as context; no text is ever turned into
+ids again."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from megatron_ibpo.basics.sampling_mask import SamplingMask, concatenated, unres
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import ConfigError, EnvironmentConfig, environment_in
 from megatron_ibpo.data.prompts import TooLongError, check_size
-from megatron_ibpo.environments import Chat, EpisodeFaultError, EpisodeScore, Message, Session, Sessions, Tool
+from megatron_ibpo.environments import Chat, EpisodeFaultError, Message, Session, Sessions, Tool
 
 LONG_TURN = 2**14
 """Ids of a turn that is read in a thread: more take longer than a tenth of a second."""
@@ -35,7 +33,6 @@ PLAYS = 2
 """Times that an episode is played before its reward is absent: a fault may be of the machine."""
 
 AskTurn = Callable[[SampleRequest], Awaitable[Sample]]
-"""Has an engine write one turn."""
 
 
 @dataclass(eq=False)
@@ -56,18 +53,15 @@ class Episodes:
     or have no reward for one."""
 
     async def play(self, prompt: Prompt, request: SampleRequest, ask: AskTurn, *, held_out: bool) -> Sample:
-        """Return an episode with its reward.
-
-        A fault of the environment, not of the policy, has the episode played once more with the same seeds;
-        after another one the reward is absent, `reward_error` says why, and the sample has the turns so far.
+        """Return an episode with its reward. A fault of the environment, not of the policy, has it played
+        once more with the same seeds; after another one the reward is absent, `reward_error` says why, and
+        the sample has the turns so far. Raises ValueError if the opening leaves no room for a response, or
+        the request continues a response.
 
         Args:
             request: its `max_tokens` limits the whole episode. A request for the prompt itself begins with
                 the environment's opening; any other, such as a correction's, with its own ids.
             held_out: the prompt is one of evaluation. Its environment has other seeds than training's.
-
-        Raises:
-            ValueError: the opening leaves no room for a response, or the request continues a response.
         """
         if request.num_begun_tokens:
             raise ValueError(
@@ -110,8 +104,12 @@ class Episodes:
                 if self._is_far_too_long(messages):
                     raise EpisodeFaultError("error", "its opening is far longer than the context")
                 script.sample.prompt_token_ids = _ids(self.chat.open, messages, opening.tools)
-            done = await self._take_turns(script, session, ask)
-            return self._scored(script, done, await session.score())
+            is_done = await self._take_turns(script, session, ask)
+            score, sample = await session.score(), script.sample
+            sample.finish_reason = "stop" if is_done else "length"
+            sample.reward, sample.correct = score.reward, score.reward >= self.reward_threshold
+            sample.reward_details = score.details | {name: float(n) for name, n in script.counts.items()}
+            return sample
         finally:
             await session.close()
 
@@ -161,13 +159,6 @@ class Episodes:
         """Return the number of tokens that the episode may still have."""
         room = script.request.max_tokens - len(script.sample.token_ids)
         return room if self.max_context is None else min(room, self.max_context - len(script.all_ids))
-
-    def _scored(self, script: Transcript, done: bool, score: EpisodeScore) -> Sample:
-        sample = script.sample
-        sample.finish_reason = "stop" if done else "length"
-        sample.reward, sample.correct = score.reward, score.reward >= self.reward_threshold
-        sample.reward_details = score.details | {name: float(n) for name, n in script.counts.items()}
-        return sample
 
 
 def unplayed(prompt: Prompt, request: SampleRequest) -> Sample:

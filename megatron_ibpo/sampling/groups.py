@@ -36,9 +36,7 @@ class Rules:
     """Rules for the groups that a batch takes."""
 
     num_groups: int
-    """Number of groups in the batch."""
     max_rounds: int
-    """Most rounds of prompts to sample for it."""
     usable: GroupFilter
     """Groups that it refuses are never taken (--group-filter)."""
     preferred: GroupFilter
@@ -56,11 +54,10 @@ class Batch:
     sampled: list[Sample]
     """Samples drawn for the batch, in the same order, including discarded ones."""
     metrics: dict[str, float]
-    """Metrics of `fill_batch`."""
     attempts: tuple[int, ...]
     """Number of earlier attempts at each group's prompt."""
-    dropped: tuple[tuple[int, int, str], ...] = ()
-    """(prompt index, attempt, reason) of groups that were sampled and are never trained on."""
+    dropped: tuple[DroppedGroup, ...] = ()
+    """Groups that were sampled and are never trained on."""
 
 
 @dataclass(eq=False)
@@ -73,6 +70,7 @@ class Drawn:
     engine: int
     usable: bool
     preferred: bool
+    on_sample: OnSample = None
     is_followed_up: bool = False
 
     @property
@@ -98,9 +96,10 @@ class GroupSampler:
         keys = [SampleKey(prompt.index, attempt, "response", index) for index in range(len(requests))]
         responses = await self._scored_samples(prompt, requests, keys, engine, on_sample)
         group = Group(as_opened(prompt, responses), responses)
-        return Drawn(group, attempt, engine, self.rules.usable(group), self.rules.preferred(group))
+        usable, preferred = self.rules.usable(group), self.rules.preferred(group)
+        return Drawn(group, attempt, engine, usable, preferred, on_sample)
 
-    async def follow_up(self, drawn: Drawn, context: CreditContext, on_sample: OnSample = None) -> None:
+    async def follow_up(self, drawn: Drawn, context: CreditContext) -> None:
         """Sample the operator's follow-ups for a group whose responses are scored."""
         group = drawn.group
         drawn.is_followed_up = True
@@ -110,16 +109,16 @@ class GroupSampler:
             SampleKey(group.prompt.index, drawn.attempt, "correction", index)
             for index in range(len(requests))
         ]
-        samples = await self._scored_samples(group.prompt, requests, keys, drawn.engine, on_sample)
+        samples = await self._scored_samples(group.prompt, requests, keys, drawn.engine, drawn.on_sample)
         self.operator.attach(group, follow_ups, samples)
 
-    async def reconsider(self, drawn: Drawn, context: CreditContext, on_sample: OnSample = None) -> None:
+    async def reconsider(self, drawn: Drawn, context: CreditContext) -> None:
         """Sample the follow-ups of a group that is usable but not preferred, if they may make it
         preferred."""
         after_credit = self.rules.after_credit
         if after_credit is None or not drawn.usable or drawn.preferred:
             return
-        await self.follow_up(drawn, context, on_sample)
+        await self.follow_up(drawn, context)
         drawn.preferred = after_credit(drawn.group, context, self.operator)
 
     async def _scored_samples(
@@ -132,7 +131,8 @@ class GroupSampler:
     ) -> list[Sample]:
         """Return a scored sample for every request; stored ones are not sampled again."""
         memory = self.memory
-        samples = {} if memory is None else {i: s for i, key in enumerate(keys) if (s := memory.recall(key))}
+        stored = {} if memory is None else memory.recovered.samples
+        samples = {index: stored[key] for index, key in enumerate(keys) if key in stored}
         missing = [index for index in range(len(requests)) if index not in samples]
 
         def scored(number: int, sample: Sample) -> None:
@@ -150,16 +150,12 @@ class GroupSampler:
 
 
 async def sample_batch(groups: GroupSampler, draw: DrawRound, context: CreditContext) -> Batch:
-    """Return the batch of one step.
+    """Return the batch of one step. Raises ValueError if no group is usable or a prompt leaves no room for a
+    response, and EngineError if an engine died and cannot be replaced.
 
-    A response is scored as soon as it is sampled. When the last one of a group is scored, the operator's
-    follow-ups are requested at once, while other groups are still being sampled. A group that may yet be
-    discarded waits for the end of its round, unless its corrections decide. The result does not depend on the
-    order in which groups finish.
-
-    Raises:
-        ValueError: no group is usable, or a prompt leaves no room for a response.
-        EngineError: an engine died and cannot be replaced.
+    When the last response of a group is scored, the operator's follow-ups are requested at once, while other
+    groups are still being sampled. A group that may yet be discarded waits for the end of its round, unless
+    its corrections decide. The result does not depend on the order in which groups finish.
     """
     rules = groups.rules
 
@@ -192,11 +188,11 @@ async def sample_batch(groups: GroupSampler, draw: DrawRound, context: CreditCon
     )
     late = [by_group[group] for group in batch if not by_group[group].is_followed_up]
     await run_concurrently(groups.follow_up(drawn, context) for drawn in late)
-    sampled = [response for group in by_group for response in group.responses]
     batch_set = set(batch)
-    in_order = [*batch, *(group for group in by_group if group not in batch_set)]
-    sampled += [correction.response for group in in_order for correction in group.corrections]
-    dropped = tuple((group.prompt.index, 0, "not taken") for group in by_group if group not in batch_set)
+    not_taken = [group for group in by_group if group not in batch_set]
+    sampled = [response for group in by_group for response in group.responses]
+    sampled += [correction.response for group in [*batch, *not_taken] for correction in group.corrections]
+    dropped = tuple(DroppedGroup(group.prompt.index, 0, "not taken") for group in not_taken)
     metrics |= sampled_metrics(by_group)
     return Batch(batch, sampled, metrics, (0,) * len(batch), dropped)
 
@@ -236,31 +232,17 @@ class JournalMemory:
     with_room: Callable[[Callable[[], None]], None]
     """Runs a write, waiting while the disk is full."""
 
-    def recall(self, key: SampleKey) -> Sample | None:
-        """Return the stored sample, or None if it must be sampled."""
-        return self.recovered.samples.get(key)
-
     def keep(self, key: SampleKey, sample: Sample) -> None:
         """Store a scored sample."""
         self.with_room(lambda: self.journal.sampled(key, sample))
 
     def close(self, step: int, batch: Batch) -> ClosedBatch:
         """Record the batch of the `step`-th step before it is trained on."""
-        groups = zip(batch.groups, batch.attempts, strict=True)
-        closed = ClosedBatch(
-            step,
-            tuple(
-                ClosedGroup(
-                    group.prompt.index,
-                    attempt,
-                    len(group.responses),
-                    len(group.corrections),
-                    group.skipped_pairs,
-                )
-                for group, attempt in groups
-            ),
-            tuple(DroppedGroup(*dropped) for dropped in batch.dropped),
+        groups = tuple(
+            ClosedGroup(g.prompt.index, attempt, len(g.responses), len(g.corrections), g.skipped_pairs)
+            for g, attempt in zip(batch.groups, batch.attempts, strict=True)
         )
+        closed = ClosedBatch(step, groups, batch.dropped)
         self.with_room(lambda: self.journal.closed(closed))
         return closed
 
@@ -284,21 +266,16 @@ class JournalMemory:
     def groups(
         self, batch: ClosedBatch, draw: Callable[[int], tuple[Prompt, CreditContext]], operator: Operator
     ) -> list[Group]:
-        """Return the batch's groups as they were.
-
-        Args:
-            draw: position → (the prompt, the context that its corrections were drawn by).
-        """
-        return [self._group(closed, *draw(closed.prompt_index), operator) for closed in batch.groups]
-
-    def _group(
-        self, closed: ClosedGroup, prompt: Prompt, context: CreditContext, operator: Operator
-    ) -> Group:
-        samples = [self.recovered.samples[key] for key in closed.sample_keys()]
-        responses, corrections = samples[: closed.responses], samples[closed.responses :]
-        prompt = as_opened(prompt, responses)
-        group = Group(prompt, responses, [Correction(0, (), sample) for sample in corrections])
-        return replay([group], operator, context)[0]
+        """Return the batch's groups as they were; `draw` gives, for a position, its prompt and the context
+        that its corrections were drawn by."""
+        groups = []
+        for closed in batch.groups:
+            prompt, context = draw(closed.prompt_index)
+            samples = [self.recovered.samples[key] for key in closed.sample_keys()]
+            responses, corrections = samples[: closed.responses], samples[closed.responses :]
+            recorded = [Correction(0, (), sample) for sample in corrections]
+            groups += replay([Group(as_opened(prompt, responses), responses, recorded)], operator, context)
+        return groups
 
 
 def replay(groups: list[Group], operator: Operator, context: CreditContext) -> list[Group]:

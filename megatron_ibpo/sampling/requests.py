@@ -51,11 +51,7 @@ def group_requests(
 
 def with_beginning(sample: Sample, num_begun: int) -> Sample:
     """Return the whole response of a sample whose prompt ended in the response's first `num_begun` tokens
-    (`SampleRequest.num_begun_tokens`).
-
-    The beginning is context: it has no log-probs and is not trained on. The verifier thus reads the whole
-    response, and the loss sees only what was sampled now.
-    """
+    (`SampleRequest.num_begun_tokens`). The beginning has no log-probs and is not trained on."""
     if num_begun == 0:
         return sample
     cut = len(sample.prompt_token_ids) - num_begun
@@ -73,11 +69,8 @@ def with_beginning(sample: Sample, num_begun: int) -> Sample:
 
 
 def scorer(verifier: Verifier, text: Callable[[Prompt, Sample], str | Response]) -> Score:
-    """Return a function that lets the verifier score samples that are not scored yet.
-
-    Args:
-        text: returns the text of a sample of the prompt for the verifier.
-    """
+    """Return a function that lets the verifier score samples that are not scored yet, by the text that `text`
+    returns for a sample of the prompt."""
 
     async def score(prompt: Prompt, sample: Sample) -> None:
         if sample.is_scored:

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent import futures
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -76,18 +76,16 @@ class _Lane:
         return opened
 
 
-class Sampler:
-    """Requests samples from engines and rewards from verifiers, for training, evaluation, studies and the
-    audit.
+class Sampler(AbstractContextManager["Sampler"]):
+    """Requests samples from engines and rewards from verifiers.
 
     Requests are spread by load. Those of one prompt stay together if engines cache shared prefixes.
-    Unfinished requests of a dead engine are repeated at once elsewhere, or by its successor, which joins when
-    it is ready. Every request has its own seed, so the result depends neither on the engine nor on the time.
+    Unfinished requests of a dead engine, or one that does not answer at all for `stall_timeout` seconds, are
+    repeated at once elsewhere, or by its successor, which joins when it is ready. Every request has its own
+    seed, so the result depends neither on the engine nor on the time.
 
-    An engine that does not answer at all for `stall_timeout` seconds is ended and treated as dead.
-
-    It works in an event loop. `run` and `start` use one in the Sampler's own thread, which continues whatever
-    the caller does meanwhile; within another event loop the coroutines are used directly.
+    `run` and `start` use an event loop in the Sampler's own thread, which continues whatever the caller does
+    meanwhile; within another event loop the coroutines are used directly.
     """
 
     def __init__(
@@ -140,11 +138,15 @@ class Sampler:
 
     def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None) -> T:
         """Run the work, which uses this Sampler, and wait until it is done and no engine has a request left.
+        `meanwhile` is called from time to time."""
 
-        Args:
-            meanwhile: called from time to time during the wait.
-        """
-        return self.wait(self.start(self._finished(work)), meanwhile)
+        async def settled() -> T:
+            try:
+                return await work
+            finally:  # so that nothing is left half done while the loop rests
+                await self.settle()
+
+        return self.wait(self.start(settled()), meanwhile)
 
     def start(self, work: Coroutine[Any, Any, T]) -> futures.Future[T]:
         """Start the work and return at once."""
@@ -177,9 +179,6 @@ class Sampler:
             self._loop.close()
         self._loop = self._thread = None
 
-    def __enter__(self) -> Sampler:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -196,12 +195,7 @@ class Sampler:
         *,
         held_out: bool = False,
     ) -> list[Sample]:
-        """Return a scored sample for every request, in order.
-
-        Args:
-            held_out: as in `answer`.
-            on_sample: called with each sample and its index once it is scored.
-        """
+        """Return a scored sample for every request, in order; the arguments are as in `answer`."""
         by_prompt: dict[Prompt, list[int]] = {}
         for position, (prompt, _) in enumerate(requests):
             by_prompt.setdefault(prompt, []).append(position)
@@ -229,16 +223,14 @@ class Sampler:
         *,
         held_out: bool = False,
     ) -> list[Sample]:
-        """Return a sample for every request, in order, each scored as soon as it arrives.
+        """Return a sample for every request, in order, each scored as soon as it arrives. Raises ValueError
+        if a prompt is empty or leaves no room for a response, and EngineError if an engine refused, died and
+        cannot be replaced, or lacks a mask that is needed.
 
         Args:
             near: engine that caches the prefix of these requests (`place`).
             on_sample: called with each sample and its index once it is scored.
             held_out: the prompt is one of evaluation (`Episodes.play`).
-
-        Raises:
-            ValueError: a prompt is empty or leaves no room for a response.
-            EngineError: an engine refused, died and cannot be replaced, or lacks a mask that is needed.
         """
         for request in requests:
             _check_prompt(request, self._max_context)
@@ -293,13 +285,6 @@ class Sampler:
 
     def _working(self) -> list[_Lane]:
         return [lane for lane in self._lanes if lane.state == "alive"] or self._lanes
-
-    async def _finished(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run the work, then settle, so that nothing is left half done while the loop rests."""
-        try:
-            return await work
-        finally:
-            await self.settle()
 
     async def settle(self) -> None:
         """Wait until no engine has a request left. An engine that is being replaced joins when it is
@@ -417,8 +402,7 @@ class Sampler:
         raise EngineDiedError(reason)
 
     def _bury(self, lane: _Lane, error: EngineDiedError) -> None:
-        """Repeat a dead engine's requests, at once if another engine is alive, and have it replaced
-        meanwhile."""
+        """Repeat a dead engine's requests elsewhere, if another one is alive, and have it replaced."""
         lane.state = "mending"
         orphans = [opened for opened in lane.clear() if not opened.sample.done()]
         num_requests = counted(len(orphans), "request")

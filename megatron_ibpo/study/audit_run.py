@@ -14,12 +14,10 @@ from megatron_ibpo.basics.records import Correction, Flags, Group, Prompt, Sampl
 from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import CreditContext, ThinkingMarks, Vocabulary, any_group
-from megatron_ibpo.credit.compared_parts import compared_pairs
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.edits import find_edits, gradient_mask
-from megatron_ibpo.credit.pairing import is_wrong
+from megatron_ibpo.credit.pairing import compared_pairs, is_wrong, split_spans
 from megatron_ibpo.credit.shaping import counts
-from megatron_ibpo.credit.spans import split_spans
 from megatron_ibpo.data import CorrectionTemplate, ResponseText, Tokenizer, TokenTexts, load_tokenizer
 from megatron_ibpo.engines import ThreadedEngine
 from megatron_ibpo.models import read_hf_config

@@ -17,7 +17,7 @@ from rich.console import Console
 from scipy import stats
 
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.credit.break_even import ACCOMPANIED, ALONE, skill_needed
+from megatron_ibpo.credit.metrics import ACCOMPANIED, ALONE, skill_needed
 from megatron_ibpo.report.page.html import comparison, embedded, page
 from megatron_ibpo.study.claims import Comparison
 from megatron_ibpo.study.findings import Findings

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.rendezvous import variables_set
-from megatron_ibpo.config import Config, DataConfig
+from megatron_ibpo.config import Config, DataConfig, rm_type_in
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.data.files import chosen_files, each_row
 from megatron_ibpo.data.layouts import fields_read
@@ -22,7 +22,6 @@ from megatron_ibpo.data.row_prompts import normalised
 from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.tokenizer import DataError
 from megatron_ibpo.rewards import Score, Verifier, named_rm_types, open_pool
-from megatron_ibpo.rewards.verifier import rm_type_of
 from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.run_data import open_run_data, scored_by_verifiers
 from megatron_ibpo.verify.batch import Subject
@@ -184,7 +183,7 @@ def check_rewards(subject: Subject) -> Iterator[Row]:
     if not prompts:
         raise NotCheckedError("environments score this run's responses, and no verifier")
     # elsewhere a task or a function may have labels that are no answers
-    labels_are_answers = {rm_type_of(prompt, data) for prompt in prompts} == {"math"}
+    labels_are_answers = {rm_type_in(prompt.metadata, data) for prompt in prompts} == {"math"}
     with Verifier(open_pool(data, named_rm_types(prompts, data)), data) as verifier:
 
         def scores(texts: list[str]) -> list[Score]:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from megatron_ibpo.basics.records import Group, Prompt, Sample, SampleRequest, TokenIds, TrainSequence
+from megatron_ibpo.config import rm_type_in
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.data.row_prompts import template_settings
-from megatron_ibpo.rewards.verifier import rm_type_of
 from megatron_ibpo.run.run_data import open_run_data
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject, policy_on_one_rank
@@ -189,7 +189,8 @@ def _turn_faults(turns: Turns, group: Group, sample: Sample) -> Iterator[str]:
 
 def _has_made_up_reward(subject: Subject, group: Group) -> bool:
     """Return whether the small run's reward scores a group, and no other of its row or environment."""
-    return group.prompt.environment is None and rm_type_of(group.prompt, subject.small.data) == STAND_IN
+    prompt = group.prompt
+    return prompt.environment is None and rm_type_in(prompt.metadata, subject.small.data) == STAND_IN
 
 
 def _reward_faults(subject: Subject, group: Group, sample: Sample) -> Iterator[str]:

@@ -15,7 +15,6 @@ from megatron_ibpo.basics.sampling_mask import sampling_mask
 from megatron_ibpo.config import PRESETS, Config, RolloutConfig
 from megatron_ibpo.config.algorithm import AlgorithmConfig
 from megatron_ibpo.credit import (
-    ESTIMATORS,
     Judgement,
     Operator,
     assign_credit,
@@ -28,6 +27,7 @@ from megatron_ibpo.credit import (
 from megatron_ibpo.credit.estimators import group_z_score, maxrl, needs_critic
 from megatron_ibpo.credit.metrics import response_metrics, sampled_metrics
 from megatron_ibpo.credit.pairing import draw_references
+from megatron_ibpo.credit.registries import ESTIMATORS
 from megatron_ibpo.credit.train_sequences import plain_prompt_sequences, train_sequences
 from megatron_ibpo.credit.value_credit import Critic
 from megatron_ibpo.data import DataError, PromptSuffixes

@@ -14,10 +14,10 @@ from simulated_engines import SimulatedEngine, in_virtual_time
 from megatron_ibpo.basics.records import Group, SampleRequest, token_ids
 from megatron_ibpo.config import PRESETS, Config
 from megatron_ibpo.credit import find_operator
-from megatron_ibpo.credit.break_even import composition_counts, learns_from_corrections, skill_needed
-from megatron_ibpo.credit.compared_parts import ThinkingMarks, compared_pairs, part_in_prompt
 from megatron_ibpo.credit.edits import find_edits, gradient_mask, mark_rewrites
 from megatron_ibpo.credit.estimators import group_z_score
+from megatron_ibpo.credit.metrics import composition_counts, learns_from_corrections, skill_needed
+from megatron_ibpo.credit.pairing import ThinkingMarks, compared_pairs, part_in_prompt
 from megatron_ibpo.edit_distance import distance, opcodes
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy.loss_objective import loss_params

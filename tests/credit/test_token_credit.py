@@ -12,7 +12,7 @@ from megatron_ibpo.basics.records import Group
 from megatron_ibpo.credit import TokenFactors
 from megatron_ibpo.credit.divergence import normalised
 from megatron_ibpo.credit.importance import importance_weights
-from megatron_ibpo.credit.spans import split_spans
+from megatron_ibpo.credit.pairing import split_spans
 
 from support.credit_cases import (  # isort: skip
     AGREEMENT, EOS, PROMPT, RANDOM_WINDOW, RIGHT, Loop, algorithm, by_kind, candidates, fix_last, group,

@@ -14,17 +14,16 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import accumulate
 from threading import Thread
 from types import ModuleType, SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_ibpo.basics.reward_value import read_reward
 from megatron_ibpo.config import ConfigError, EnvironmentConfig, load_hook
-from megatron_ibpo.environments.adapters import load_environment
+from megatron_ibpo.environments.frameworks import load_environment
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.environments.protocol import EpisodeFaultError
-from megatron_ibpo.environments.trl import tool_of
 from support import openenv_server
 from support.documented_modules import DOCS, write_modules
 from support.openenv_server import BreaksTheConnection, Observation, create_app, serving, serving_connections
@@ -139,9 +138,9 @@ def test_no_environment_is_refused_with_the_methods_looked_for(directory):
         ("mine:GAME", "is of type Game, but must be callable with no arguments"),
         ("mine:Game", "the methods of no known framework. Known are reset, step, score and close (ours)"),
         ("mine:Sized", "needs size; name a function without arguments that returns the environment"),
-        ("mine:Undocumented", "play() is a tool and has no docstring; begin its name with _"),
-        ("mine:Untyped", "play() is a tool, and its argument 'move' has no type hint"),
-        ("mine:Undescribed", "its argument 'move' has no description under Args: in the docstring"),
+        ("mine:Undocumented", "play() is a tool, unless its name begins with _: Cannot generate JSON schema"),
+        ("mine:Untyped", "Argument move is missing a type hint in function play"),
+        ("mine:Undescribed", "the docstring has no description for the argument 'move'"),
         ("http://127.0.0.1:8000", "expected an import path, or openenv://HOST:PORT"),
         ("openenv://host:80?action=code", "unknown setting 'action'; did you mean 'action_field'?"),
     ):
@@ -258,36 +257,6 @@ def test_trl_reward_functions_add_to_the_environments_reward(directory):
     ):
         with pytest.raises(ConfigError, match=says):
             load_environment(f"mine:{name}", [f"mine:{function}" for function in functions])
-
-
-@pytest.mark.slow  # importing transformers takes seconds
-def test_tools_have_the_schema_that_transformers_gives_them():
-    from transformers.utils import get_json_schema
-
-    def search(
-        query: str, top: int = 3, kinds: list[str] | None = None, order: Literal["new", "old"] = "new",
-        where: dict[str, float] | str = "", between: tuple[int, int] = (0, 1), anything: Any = None,
-    ) -> list[str]:  # fmt: skip
-        """Search in the archive.
-
-        Looks at titles and texts.
-
-        Args:
-            query: Words to look for,
-                in any order.
-            top: How many results.
-            kinds: Kinds of text.
-            order: Which come first.
-            where: Weights of fields.
-            between: Years.
-            anything: What you like.
-
-        Returns:
-            The results.
-        """
-        return []
-
-    assert tool_of(search) == get_json_schema(search)["function"]
 
 
 def test_a_skyrl_environment_sees_its_row_and_sums_its_rewards(made):

@@ -16,10 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import ConfigError, EnvironmentConfig
 from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore
 from megatron_ibpo.environments.processes import EnvironmentPool
-from megatron_ibpo.environments.trial import try_environment
+from megatron_ibpo.run.trial import try_environment
 from support.sandboxed import needs_sandbox
 from support.waiting import eventually, has_ended
 
@@ -261,7 +262,7 @@ def test_an_environment_is_tried_once_before_a_run_starts():
     def tried(name, *rewards):
         settings = EnvironmentConfig(environment_reward=rewards, step_timeout=1.0)
         with EnvironmentPool(settings) as pool:
-            return try_environment(pool, f"trl_tools:{name}", "?", "42", {}, "prompt 7")
+            return try_environment(pool, f"trl_tools:{name}", Prompt(7, token_ids([]), 0, "42", "task", "?"))
 
     assert tried("Unscored", "trl_tools:calls") == {"calls": 1.0, "tool_calls": 1.0, "tool_errors": 0.0}
     for name, says in (
@@ -269,7 +270,7 @@ def test_an_environment_is_tried_once_before_a_run_starts():
         ("Unscored", r"reset: .*no attribute `reward`.*--environment-reward file\.py:function"),
     ):
         with pytest.raises(
-            ConfigError, match=f"--environment trl_tools:{name}: {says}.* on prompt 7"
+            ConfigError, match=f"--environment trl_tools:{name}: {says}.* on task, prompt 7"
         ) as refused:
             tried(name)
         assert "\n" not in str(refused.value), (name, says)

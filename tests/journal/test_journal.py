@@ -104,18 +104,6 @@ def test_a_sample_comes_back_bit_for_bit(sample):
     assert (back.key, bits_of(back.sample)) == (key, bits_of(sample))
 
 
-def test_entries_older_than_masks_read_the_same():
-    """They wrote an empty dictionary where there was routing and no details."""
-    plain = make_sample(1)
-    routed = replace(plain, routed_experts=np.zeros((2, 1, 1), np.uint8))
-    for sample, fields_written in ((plain, 11), (routed, 13)):
-        name, *key_and_fields = msgpack.unpackb(encode(Sampled(response(1), sample)))
-        assert len(key_and_fields) == 4 + fields_written
-        key_and_fields[15:16] = [{}] * (fields_written == 13)
-        old = decode(msgpack.packb([name, *key_and_fields]))
-        assert bits_of(old.sample) == bits_of(sample)
-
-
 @given(st.binary(), st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5).map(token_ids))
 @example(b"\x02\x80\x80\x80\x80\x08", token_ids([0]))  # the id 2**31
 @example(b"\x03\x04", token_ids([4]))  # an id twice
@@ -393,9 +381,9 @@ def test_a_journal_of_another_format_is_left_alone(three_steps, monkeypatch):
     directory, _ = three_steps
     [segment] = segments(directory)
     before = segment.read_bytes()
-    monkeypatch.setattr("megatron_ibpo.journal.entries.FORMAT", 2)
+    monkeypatch.setattr("megatron_ibpo.journal.entries.FORMAT", 3)
     for use in (lambda: read_journal(directory, 0), lambda: Journal(directory, KEEP, "settings", 0)):
-        with pytest.raises(JournalError, match=r"000001.journal: it has format 1.* reads format 2"):
+        with pytest.raises(JournalError, match=r"000001.journal: it has format 2.* reads format 3"):
             use()
     assert segment.read_bytes() == before
 

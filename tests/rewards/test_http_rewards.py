@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import ConfigError, DataConfig
-from megatron_ibpo.rewards import Score, Verifier, check_servers, code, http_judge, reward_functions
+from megatron_ibpo.rewards import Score, Verifier, check_servers, code, http_wires, reward_functions
 from megatron_ibpo.rewards.executors import RemoteExecutor
 from megatron_ibpo.rewards.sandbox import Limits, Process, SandboxError
 from megatron_ibpo.rewards.workers import WorkerPool
@@ -65,7 +65,7 @@ def serving(answer):
 
 @pytest.fixture(scope="module")
 def pool():
-    functions = [f"megatron_ibpo.rewards.{name}:score" for name in ("http_judge", "http_score")]
+    functions = [f"megatron_ibpo.rewards.http_wires:{name}" for name in ("judged_score", "server_score")]
     with WorkerPool(functions, size=1, timeout=20) as opened:
         yield opened
 
@@ -187,7 +187,7 @@ def test_a_judge_reads_both_ends_and_no_imitated_score(pool, template):
     first, second = sorted((body["messages"][0]["content"] for body in server.bodies), key=len, reverse=True)
     shown = first.split("R: ")[1].split("\nL: ")[0]
     assert shown == f"A{long}"[:4000] + "\n[… 2,002 characters left out …]\n" + f"{long}Z"[-4000:]
-    assert http_judge.score(second.split("R: ")[1].split("\nL: ")[0], None)["unreadable"] == 1.0
+    assert http_wires.judged_score(second.split("R: ")[1].split("\nL: ")[0], None)["unreadable"] == 1.0
     template.write_text("{{response}} {{label}}")
     with serving(lambda *_: said("Score: 1")) as (url, server):
         settings = {"rm_type": "http_judge", "rm_template": template, "rm_url": url}
@@ -244,7 +244,7 @@ def test_the_score_is_taken_from_the_judges_text():
         ('{"rating": 1} then {"rating": 2, "parts": {"rating": 3}} {x}', "rating", 2.0),
         ('{"rating": null}', "rating", None), ('{"score": 1}', "rating", None), ("Score: 1e400", None, None),
     ):  # fmt: skip
-        found = http_judge.score(text, place)
+        found = http_wires.judged_score(text, place)
         assert found == {"score": number or 0.0, "unreadable": float(number is None)}
 
 

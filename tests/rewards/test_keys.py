@@ -80,7 +80,7 @@ def assert_hidden(text, case):
 def pool():
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("IBPO_RM_API_KEY", KEY)
-        with WorkerPool(["megatron_ibpo.rewards.http_score:score"], size=1, timeout=20) as opened:
+        with WorkerPool(["megatron_ibpo.rewards.http_wires:server_score"], size=1, timeout=20) as opened:
             yield opened
 
 

@@ -12,17 +12,17 @@ import pytest
 import study_rewards
 
 from megatron_ibpo.basics.reward_value import LabelError, ResponseError
-from megatron_ibpo.credit import divergence, spans
+from megatron_ibpo.credit import divergence, pairing
 from megatron_ibpo.rewards import (
     code,
     exact,
-    http_judge,
+    http_wires,
     labels,
     math,
     reasoning_gym,
     response,
 )
-from megatron_ibpo.rewards.http_score import Question
+from megatron_ibpo.rewards.http_wires import Question
 
 
 def labels_read(text):
@@ -48,23 +48,23 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "thinking": response.after_thinking,
     "thinking of a prompt": response.open_at_end,
     "label": labels_read,
-    "judge's question": lambda text: http_judge._fill_template("{{response}}", Question("", text, ""), None),
-    "judge": lambda text: http_judge.score(text, None),
-    "judge's JSON": lambda text: http_judge.score(text, "score"),
-    "steps": lambda text: spans.split_spans(list(text)),
+    "judge's question": lambda text: http_wires._fill_template("{{response}}", Question("", text, ""), None),
+    "judge": lambda text: http_wires.judged_score(text, None),
+    "judge's JSON": lambda text: http_wires.judged_score(text, "score"),
+    "steps": lambda text: pairing.split_spans(list(text)),
     "steps compared": divergence.normalised,
 }
 """Functions that read responses and corrections. A new verifier, or a new pattern in credit, belongs here."""
 MODULES = [
     code,
     exact,
-    http_judge,
+    http_wires,
     labels,
     math,
     reasoning_gym,
     response,
     divergence,
-    spans,
+    pairing,
     study_rewards,
 ]
 

@@ -12,8 +12,7 @@ from megatron_ibpo.data.prompts import chat_prompt, plain_prompt
 from megatron_ibpo.environments.tool_calls import read_text
 from megatron_ibpo.rewards import extracted_answer, open_verifier
 from megatron_ibpo.rewards.code import extract_answer as program
-from megatron_ibpo.rewards.http_judge import JudgeWire
-from megatron_ibpo.rewards.http_score import Question
+from megatron_ibpo.rewards.http_wires import JudgeWire, Question
 from megatron_ibpo.rewards.reasoning_gym import extract_answer
 from megatron_ibpo.rewards.response import final_part
 from megatron_ibpo.sampling.requests import scorer

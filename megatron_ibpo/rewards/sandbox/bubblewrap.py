@@ -1,8 +1,5 @@
 """The command that builds a sandbox: bubblewrap (`bwrap`) with every namespace, and a root that holds only
-Python.
-
-Source: bwrap(1), user_namespaces(7).
-"""
+Python. Source: bwrap(1), user_namespaces(7)."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "MALLOC_ARENA_MAX": "2",  # others each reserve 64 MiB of the address space, which is bounded
 }
-"""The whole environment of a program."""
 INSTALL = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap)"
 _DEVICES = ("/dev/null",)
 
@@ -55,11 +51,8 @@ def python() -> str:
 
 
 def bare_python_command(stub: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command that starts Python fastest: no site packages, and only the standard library on the
-    path.
-
-    Flags: -P no working directory on the path, -S no `site`, -s no packages of the user.
-    """
+    """Return the command that starts Python fastest: no working directory on the path (-P), no `site` (-S),
+    and no packages of the user (-s)."""
     return [python(), "-P", "-S", "-s", "-c", stub, *arguments]
 
 
@@ -128,8 +121,7 @@ def visible_paths() -> tuple[str, ...]:
 
 @functools.cache
 def _standard_library() -> frozenset[str]:
-    """Return the directories of the interpreter itself, even if this process runs in a virtual
-    environment."""
+    """Return the directories of the interpreter itself, also under a virtual environment."""
     base = {"platbase": sys.base_exec_prefix, "base": sys.base_prefix}
     return frozenset(sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib"))
 
@@ -169,8 +161,7 @@ def _hidden_paths() -> list[str]:
 
 @functools.cache
 def _library_directories() -> frozenset[str]:
-    """Return the directories of the libraries that the interpreter and the standard library's extensions link
-    to."""
+    """Return the directories of libraries that Python and the standard library's extensions link to."""
     extensions = (file for path in _standard_library() for file in Path(path, "lib-dynload").glob("*.so"))
     listed = subprocess.run(
         ["ldd", python(), *map(str, extensions)], capture_output=True, text=True, timeout=60, check=False

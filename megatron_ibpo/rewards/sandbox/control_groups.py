@@ -1,11 +1,7 @@
 """Control groups around sandboxes, if this user may create any. They bound what process limits do not see,
-such as the kernel's memory for a million empty files.
-
-They are reused, since the kernel takes long to remove one that bounds memory: without reuse, a tenth fewer
-programs run per second.
-
-Both versions of the kernel's interface are handled; only the first has been run. Source: cgroups(7).
-"""
+such as the kernel's memory for a million empty files. They are reused, since the kernel takes long to remove
+one that bounds memory: without, a tenth fewer programs run per second. Both versions of the kernel's
+interface are handled; only the first has been run. Source: cgroups(7)."""
 
 from __future__ import annotations
 
@@ -28,9 +24,8 @@ _numbers = itertools.count()
 @contextmanager
 def control_groups(memory_bytes: int, tasks: int) -> Iterator[list[Path]]:
     """Yield groups with these bounds, to be entered by writing a process id to their `cgroup.procs`; none if
-    none can be created.
-
-    At the end, when all their processes must have ended, they are kept for this process's next sandbox.
+    none can be created. At the end, when all their processes must have ended, they are kept for this
+    process's next sandbox.
 
     Args:
         memory_bytes: memory including what the kernel holds for the processes, with no swap on top.
@@ -49,8 +44,7 @@ def control_groups(memory_bytes: int, tasks: int) -> Iterator[list[Path]]:
 
 @functools.cache
 def _free_groups(process: int, memory_bytes: int, tasks: int) -> list[list[Path]]:
-    """Return groups with these bounds that no sandbox uses. They are kept per process, since a fork must not
-    share them."""
+    """Return this process's groups with these bounds that no sandbox uses; a fork must not share them."""
     atexit.register(remove_groups, process)
     return []
 

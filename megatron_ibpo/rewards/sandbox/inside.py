@@ -161,8 +161,7 @@ class JsonCodec:
 
 
 def _serve(source: str) -> None:
-    """Hold the program, and answer [true, result, the arguments after the call] or [false, exception,
-    message]."""
+    """Hold the program; answer [true, result, arguments after the call] or [false, exception, message]."""
     import json
 
     channel = open(os.dup(0), "wb", buffering=0)  # noqa: SIM115

@@ -1,14 +1,12 @@
-"""The program in the sandbox of generated tasks: it has imported reasoning_gym, and forks processes, the
-judges, in which the library's scorers judge answers.
+"""The program in the sandbox of generated tasks: it forks judges, in which reasoning_gym's scorers judge
+answers. It imports nothing of the package.
 
-It imports nothing of the package. `scorer_sandbox` starts it with its socket as stdin, and sends the filter
-of a judge's system calls. It answers with one message, empty if it is ready and a judge is confined, else
-what a judge can do. Then it answers every request, (task, whether its judge is kept, parameters, attempts),
-with one record for each attempt.
-
-This process reads only what the owner has made. The parameters and each attempt, (answer, entry), are pickles
-that only a judge opens, after it has given up nearly every system call (`computing_filter`). A judge has one
-descriptor, its socket. It ends after one answer, unless its task's scorer evaluates nothing.
+`scorer_sandbox` starts it with its socket as stdin, and sends the filter of a judge's system calls. It
+answers with one message, empty if a judge is confined, else what a judge can do. Then it answers every
+request, (task, whether its judge is kept, parameters, attempts), with one record for each attempt. The
+parameters and each attempt, (answer, entry), are pickles that only a judge opens, after it has given up
+nearly every system call (`computing_filter`). It has one descriptor, and ends after one answer unless its
+scorer evaluates nothing.
 """
 
 import ctypes
@@ -87,8 +85,7 @@ def main() -> None:
 
 
 def _import_library() -> None:
-    """Import reasoning_gym without matplotlib, which one of its packages imports to draw: a quarter of the
-    time that it takes."""
+    """Import reasoning_gym without matplotlib, with which a package of its draws: a quarter of the time."""
     for name in (
         "matplotlib.pyplot",
         "matplotlib.animation",
@@ -151,8 +148,7 @@ def serve(control: int, program: _Program) -> None:
 def answer(
     judge: "Judge | None", attempts: "list[bytes]", task: str, parameters: bytes, program: _Program
 ) -> "tuple[list[tuple[bytes, bytes]], Judge]":
-    """Return the records of attempts up to the first at which the judge fails, and the judge: a new one
-    unless this one lives."""
+    """Return the records of attempts until the judge fails, and the judge: a new one unless it lives."""
     if judge is not None and not judge.is_alive():
         judge.end()
         judge = None
@@ -168,12 +164,7 @@ class Judge:
     """A process that judges answers, as this process sees it."""
 
     def __init__(self, program: _Program, work: "Callable[[], None]"):
-        """Fork it.
-
-        Args:
-            program: filter of its system calls.
-            work: called in it; its socket is descriptor 0.
-        """
+        """Fork it, with this filter of its system calls. It calls `work`; its socket is descriptor 0."""
         self.socket, theirs = socket.socketpair()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(WALL_S), 0))
         zygote = os.getpid()

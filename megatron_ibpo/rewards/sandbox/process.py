@@ -34,7 +34,6 @@ from megatron_ibpo.rewards.sandbox.seccomp import seccomp_filter
 Mode = Literal["program", "calls", "serve", "check"]
 """Ways in which `inside` uses the source that it is given."""
 Reached = Literal["time", "output"]
-"""Limit that ended a program."""
 
 _SETUP_TIMEOUT = 30.0
 """Seconds until a sandbox is ready. It takes milliseconds; on a machine that swaps, much more."""
@@ -62,9 +61,7 @@ class Limits:
     disk_bytes: int = 16 << 20
     """Disk space of its working directory, which is in memory."""
     tasks: int = 32
-    """Threads."""
     descriptors: int = 64
-    """File descriptors open at one time."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +70,15 @@ class Execution:
 
     stdout: bytes
     stderr: str
-    """Last part of stderr."""
     status: int | None
     """Exit status, 128 + N after signal N; None: it was ended for a limit."""
     reached: Reached | None = None
 
 
 class Process(AbstractContextManager["Process"]):
-    """A running program, in a sandbox or without one. Used in a `with`, which ends it.
-
-    Attributes:
-        stdout: what has been read of its output.
-        reached: the limit for which it is ended.
-        first: process id, as seen from here, of the first process of the sandbox.
-    """
+    """A running program, in a sandbox or without one. Used in a `with`, which ends it. `stdout` is what has
+    been read of its output, `reached` the limit for which it is ended, and `first` the process id, as seen
+    from here, of the first process of the sandbox."""
 
     def __init__(
         self,
@@ -101,7 +93,8 @@ class Process(AbstractContextManager["Process"]):
         environment: Mapping[str, str] | None = None,
         forks: bool = False,
     ):
-        """Start the program. Returns once it is about to run its source.
+        """Start the program, and return once it is about to run its source. Raises SandboxError if the
+        sandbox does not start.
 
         Args:
             source: text of a program, or of tests if the mode is `check`.
@@ -111,9 +104,6 @@ class Process(AbstractContextManager["Process"]):
             packages: files and directories of installed packages that it can read in the sandbox.
             environment: further variables in the sandbox.
             forks: in the sandbox too it may start processes by a fork.
-
-        Raises:
-            SandboxError: the sandbox does not start.
         """
         self.stdout = bytearray()
         self._stderr = bytearray()
@@ -122,7 +112,6 @@ class Process(AbstractContextManager["Process"]):
         self._isolated = isolated
         self._packages, self._environment, self._forks = packages, environment, forks
         self._handle = -1
-        """Handle of the first process."""
         self._ends = ExitStack()
         """Actions left to do at the end, in reverse order."""
         try:
@@ -180,8 +169,7 @@ class Process(AbstractContextManager["Process"]):
             raise self.failure("does not start a program")
 
     def _first_process(self, info: int, deadline: float) -> int:
-        """Return the process id, as seen from here, of the sandbox's first process, which takes all others
-        down with it."""
+        """Return the process id, as seen from here, of the first process, which takes all others down."""
         info_json = b""
         while not info_json.rstrip().endswith(b"}"):
             if not (chunk := _read(info, deadline)):
@@ -201,11 +189,8 @@ class Process(AbstractContextManager["Process"]):
         return SandboxError(f"the sandbox {problem}: {last_line}")
 
     def read(self, enough: Callable[[bytearray], bool], deadline: float) -> bool:
-        """Read until there is enough output; False if the program ended, or reached a limit, before.
-
-        Args:
-            deadline: as of `time.monotonic()`.
-        """
+        """Read until there is enough output; False if the program ended, or reached a limit or the deadline
+        (as of `time.monotonic()`), before."""
         return enough(self.stdout) or self._pump(enough, min(deadline, self._deadline))
 
     def finish(self) -> Execution:
@@ -220,8 +205,7 @@ class Process(AbstractContextManager["Process"]):
         return Execution(bytes(self.stdout), self._stderr.decode(errors="replace"), status, self.reached)
 
     def _pump(self, enough: Callable[[bytearray], bool], deadline: float) -> bool:
-        """Read until there is enough output, all processes have ended and their output is read, or a limit is
-        reached."""
+        """Read until there is enough output, all has ended and is read, or a limit is reached."""
         poll = select.poll()
         for descriptor in (self._out, self._err, self._handle):
             poll.register(descriptor, select.POLLIN)
@@ -354,10 +338,8 @@ def _enter(groups: Sequence[Path], process: int) -> None:
 
 
 def _map_users(process: int, *, as_root: bool) -> None:
-    """Map the users of a process's user namespace.
-
-    Root is mapped so that the sandbox can be built as root, which then becomes NOBODY. A user without rights
-    can map only itself, to NOBODY."""
+    """Map the users of a process's user namespace. Root builds the sandbox as root, which then becomes
+    NOBODY; a user without rights can map only itself, to NOBODY."""
     uid, gid = os.getuid(), os.getgid()
     try:
         if not as_root:

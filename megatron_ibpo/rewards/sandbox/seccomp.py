@@ -1,17 +1,12 @@
-"""The filters of system calls in the sandbox, as classic BPF programs. `seccomp_filter` is that of programs.
-
-Calls that reach around the namespaces, or at much kernel code that a graded program has no use for, are
-refused with EPERM: tracing, keys, bpf, mounts, new namespaces, io_uring, modules, the clock. So is starting
-processes (threads are allowed): the address space of the one process then bounds the memory of the program.
-Of sockets only those of the unix domain may be made, since some families (vsock) are not held by a network
-namespace. Memory outside of any address space (memfd, System V and POSIX queues) is refused too. Calls that
-came with Linux 5.17 or later do not exist, nor does clone3, whose arguments a filter cannot see; the C
-library then takes the older ones.
-
-`computing_filter` is that of a process which only computes: it allows a list of calls, and no others.
-
-Source: seccomp(2), linux/seccomp.h, linux/filter.h; the numbers are those of asm/unistd_64.h and
+"""The filters of system calls in the sandbox, as classic BPF programs: of programs, and of a process that
+only computes. Source: seccomp(2), linux/seccomp.h, linux/filter.h; numbers of asm/unistd_64.h,
 asm-generic/unistd.h.
+
+To a program, calls that reach around the namespaces, or at much kernel code that it has no use for, are
+refused with EPERM. So is starting processes, so that the address space of one bounds its memory, and memory
+outside of any address space. Of sockets only those of the unix domain may be made, since some families
+(vsock) are not held by a network namespace. Calls that came with Linux 5.17 or later do not exist, nor does
+clone3, whose arguments a filter cannot see; the C library then takes the older ones.
 """
 
 import errno
@@ -84,7 +79,6 @@ _LAST_KNOWN = 450
 """Last call of Linux 5.17. The numbers of later calls are the same on every processor."""
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW = 0x7E020000
-"""Flags of all namespaces."""
 _AF_UNIX = 1
 
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
@@ -94,15 +88,8 @@ _NUMBER, _ARCH, _FIRST_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 32
 
 
 def seccomp_filter(machine: str | None = None, *, forks: bool = False) -> bytes:
-    """Return the filter of a program, as an array of struct sock_filter.
-
-    Args:
-        machine: x86_64 or aarch64, as `platform.machine()` names it; None: this machine's.
-        forks: allow it to fork.
-
-    Raises:
-        ValueError: another kind of processor.
-    """
+    """Return the filter of a program, which may fork or not, as an array of struct sock_filter. Raises
+    ValueError for another machine than x86_64 and aarch64, as `platform.machine()` names this one."""
     machine, program = _start(machine)
     refused, missing = _refuse(errno.EPERM), _refuse(errno.ENOSYS)
     program += _when(_AT_LEAST, _LAST_KNOWN + 1, missing)
@@ -128,11 +115,8 @@ def seccomp_filter(machine: str | None = None, *, forks: bool = False) -> bytes:
 
 def computing_filter(machine: str | None = None) -> bytes:
     """Return the filter of a process that only computes: it reads files and its open descriptors, and can
-    open no file to write it, nor start a process or thread, signal one, wait, or make a socket.
-
-    Raises:
-        ValueError: another kind of processor than x86_64 and aarch64.
-    """
+    open no file to write it, nor start a process or thread, signal one, wait, or make a socket. Raises as
+    `seccomp_filter`."""
     machine, program = _start(machine)
     refused = _refuse(errno.EPERM)
     for number in sorted(_COMPUTING[machine].values()):
