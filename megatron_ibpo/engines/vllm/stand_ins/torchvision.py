@@ -16,18 +16,9 @@ __version__ = "0.28.0"
 __path__: list[str] = []  # it has submodules, and no files for them
 
 
-class ImageReadMode(Enum):
-    RGB = 3
-
-
-class InterpolationMode(Enum):
-    NEAREST = "nearest"
-    NEAREST_EXACT = "nearest-exact"
-    BILINEAR = "bilinear"
-    BICUBIC = "bicubic"
-    BOX = "box"
-    HAMMING = "hamming"
-    LANCZOS = "lanczos"
+ImageReadMode = Enum("ImageReadMode", {"RGB": 3})
+_MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos")
+InterpolationMode = Enum("InterpolationMode", {mode.upper().replace("-", "_"): mode for mode in _MODES})
 
 
 def _missing(name: str) -> Any:
