@@ -344,7 +344,7 @@ class Policy:
         return [{name: hashlib.sha256(part.numpy().tobytes()).hexdigest() for name, part in raw.items()}]
 
 
-@dataclass(frozen=True)
+@dataclass
 class TransformersDecoder:
     """A `waves.Decoder` over a causal language model of transformers."""
 

@@ -165,7 +165,8 @@ class _Wave:
 
     def only(self, rows: Tensor) -> "_Wave":
         """Return the wave without all other rows."""
-        return _Wave(**{name: None if part is None else part[rows] for name, part in vars(self).items()})
+        parts: dict[str, Any] = vars(self)
+        return _Wave(**{name: None if part is None else part[rows] for name, part in parts.items()})
 
 
 def _chances(requests: Sequence[SampleRequest], limits: Sequence[int]) -> Tensor:

@@ -17,8 +17,16 @@ __path__: list[str] = []  # it has submodules, and no files for them
 
 
 ImageReadMode = Enum("ImageReadMode", {"RGB": 3})
-_MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos")
-InterpolationMode = Enum("InterpolationMode", {mode.upper().replace("-", "_"): mode for mode in _MODES})
+
+
+class InterpolationMode(Enum):
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+    BOX = "box"
+    HAMMING = "hamming"
+    LANCZOS = "lanczos"
 
 
 def _missing(name: str) -> Any:
