@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ibpo.basics.entry_point import run_tool
+from megatron_ibpo.weights import CheckpointError
 from megatron_ibpo.weights.formats.gguf import gguf_to_hf
-from megatron_ibpo.weights.weight_errors import CheckpointError
 
 
 @dataclass

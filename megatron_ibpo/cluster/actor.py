@@ -128,12 +128,8 @@ class Host:
 
 
 def result(answer: Any, process: str, timeout: float | None = None) -> Any:
-    """Return the result of a call.
-
-    Raises:
-        ProcessDiedError: its process ended, or there was no answer within `timeout` seconds.
-        the exception that the call raised in its process.
-    """
+    """Return the result of a call, or raise the exception that it raised in its process. Raises
+    ProcessDiedError if that ended, or there was no answer within `timeout` seconds."""
     try:
         return ray.get(answer, timeout=timeout)
     except (RayTaskError, RayActorError) as error:
@@ -165,12 +161,9 @@ def original_error(error: RayTaskError | RayActorError, process: str) -> Excepti
 
 
 def gather(refs: Sequence[Any], processes: Sequence[str], timeout: float | None = None) -> list[Any]:
-    """Return the results of calls that work together, in order.
-
-    After one failure the others may wait for the failed one forever. The error is raised after a moment in
-    which others may fail too. A process that died is named first, followed by an error that it caused
-    elsewhere.
-    """
+    """Return the results of calls that work together, in order. After one failure the others may wait for the
+    failed one forever: the error is raised after a moment in which others may fail too. A process that died
+    is named first, followed by an error that it caused elsewhere."""
     waiting = list(refs)
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
@@ -195,22 +188,17 @@ def _raise_first(calls: Sequence[tuple[Any, str]]) -> None:
         except Exception as error:
             errors.append(error)
     deaths = [error for error in errors if isinstance(error, ProcessDiedError)]
-    other_errors = [error for error in errors if error not in deaths]
-    if deaths and other_errors:
-        reports = [*deaths, f"other processes reported: {type(other_errors[0]).__name__}: {other_errors[0]}"]
+    caused = [error for error in errors if error not in deaths]
+    if deaths and caused:
+        reports = [*deaths, f"other processes reported: {type(caused[0]).__name__}: {caused[0]}"]
         raise ProcessDiedError("\n".join(map(str, reports)))
     raise errors[0]
 
 
 def listening_on(address: str, head: str) -> dict[str, str]:
     """Return the environment that makes gloo, NCCL and vLLM listen only on the interface with this node's
-    address. Variables set by the user stay.
-
-    Args:
-        address: the node's address in Ray. If no interface has it, as behind a translated address or if Ray
-            was started with a name, the interface that reaches the head is used.
-        head: HOST:PORT of the cluster's head.
-    """
+    address in Ray. If none has it, as behind a translated address or if Ray was started with a name, the
+    interface that reaches the cluster's head, HOST:PORT, is used. Variables set by the user stay."""
     interface = _interface(address)
     if interface is None and (facing := _facing(head)) is not None:
         address, interface = facing, _interface(facing)
@@ -223,10 +211,8 @@ def listening_on(address: str, head: str) -> dict[str, str]:
 
 def _interface(address: str) -> str | None:
     """Return the name of this machine's interface with the address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            return name
-    return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, entries in interfaces if address in {e.address for e in entries}), None)
 
 
 def _facing(head: str) -> str | None:

@@ -41,10 +41,8 @@ def exit_reason(message: str, logs: Path | None) -> str:
         return f"has ended{which}: {lines[-1] if lines else 'the reason is not known'}"
     if logs is not None and pid and (crash := _crash(logs, pid)):
         return f"crashed with {crash}{which}"
-    cause = (
-        "was killed by SIGKILL" if logs is not None else "was killed by SIGKILL, or crashed in native code"
-    )
-    return f"{cause}{which}. {_about_memory(logs, pid)}"
+    or_crashed = "" if logs is not None else ", or crashed in native code"
+    return f"was killed by SIGKILL{or_crashed}{which}. {_about_memory(logs, pid)}"
 
 
 def record_peak_memory(logs: Path, pid: int) -> None:
@@ -53,7 +51,7 @@ def record_peak_memory(logs: Path, pid: int) -> None:
     def forever() -> None:
         with suppress(OSError):  # no /proc, or Ray has ended
             while match := re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text()):
-                (logs / _peak_name(pid)).write_text(match[1])
+                (logs / f"peak-{pid}").write_text(match[1])
                 time.sleep(NOTE_PEAK_EVERY_S)
 
     threading.Thread(target=forever, name="peak", daemon=True).start()
@@ -63,23 +61,14 @@ def _about_memory(logs: Path | None, pid: str | None) -> str:
     about = "Most often that is the kernel's out-of-memory killer"
     if logs is None or pid is None:
         return f"{about}: see dmesg on that node"
-    if (kills := _kills_for_memory()) is not None:
-        about += f", which has killed {kills or 'nothing'} on this machine since it was started"
-    try:
-        peak = int((logs / _peak_name(int(pid))).read_text()) * 1024
-    except (OSError, ValueError):
-        return about
-    total = psutil.virtual_memory().total
-    return f"{about}; its memory had reached {peak / 1024**3:.1f} of {total / 1024**3:.1f} GiB"
-
-
-def _kills_for_memory() -> int | None:
-    """Return the kernel's count of out-of-memory kills since boot; None if it keeps none."""
-    try:
-        match = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(match[1]) if match else None
+    with suppress(OSError):
+        if match := re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE):
+            kills = "nothing" if match[1] == "0" else match[1]
+            about += f", which has killed {kills} on this machine since it was started"
+    with suppress(OSError, ValueError):
+        peak, total = int((logs / f"peak-{pid}").read_text()) * 1024, psutil.virtual_memory().total
+        about += f"; its memory had reached {peak / 1024**3:.1f} of {total / 1024**3:.1f} GiB"
+    return about
 
 
 def _crash(logs: Path, pid: str) -> str | None:
@@ -88,10 +77,6 @@ def _crash(logs: Path, pid: str) -> str | None:
         if match := re.search(r"\*\*\* (SIG[A-Z]+) received", log.read_text(errors="replace")):
             return match[1]
     return None
-
-
-def _peak_name(pid: int) -> str:
-    return f"peak-{pid}"
 
 
 def _named(message: str, name: str) -> str | None:

@@ -1,9 +1,9 @@
-"""The processes of a run's engines: launched, built, asked and ended; and handles of an engine for the
-driver, the sampler and the trainers."""
+"""The processes of a run's engines: launched, built, asked, given weights and ended; and handles of an engine
+for the driver, the sampler and the trainers."""
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,8 @@ from megatron_ibpo.cluster.placement import Placement
 from megatron_ibpo.cluster.reservation import lost_nodes
 from megatron_ibpo.cluster.trainers import START_TIMEOUT_S, Trainers
 from megatron_ibpo.engines import EngineDiedError, EngineError, EngineLostError
-from megatron_ibpo.engines.settings import EngineSettings
+from megatron_ibpo.engines.protocol import EngineSettings
+from megatron_ibpo.weights.transfer.link import UpdateOrder
 
 CLOSE_TIMEOUT_S = 45.0
 """Seconds for an engine to stop in order: somewhat more than twice the time that it gives vLLM itself."""
@@ -154,11 +155,9 @@ class EngineProcesses:
     def main_memory(self) -> dict[int, int]:
         """Return the bytes on each node that has engines and no trainers, by its index in the placement.
         Raises ProcessDiedError if a process did not start."""
-        with_trainers = {slot.node for slot in self.placement.trainers}
-        slots = self.placement.engines
-        engine_by_node = {
-            slot.node: index for index, slot in enumerate(slots) if slot.node not in with_trainers
-        }
+        engine_by_node = {slot.node: index for index, slot in enumerate(self.placement.engines)}
+        for slot in self.placement.trainers:
+            engine_by_node.pop(slot.node, None)
         hosts = [self.members[index].host for index in engine_by_node.values()]
         places = gather([host.location() for host in hosts], [host.name for host in hosts], START_TIMEOUT_S)
         return {node: place.memory for node, place in zip(engine_by_node, places, strict=True)}
@@ -175,12 +174,8 @@ class EngineProcesses:
         )
 
     def build(self, index: int, hf_dir: Path | None = None, *, is_restart: bool = False) -> None:
-        """Start building an engine in its process, without waiting.
-
-        Args:
-            hf_dir: its model; None: that of the run.
-            is_restart: True in place of an engine that died.
-        """
+        """Start building an engine in its process, without waiting: with the run's model or that in `hf_dir`,
+        and with `is_restart` in place of one that died."""
         placement = self.placement
         gpus = self.trainers.gpus(placement.partners[index]) if placement.colocated else ()
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
@@ -193,8 +188,12 @@ class EngineProcesses:
         )
         if settings.spans_nodes:  # never run so far: it needs nodes with GPUs
             environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-        path = self.logs / f"engine_{index}.log"
-        self.members[index].host.build(FACTORY, environment, self.engine, settings, path, is_restart)
+        log_file = self.log_of(index)
+        self.members[index].host.build(FACTORY, environment, self.engine, settings, log_file, is_restart)
+
+    def log_of(self, index: int) -> Path:
+        """Return the file that an engine logs to."""
+        return self.logs / f"engine_{index}.log"
 
     def stop(self, engines: Iterable[int]) -> None:
         """End these engines' processes, whatever state they are in."""
@@ -259,3 +258,64 @@ class EngineProcesses:
         self.members[index].replaced_by(self._host(index))
         self.build(index, hf_dir)
         self.wait([index])
+
+    def send_weights(self, engines: Iterable[int], order: UpdateOrder) -> tuple[int, int, Reasons]:
+        """Give `engines` the trainers' weights according to `order`, in a second pass to those that fail in
+        the first: a living engine can take part again, and a dead one fails again at once. One whose process
+        the sampler replaces meanwhile takes part no more, since its successor is still being built. Return
+        (bytes sent, bytes of their shards, engines that failed twice or were replaced)."""
+        hosts = {index: self.members[index].host for index in engines}
+        sent, needed, failed = self._pass(hosts, order)
+        if failed:
+            log.warning(
+                "\n".join(f"engine {index} has no weights yet: {reason}" for index, reason in failed.items())
+            )
+        retried = {
+            index: hosts[index] for index in sorted(failed) if self.members[index].host is hosts[index]
+        }
+        if not retried:
+            return sent, needed, failed
+        sent_again, needed_again, failed_again = self._pass(retried, order)
+        replaced = {index: reason for index, reason in failed.items() if index not in retried}
+        return sent + sent_again, needed + needed_again, replaced | failed_again
+
+    def _pass(self, hosts: Mapping[int, Host], order: UpdateOrder) -> tuple[int, int, Reasons]:
+        """Connect the trainers to those of `hosts` that are new to them, and send the weights to all. Return
+        as `send_weights`."""
+        strangers = [index for index in hosts if not self.members[index].connected]
+        dead: Reasons = {}
+        if strangers:
+            arguments = [(links, strangers) for links in self._links(hosts, strangers)]
+            dead = self._reasons(self.trainers.call_each("connect", arguments))
+            self._note_connected(hosts, {index: index not in dead for index in strangers})
+        present = [index for index in hosts if index not in dead]
+        if not present:
+            return 0, 0, dead
+        orders = [(links, present, order) for links in self._links(hosts, present)]
+        passes = self.trainers.call_each("send", orders)
+        dead |= self._reasons([done.failures for done in passes])
+        self._note_connected(hosts, dict.fromkeys(dead, False))
+        return sum(done.num_bytes for done in passes), passes[0].needed_bytes, dead
+
+    def _note_connected(self, hosts: Mapping[int, Host], connected: Mapping[int, bool]) -> None:
+        """Note to which engines the trainers are connected, except for those that were replaced meanwhile."""
+        for index, value in connected.items():
+            if self.members[index].host is hosts[index]:
+                self.members[index].connected = value
+
+    def _links(self, hosts: Mapping[int, Host], engines: Sequence[int]) -> list[dict[int, RemoteLink]]:
+        """Return, for each trainer rank, those of `engines` that it owns."""
+        owners = self.placement.owners
+        return [
+            {index: RemoteLink(hosts[index]) for index in engines if owners[index] == rank}
+            for rank in range(len(self.placement.trainers))
+        ]
+
+    def _reasons(self, parts: Sequence[Mapping[int, str]]) -> Reasons:
+        """Return every engine that a rank found dead; its owner knows the reason best."""
+        owners, reasons = self.placement.owners, Reasons()
+        for rank, part in enumerate(parts):
+            for index, reason in part.items():
+                if index not in reasons or owners[index] == rank:
+                    reasons[index] = reason
+        return reasons

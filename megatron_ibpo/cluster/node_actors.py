@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import ray
 
@@ -83,55 +83,59 @@ class NodeActor:
     open: dict[int, Call] = field(default_factory=dict)
 
 
-class NodeActors:
-    """The actors on all nodes but the driver's.
+class OnAllNodes:
+    """Work on all nodes: in the driver's own pool, closed by its opener, and by an actor on every other node,
+    which is restarted as long as its node is alive."""
 
-    Attributes:
-        lock: protects the actors' calls and the counts of their owner.
-        deaths: number of actors, and of their worker processes, that died.
-    """
+    name: str
+    """Of an actor in messages, such as "verifier"."""
+    factory: str
+    """module:name of the class of the actors' objects, a `NodeObject`."""
 
     def __init__(
         self,
-        name: str,
-        factory: str,
+        driver_pool: Any,
         nodes: Sequence[Node],
         arguments_of: Callable[[Node], tuple[int, tuple[Any, ...]]],
-        lost: Callable[[NodeActor, list[Call]], None],
     ) -> None:
-        """Start the actors, without waiting.
-
-        Args:
-            name: for messages, such as "verifier".
-            factory: module:name of the class of their objects, a `NodeObject`.
-            nodes: nodes of the run, including the driver's.
-            arguments_of: returns (number of workers, arguments of `factory`) for a node.
-            lost: is told of an actor that died, and of its unfinished calls.
-        """
-        self._name, self._factory, self._lost = name, factory, lost
+        """Start the actors on the `nodes` of the run, without waiting; `arguments_of` a node returns (number
+        of workers, arguments of `factory`)."""
+        self.driver_pool = driver_pool
         self._numbers = itertools.count()
         self.lock = threading.Lock()
-        self.deaths = 0
+        """Protects the actors' calls, and the counts of subclasses."""
+        self._deaths = 0
         self._closed = False
         driver_node = ray.get_runtime_context().get_node_id()
-        self.all: list[NodeActor] = []
+        self.actors: list[NodeActor] = []
         for node in nodes:
             if node.node_id != driver_node:
                 workers, arguments = arguments_of(node)
-                self.all.append(NodeActor(node, self._launch(node, arguments), workers, arguments))
+                self.actors.append(NodeActor(node, self._launch(node, arguments), workers, arguments))
         self._threads = [
             threading.Thread(target=self._serve, args=(actor,), name=actor.host.name, daemon=True)
-            for actor in self.all
+            for actor in self.actors
         ]
 
-    def wait_ready(self) -> None:
-        """Wait until every actor can take calls.
+    def settle(self, actor: NodeActor, orphans: list[Call]) -> None:
+        """Settle the unfinished calls of an actor that died."""
+        raise NotImplementedError
 
-        Raises:
-            WorkerError: its object cannot be built there, with the reason.
-            ProcessDiedError: an actor did not start.
-        """
-        for actor in self.all:
+    @property
+    def deaths(self) -> int:
+        """Processes that died in this run: worker processes on all nodes, and the actors."""
+        return self.driver_pool.deaths + self._deaths
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wait_ready(self) -> None:
+        """Wait until every actor can take calls. Raises WorkerError if an object cannot be built on its node,
+        and ProcessDiedError if an actor did not start."""
+        for actor in self.actors:
             try:
                 self._await_built(actor)
             except (WorkerError, ConfigError) as error:
@@ -139,7 +143,7 @@ class NodeActors:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, actor: NodeActor, *arguments: Any) -> Future[Any]:
+    def ask(self, actor: NodeActor, *arguments: Any) -> Future[Any]:
         """Submit a call to an actor that takes calls, with `lock` held; the future gets what it returns."""
         call = Call(arguments, Future())
         number = next(self._numbers)
@@ -150,24 +154,24 @@ class NodeActors:
     def close(self) -> None:
         """End the actors and their processes; cancel their unfinished calls."""
         self._closed = True
-        for actor in self.all:
+        for actor in self.actors:
             actor.host.kill()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(CLOSE_TIMEOUT_S)
-        for actor in self.all:
+        for actor in self.actors:
             for call in actor.open.values():
                 call.outcome.cancel()
 
     def _launch(self, node: Node, arguments: tuple[Any, ...]) -> Host:
         host = Host(
-            f"{self._name} of {node.address}",
+            f"{self.name} of {node.address}",
             on_node(node.node_id),
             gpus=0,
             threads=CALLS_AT_ONCE,
             environment={"IBPO_CWD": str(user_directory())},  # where import paths are looked up
         )
-        host.build(self._factory, {}, *arguments)
+        host.build(self.factory, {}, *arguments)
         return host
 
     def _await_built(self, actor: NodeActor) -> None:
@@ -180,22 +184,20 @@ class NodeActors:
         for restarts in range(ALLOWED_RESTARTS + 1):
             try:
                 if restarts:
-                    self._restart(actor)
+                    log.warning("starting %s again", actor.host.name)
+                    actor.host = self._launch(actor.node, actor.arguments)
+                    if self._closed:  # closed meanwhile, without seeing this one
+                        actor.host.kill()
+                    self._await_built(actor)
                 self._collect(actor)
             except Exception as error:  # any error of Ray's about a lost actor or node
                 if not self._closed:
                     self._give_up(actor, error)
-            if self._closed or not _is_alive(actor.node):
+            alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
+            if self._closed or actor.node.node_id not in alive:
                 break
         if not self._closed:
             log.warning("%s is not started again; the other nodes take over its work", actor.host.name)
-
-    def _restart(self, actor: NodeActor) -> None:
-        log.warning("starting %s again", actor.host.name)
-        actor.host = self._launch(actor.node, actor.arguments)
-        if self._closed:  # closed meanwhile, without seeing this one
-            actor.host.kill()
-        self._await_built(actor)
 
     def _collect(self, actor: NodeActor) -> None:
         """Take finished calls of the actor until the end of the run."""
@@ -205,23 +207,18 @@ class NodeActors:
             if deaths:  # its own log is on another node
                 log.warning("%s: %s died", actor.host.name, counted(deaths, "worker"))
             with self.lock:
-                self.deaths += deaths
+                self._deaths += deaths
                 calls = [(actor.open.pop(number), outcome) for number, outcome in finished]
             for call, outcome in calls:
                 if call.outcome.set_running_or_notify_cancel():
                     call.outcome.set_result(outcome)
 
     def _give_up(self, actor: NodeActor, error: Exception) -> None:
-        """Have the owner settle a lost actor's unfinished calls."""
         with self.lock:
             # one that did not come up again was counted before
-            self.deaths += actor.takes_calls
+            self._deaths += actor.takes_calls
             actor.takes_calls = False
             orphans, actor.open = list(actor.open.values()), {}
         actor.host.kill()
         log.warning("%s; it had %s in progress", error, counted(len(orphans), "call"))
-        self._lost(actor, orphans)
-
-
-def _is_alive(node: Node) -> bool:
-    return any(entry["NodeID"] == node.node_id and entry["Alive"] for entry in ray.nodes())
+        self.settle(actor, orphans)

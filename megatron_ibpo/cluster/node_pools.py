@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.cluster.node_actors import Call, NodeActor, NodeActors, NodeObject
+from megatron_ibpo.cluster.node_actors import Call, NodeActor, NodeObject, OnAllNodes
 from megatron_ibpo.cluster.placement import Node, Placement
 from megatron_ibpo.config import DataConfig, EnvironmentConfig
 from megatron_ibpo.environments import EpisodeFaultError, EpisodeScore, Message, Opening, Session, Turn
@@ -22,38 +22,10 @@ from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.rewards import Outcome, Pool, open_pool, worker_count
 
 
-class OnAllNodes:
-    """Work on all nodes: in the driver's own pool, closed by its opener, and by an actor on every other
-    node."""
-
-    _driver_pool: Any
-    _actors: NodeActors
-
-    @property
-    def deaths(self) -> int:
-        """Processes that died in this run: worker processes on all nodes, and the actors."""
-        return self._driver_pool.deaths + self._actors.deaths
-
-    def wait_ready(self) -> None:
-        """Wait until every actor can take calls. Raises as `NodeActors.wait_ready`."""
-        self._actors.wait_ready()
-
-    def close(self) -> None:
-        """End the actors and their processes; cancel their unfinished calls."""
-        self._actors.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 class NodePool(NodeObject):
-    """The verifiers of a node."""
+    """The verifiers of a node (`open_pool`)."""
 
     def __init__(self, data: DataConfig, rm_types: Sequence[str]) -> None:
-        """See `open_pool`."""
         super().__init__(open_pool(data, rm_types))
 
     def submit(self, number: int, target: str, arguments: tuple[Any, ...]) -> None:
@@ -61,36 +33,27 @@ class NodePool(NodeObject):
 
 
 class Verifiers(OnAllNodes):
-    """The worker processes of all nodes as one pool (`rewards.Pool`): the driver's own, and an actor with as
-    many on every other node.
+    """The worker processes of all nodes as one pool (`rewards.Pool`). Unfinished calls of a dead actor are
+    made again elsewhere."""
 
-    On the driver's node alone, a call goes straight to its own pool. Unfinished calls of a dead actor are
-    made again elsewhere; the actor is restarted as long as its node is alive.
-    """
+    name, factory = "verifier", f"{__name__}:NodePool"
 
     def __init__(
         self, driver_pool: Pool, nodes: Sequence[Node], data: DataConfig, rm_types: Iterable[str] = ()
     ) -> None:
-        """Start the actors, without waiting.
-
-        Args:
-            driver_pool: the driver's own pool, closed by its opener.
-            nodes: nodes of the run, including the driver's.
-            rm_types: verifiers that will be needed besides that of `data`.
-        """
-        self._driver_pool, self._own_open = driver_pool, 0
-        self._own_workers = worker_count(data)
+        """`rm_types` are verifiers that will be needed besides that of `data`."""
+        self._own_open, self._own_workers = 0, worker_count(data)
         rm_types = tuple(rm_types)
 
         def of_node(node: Node) -> tuple[int, tuple[Any, ...]]:
             workers = worker_count(data, node.cpus)
             return workers, (replace(data, reward_workers=workers), rm_types)
 
-        self._actors = NodeActors("verifier", f"{__name__}:NodePool", nodes, of_node, self._ask_elsewhere)
+        super().__init__(driver_pool, nodes, of_node)
 
     def workers(self, node: Node) -> int:
         """Return the number of verifier processes on a node of the run."""
-        return next((actor.workers for actor in self._actors.all if actor.node == node), self._own_workers)
+        return next((actor.workers for actor in self.actors if actor.node == node), self._own_workers)
 
     def describe_placement(self, placement: Placement) -> str:
         """Return the placement of a run's processes for display, one line per node."""
@@ -101,29 +64,29 @@ class Verifiers(OnAllNodes):
 
     def submit(self, target: str, arguments: tuple[Any, ...]) -> Future[Outcome]:
         """See `WorkerPool.submit`."""
-        with self._actors.lock:
+        with self.lock:
             actor = self._least_busy()
             if actor is not None:
-                return self._actors.submit(actor, target, arguments)
+                return self.ask(actor, target, arguments)
             self._own_open += 1
-        outcome = self._driver_pool.submit(target, arguments)
+        outcome = self.driver_pool.submit(target, arguments)
         outcome.add_done_callback(self._count_own)
         return outcome
 
     def _least_busy(self) -> NodeActor | None:
         """Return the node with the fewest waiting calls per worker. None is the driver's, which is preferred,
         since nothing has to be sent."""
-        actors = [actor for actor in self._actors.all if actor.takes_calls]
+        actors = [actor for actor in self.actors if actor.takes_calls]
         least = min(actors, key=lambda actor: len(actor.open) / actor.workers, default=None)
         if least is None or self._own_open // self._own_workers <= len(least.open) // least.workers:
             return None
         return least
 
     def _count_own(self, _: Future[Outcome]) -> None:
-        with self._actors.lock:
+        with self.lock:
             self._own_open -= 1
 
-    def _ask_elsewhere(self, _: NodeActor, orphans: list[Call]) -> None:
+    def settle(self, _: NodeActor, orphans: list[Call]) -> None:
         for call in orphans:
             if not call.outcome.cancelled():
                 self.submit(*call.arguments).add_done_callback(partial(_hand_on, call.outcome))
@@ -148,11 +111,7 @@ class NodeEnvironments(NodeObject):
     """The sessions of a node, in an event loop in a thread."""
 
     def __init__(self, config: EnvironmentConfig, targets: Sequence[str]) -> None:
-        """Import the environments.
-
-        Raises:
-            ConfigError: as `EnvironmentPool.check`.
-        """
+        """Import the environments. Raises ConfigError as `EnvironmentPool.check`."""
         super().__init__(EnvironmentPool(config))
         for target in targets:
             self._pool.check(target)
@@ -193,12 +152,10 @@ class NodeEnvironments(NodeObject):
 
 
 class Environments(OnAllNodes):
-    """Places for episodes on all nodes (`protocol.Sessions`): the driver's own pool, and an actor with a pool
-    on every other node.
+    """Places for episodes on all nodes (`protocol.Sessions`). The episodes of an actor that dies fail with
+    it, and are played again."""
 
-    The episodes of an actor that dies fail with it, and are played again; the actor is restarted as long as
-    its node is alive.
-    """
+    name, factory = "environments", f"{__name__}:NodeEnvironments"
 
     def __init__(
         self,
@@ -207,24 +164,11 @@ class Environments(OnAllNodes):
         config: EnvironmentConfig,
         targets: Sequence[str],
     ) -> None:
-        """Start the actors, without waiting.
-
-        Args:
-            driver_pool: the driver's own pool, closed by its opener.
-            nodes: nodes of the run, including the driver's.
-            targets: environments that are imported at the start.
-        """
-        self._driver_pool = driver_pool
-        self._numbers = itertools.count()
-        workers = config.environment_processes
-        self._actors = NodeActors(
-            "environments",
-            f"{__name__}:NodeEnvironments",
-            nodes,
-            lambda _: (workers, (config, tuple(targets))),
-            self._fail,
-        )
-        self._open: Counter[NodeActor] = Counter()
+        """`targets` are the environments that are imported at the start."""
+        arguments = config.environment_processes, (config, tuple(targets))
+        super().__init__(driver_pool, nodes, lambda _: arguments)
+        self._session_numbers = itertools.count()
+        self.open_episodes: Counter[NodeActor] = Counter()
         """Episodes of each actor, those that wait for their turn too."""
 
     async def open(
@@ -232,12 +176,12 @@ class Environments(OnAllNodes):
     ) -> Session:
         """Begin an episode on the node with the fewest. See `protocol.Sessions`."""
         episode = target, question, label, dict(metadata), seed
-        with self._actors.lock:
+        with self.lock:
             actor = self._least_busy()
             if actor is not None:
-                session = NodeSession(self._actors, actor, next(self._numbers), self._open)
+                session = NodeSession(self, actor, next(self._session_numbers))
         if actor is None:
-            return await self._driver_pool.open(*episode)
+            return await self.driver_pool.open(*episode)
         try:
             await session.begin(*episode)
         except BaseException:
@@ -248,28 +192,22 @@ class Environments(OnAllNodes):
     def _least_busy(self) -> NodeActor | None:
         """Return the node with the fewest episodes. None is the driver's, which is preferred, since nothing
         has to be sent."""
-        actors = [actor for actor in self._actors.all if actor.takes_calls]
-        least = min(actors, key=lambda actor: self._open[actor], default=None)
-        return None if least is None or self._driver_pool.open_now <= self._open[least] else least
+        actors = [actor for actor in self.actors if actor.takes_calls]
+        least = min(actors, key=lambda actor: self.open_episodes[actor], default=None)
+        return None if least is None or self.driver_pool.open_now <= self.open_episodes[least] else least
 
-    def _fail(self, actor: NodeActor, orphans: list[Call]) -> None:
+    def settle(self, actor: NodeActor, orphans: list[Call]) -> None:
         for call in orphans:
             if call.outcome.set_running_or_notify_cancel():
                 call.outcome.set_result(("fault", ("death", f"{actor.host.name}: its process died")))
 
 
 class NodeSession:
-    """An episode on another node (`protocol.Session`)."""
+    """An episode on another node (`protocol.Session`), with a number that names it to the actor."""
 
-    def __init__(self, actors: NodeActors, actor: NodeActor, number: int, count: Counter[NodeActor]) -> None:
-        """
-        Args:
-            number: names it to the actor.
-            count: counts it until it is closed.
-        """
-        self._actors, self._actor, self._host, self._number = actors, actor, actor.host, number
-        self._count = count
-        self._count[actor] += 1
+    def __init__(self, places: Environments, actor: NodeActor, number: int) -> None:
+        self._places, self._actor, self._host, self._number = places, actor, actor.host, number
+        places.open_episodes[actor] += 1  # until it is closed
         self._closed = False
         self._opening: Opening | None = None
 
@@ -283,15 +221,12 @@ class NodeSession:
         self._opening = await self._call("open", *arguments)
 
     async def step(self, message: Message) -> Turn:
-        """See `protocol.Session`."""
         return await self._call("step", message)
 
     async def score(self) -> EpisodeScore:
-        """See `protocol.Session`."""
         return await self._call("score")
 
     async def close(self) -> None:
-        """See `protocol.Session`."""
         if self._closed:
             return
         self._closed = True
@@ -299,14 +234,14 @@ class NodeSession:
             with suppress(EpisodeFaultError):  # it has ended with its actor
                 await self._call("close")
         finally:
-            with self._actors.lock:
-                self._count[self._actor] -= 1
+            with self._places.lock:
+                self._places.open_episodes[self._actor] -= 1
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        with self._actors.lock:
+        with self._places.lock:
             if self._actor.host is not self._host or not self._actor.takes_calls:
                 raise EpisodeFaultError("death", f"{method}: {self._host.name}: its process died")
-            answer = self._actors.submit(self._actor, self._number, method, *arguments)
+            answer = self._places.ask(self._actor, self._number, method, *arguments)
         kind, content = await asyncio.wrap_future(answer)
         if kind == "fault":
             raise EpisodeFaultError(*content)

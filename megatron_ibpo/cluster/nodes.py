@@ -14,6 +14,7 @@ and does not start beside one; its status is 0 where Ray did not start; it hands
 import argparse
 import ipaddress
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -28,25 +29,22 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 
 from megatron_ibpo.basics.entry_point import command
+from megatron_ibpo.basics.text import counted
 from megatron_ibpo.cluster.ray_session import (
     QUIET,
     RAY_DIRECTORY,
     RAYLET_WAIT,
     START_WAIT_S,
+    TOKEN_FILE,
     ClusterError,
     ClusterFailedError,
     RayStartError,
     is_listening,
+    makes_token,
+    own_token,
     patience,
     ray_directory,
     retry_once,
-)
-from megatron_ibpo.cluster.ray_token import (
-    TOKEN_FILE,
-    makes_token,
-    new_token,
-    own_token,
-    read_token,
     use_token,
     write_token,
 )
@@ -104,13 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def numeric_address(host: str, num_nodes: int) -> str:
-    """Return the numeric address of node 0. Ray passes the address on as given, and gloo and NCCL cannot be
-    told to listen on a name.
-
-    Raises:
-        ClusterError: there is no such host; or its name means this machine alone, as is common in /etc/hosts,
-            and there are other nodes.
-    """
+    """Return the numeric address of node 0: Ray passes the address on as given, and gloo and NCCL cannot be
+    told to listen on a name. Raises ClusterError if there is no such host, or its name means this machine
+    alone, as is common in /etc/hosts, and there are other nodes."""
     with suppress(ValueError):
         return str(ipaddress.ip_address(host))
     try:
@@ -139,29 +133,38 @@ def _lead(
         token = stack.enter_context(_shared_token(run_dir)) if num_nodes > 1 and makes_token() else None
         ray = retry_once(lambda: _start_head(host, port, token, stack))
         missing = _Missing(f"{host}:{port}", num_nodes)
-        _wait(lambda: missing.count() == 0, missing, ray, timeout)
-        hand_on = stack.enter_context(_handed_on())
-        child = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": f"{host}:{port}"})
-        hand_on.append(child)
-        code = child.wait()
-        return code if code >= 0 else 128 - code
+        _wait(missing.has_none, missing, ray, timeout)
+        return _run_command(command, f"{host}:{port}")
 
 
 def _start_head(host: str, port: int, token: str | None, stack: ExitStack) -> "_RayNode":
     """Start the cluster; `stack` ends it."""
     options = ("--head", f"--port={port}", f"--node-ip-address={host}", "--include-dashboard=false")
+    awaited, late = f"Ray to start at {host}:{port}", RayStartError("is this machine busy?")
     with ExitStack() as startup:
         ray = startup.enter_context(_ray_node(token, *options))
-        _wait(
-            lambda: is_listening(host, port, LOOK_EVERY_S),
-            f"Ray to start at {host}:{port}",
-            ray,
-            START_WAIT_S,
-            START_S,
-            RayStartError("is this machine busy?"),
-        )
+        _wait(lambda: is_listening(host, port, LOOK_EVERY_S), awaited, ray, START_WAIT_S, START_S, late)
         stack.push(startup.pop_all())
     return ray
+
+
+def _run_command(command: Sequence[str], address: str) -> int:
+    """Return the status of the command. Signals to this process go on to it, and it ends in its own way and
+    time. A terminal sends some to both; a command counts two in quick succession as one."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def hand_on(number: int, _: object) -> None:
+        for child in children:
+            child.send_signal(number)
+
+    previous_handlers = {number: signal.signal(number, hand_on) for number in HANDED_ON}
+    try:
+        children.append(subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": address}))
+        code = children[0].wait()
+    finally:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
 
 
 @contextmanager
@@ -169,7 +172,7 @@ def _shared_token(run_dir: Path | None) -> Iterator[str]:
     """Give a token that stays in `run_dir` for as long as the cluster exists."""
     if run_dir is None:
         raise ClusterError(f"--run-dir is not given: {SHARE_TOKEN}")
-    token = new_token()
+    token = secrets.token_hex()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = write_token(run_dir, token)
@@ -178,26 +181,8 @@ def _shared_token(run_dir: Path | None) -> Iterator[str]:
     try:
         yield token
     finally:
-        if read_token(run_dir) == token:  # otherwise a later start has written its own
+        if _read_token(path) == token:  # otherwise a later start has written its own
             path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _handed_on() -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """Provide a list; signals to this process go on to the commands that the caller puts there, which end in
-    their own way and time. A terminal sends some to both; a command counts two in quick succession as one."""
-    commands: list[subprocess.Popen[bytes]] = []
-
-    def hand_on(number: int, _: object) -> None:
-        for child in commands:
-            child.send_signal(number)
-
-    previous_handlers = {number: signal.signal(number, hand_on) for number in HANDED_ON}
-    try:
-        yield commands
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
 
 
 def _follow(host: str, port: int, run_dir: Path | None, timeout: float) -> int:
@@ -220,35 +205,37 @@ def _join_cluster(host: str, port: int, token: str | None) -> None:
 def _token_of_node_0(run_dir: Path | None) -> str:
     if run_dir is None:
         raise ClusterError(f"--run-dir is not given: {SHARE_TOKEN}")
-    tokens: list[str] = []
-
-    def read() -> bool:
-        tokens.extend(filter(None, [read_token(run_dir)]))
-        return bool(tokens)
-
     path = run_dir / TOKEN_FILE
-    _wait(read, f"{path}, which node 0 writes", None, TOKEN_WAIT_S, late=ClusterError(SHARE_TOKEN))
-    return tokens[0]
+    awaited = f"{path}, which node 0 writes"
+    _wait(lambda: bool(_read_token(path)), awaited, None, TOKEN_WAIT_S, late=ClusterError(SHARE_TOKEN))
+    return _read_token(path)
 
 
+def _read_token(path: Path) -> str:
+    """Return the token in the file; empty if there is none."""
+    with suppress(OSError):
+        return path.read_text()
+    return ""
+
+
+@dataclass
 class _Missing:
     """The nodes that have not joined yet."""
 
-    def __init__(self, address: str, num_nodes: int) -> None:
-        self._address, self._num_nodes = address, num_nodes
-        self._left = num_nodes
+    address: str
+    num_nodes: int
+    count: int = 0
 
-    def count(self) -> int:
+    def has_none(self) -> bool:
         """Count them in the head's own table, since a driver here would be one more process in the
         cluster."""
-        nodes = GcsClient(address=self._address).get_all_node_info(timeout=GCS_TIMEOUT_S)
+        nodes = GcsClient(address=self.address).get_all_node_info(timeout=GCS_TIMEOUT_S)
         alive = sum(node.state == GcsNodeInfo.ALIVE for node in nodes.values())
-        self._left = max(0, self._num_nodes - max(1, alive))  # this node is still joining
-        return self._left
+        self.count = max(0, self.num_nodes - max(1, alive))  # this node is still joining
+        return self.count == 0
 
     def __str__(self) -> str:
-        nodes = "1 more node" if self._left == 1 else f"{self._left} more nodes"
-        return f"{nodes} at {self._address}"
+        return f"{counted(self.count, 'more node')} at {self.address}"
 
 
 @dataclass(frozen=True)
@@ -259,12 +246,8 @@ class _RayNode:
     log: Path
 
     def check(self) -> None:
-        """Raise if Ray has ended on this node.
-
-        Raises:
-            ClusterError: it has ended, and would again.
-            RayStartError: it has ended for another reason.
-        """
+        """Raise ClusterError if Ray has ended on this node and would again, and RayStartError if it has ended
+        for another reason."""
         if self.process.poll() is None:
             return
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
@@ -307,15 +290,8 @@ def _wait(
     quiet: float = QUIET_S,
     late: Exception | None = None,
 ) -> None:
-    """Wait until `done`; report the reason after a moment and then every minute.
-
-    Args:
-        late: raised when it takes longer than `timeout` seconds, with the wait before its message.
-
-    Raises:
-        ClusterFailedError: it took longer than `timeout` seconds and `late` is None.
-        ClusterError, RayStartError: Ray ended on this node.
-    """
+    """Wait until `done`; report the reason after a moment and then every minute. Raise `late`, by default
+    ClusterFailedError, with the wait before its message after `timeout` seconds, and as `_RayNode.check`."""
     started, last_report = time.monotonic(), 0.0
     while not done():
         waited = time.monotonic() - started

@@ -97,16 +97,14 @@ def plan_placement(
     nodes: Sequence[Node], *, num_trainers: int, engines: Engines | None, on_gpu: bool
 ) -> Placement:
     """Place trainers node by node, then engines: colocated ones on the GPUs of consecutive trainers, others
-    on the rest, nodes without trainers first.
+    on the rest, nodes without trainers first. Raises PlacementError with the missing and the available
+    resources.
 
     Args:
         nodes: nodes that the run may use, the driver's first.
         engines: None for a run without engines (recorded rollouts are replayed).
         on_gpu: every trainer takes one GPU, every engine its tensor-parallel size; otherwise each process
             takes one CPU.
-
-    Raises:
-        PlacementError: with the missing and the available resources, and what to change.
     """
     nodes = sorted(nodes, key=lambda node: -(node.gpus if on_gpu else 0))  # stable: the driver's stays first
     free = [node.gpus if on_gpu else node.cpus for node in nodes]
@@ -208,12 +206,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 def main_memory(groups: Path = _GROUPS, process_groups: Path = _PROCESS_GROUPS) -> int:
     """Return the bytes that the processes of a run may take on this node: all its memory, or the lowest limit
     of a control group that this process is in, as containers and batch systems set it. The use by other
-    programs is not subtracted. Source: cgroups(7); only version 1 has been run.
-
-    Args:
-        groups: where the kernel shows control groups.
-        process_groups: file that lists this process's groups.
-    """
+    programs is not subtracted. Source: cgroups(7); only version 1 has been run."""
     limits = [psutil.virtual_memory().total]
     for file in _limit_files(groups, process_groups):
         with suppress(OSError, ValueError):  # not shown in this container, or "max"

@@ -1,17 +1,18 @@
 """Ray for the length of a run: the run's own on this machine, or a place in an existing cluster.
 
 The run's own Ray listens on the loopback interface only, requires a token, keeps its files in a private
-temporary directory and leaves nothing behind, however the run ends: a small process waits for the end of the
-driver, kills the rest of that Ray and removes its directory.
+temporary directory and leaves nothing behind, however the run ends.
 """
 
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from unittest import mock
 
 from megatron_ibpo.basics.entry_point import FAILED
 from megatron_ibpo.basics.rendezvous import LOOPBACK, private_directory, variables_set
-from megatron_ibpo.cluster.ray_token import own_token, read_settings_again, use_token
+from megatron_ibpo.weights import first_line
 
 SWEEP_TIMEOUT_S = 15.0
 """Seconds for the process that cleans up, once Ray itself has been told to stop."""
@@ -54,13 +55,16 @@ ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable which, set to 0, prevents it on every system from replacing 127.0.0.1 by an address that
 other machines reach."""
 
+TOKEN_FILE = ".ray_token"
+"""Name of the token's file, in the private directory of a Ray, and in the run's directory for the other nodes
+of a cluster. Processes get its path: an environment variable with the token itself would reach every
+child."""
+
 CONNECT_TIMEOUT_S = 10.0
 NO_CLUSTER = (
     "start a cluster with `ray start --head`, or leave out --ray-address and RAY_ADDRESS, and the run "
     "starts its own Ray"
 )
-
-
 OTHER_TOKEN = (
     "that cluster has another token; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the one it was started "
     "with (RUN_DIR/.ray_token for a cluster of examples/run.sh)"
@@ -101,7 +105,9 @@ def open_ray(address: str | None, *, num_cpus: int, object_store_bytes: int | No
         RayStartError: Ray does not start, or not in time.
     """
     os.environ |= QUIET
-    _abandoned.clear()
+    _abandoned.clear()  # first: the start may be abandoned while Ray is imported
+    import ray
+
     if address is None:
         with retry_once(lambda: _start_own(num_cpus, object_store_bytes or OBJECT_STORE_BYTES)):
             yield
@@ -111,7 +117,7 @@ def open_ray(address: str | None, *, num_cpus: int, object_store_bytes: int | No
     try:
         yield
     finally:
-        _disconnect()
+        ray.shutdown()
 
 
 def retry_once(start: Callable[[], T]) -> T:
@@ -127,11 +133,33 @@ def retry_once(start: Callable[[], T]) -> T:
 
 def _start_own(num_cpus: int, object_store_bytes: int) -> ExitStack:
     """Start the run's own Ray. Return the stack that ends it."""
+    import ray
+
+    room = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    if room < object_store_bytes:
+        raise ClusterError(
+            f"--object-store-bytes: /dev/shm has {room / 1024**2:.0f} MiB free, and Ray needs "
+            f"{object_store_bytes / 1024**2:.0f} MiB; enlarge it (docker: --shm-size), or lower the flag"
+        )
     with ExitStack() as stack:
         directory = stack.enter_context(ray_directory())
         stack.enter_context(own_token(directory))
-        stack.callback(_disconnect)
-        _start(directory / RAY_DIRECTORY, num_cpus, object_store_bytes)
+        stack.callback(ray.shutdown)
+        try:
+            with _isolated():
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    object_store_memory=object_store_bytes,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    # with another address of 127.0.0.0/8, Ray's servers would listen on all interfaces
+                    _node_ip_address=LOOPBACK,
+                    _temp_dir=str(directory / RAY_DIRECTORY),
+                )
+        except Exception as error:
+            raise RayStartError(f"Ray does not start on this machine: {first_line(error)}") from error
         stack.enter_context(ended_with_ray())
         return stack.pop_all()
 
@@ -139,10 +167,7 @@ def _start_own(num_cpus: int, object_store_bytes: int) -> ExitStack:
 @contextmanager
 def ray_directory() -> Iterator[Path]:
     """Make a private directory for a Ray. It is removed afterwards, and the processes that use it are ended.
-
-    Raises:
-        ClusterError: none can be made.
-    """
+    Raises ClusterError if none can be made."""
     try:
         directory = private_directory("ibpo-ray-", SOCKET_BYTES)
     except OSError as error:
@@ -151,63 +176,50 @@ def ray_directory() -> Iterator[Path]:
         yield directory
 
 
-def _start(directory: Path, num_cpus: int, object_store_bytes: int) -> None:
-    import ray
-
-    room = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
-    if room < object_store_bytes:
-        raise ClusterError(
-            f"--object-store-bytes: /dev/shm has {room / 1024**2:.0f} MiB free, and Ray needs "
-            f"{object_store_bytes / 1024**2:.0f} MiB of it; enlarge it (docker: --shm-size), or lower the "
-            "flag"
-        )
-    try:
-        with _isolated():
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                object_store_memory=object_store_bytes,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                # with another address of 127.0.0.0/8, Ray's servers would listen on all interfaces
-                _node_ip_address=LOOPBACK,
-                _temp_dir=str(directory),
-            )
-    except Exception as error:
-        raise RayStartError(f"Ray does not start on this machine: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
 @contextmanager
 def _isolated() -> Iterator[None]:
-    """Keep Ray's processes on this machine and in their own process group. A Ctrl-C, a closed terminal, `kill
-    %1` and `timeout` reach the whole group of the driver, which must finish its step with its processes; Ray
-    protects them only from SIGINT."""
+    """Keep Ray's processes on this machine and in their own process group, and give them `START_WAIT_S` to
+    start. A Ctrl-C, a closed terminal, `kill %1` and `timeout` reach the whole group of the driver, which
+    must finish its step with its processes; Ray protects them only from SIGINT."""
     from ray._private import ray_constants, services
     from ray._private.node import Node
 
     started: list[subprocess.Popen[bytes]] = []
-    popen = services.ConsolePopen
+    popen, get_node = services.ConsolePopen, services.get_node
+    deadline, over = time.monotonic() + START_WAIT_S, threading.Event()
+
+    def is_late() -> bool:
+        return _abandoned.is_set() or time.monotonic() > deadline
 
     def start(*arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
         started.append(popen(*arguments, process_group=0, **options))
         return started[-1]
 
-    with (
-        variables_set({ONE_MACHINE: "0"} | patience(GCS_WAIT)),
-        mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False),
-        mock.patch.object(services, "ConsolePopen", start),
-        mock.patch.object(services, "get_node", _patient(services.get_node)),
-        _deadline(started),
-        ExitStack() as patches,
-    ):
+    def wait_for_node(*arguments: Any) -> Any:  # Ray gives up after 30 s
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError as error:
+                if is_late():
+                    raise TimeoutError("its node manager did not start in time") from error
+
+    def end_when_late() -> None:  # Ray's own consecutive waits last a quarter of an hour
+        while not over.wait(LOOK_EVERY_S):
+            if is_late():
+                for process in started:
+                    process.kill()
+                return
+
+    with ExitStack() as stack:
+        stack.enter_context(variables_set({ONE_MACHINE: "0"} | patience(GCS_WAIT)))
+        stack.enter_context(mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False))
+        stack.enter_context(mock.patch.object(services, "ConsolePopen", start))
+        stack.enter_context(mock.patch.object(services, "get_node", wait_for_node))
         for name in SERVERS_NOT_USED:
             if hasattr(Node, name):  # another version of Ray may have other names, and then starts them
-                patches.enter_context(mock.patch.object(Node, name))
+                stack.enter_context(mock.patch.object(Node, name))
+        threading.Thread(target=end_when_late, daemon=True).start()
+        stack.callback(over.set)
         read_settings_again()
         yield
 
@@ -215,43 +227,6 @@ def _isolated() -> Iterator[None]:
 def patience(*limits: str) -> dict[str, str]:
     """Return longer limits for Ray's start, unless the user has set them."""
     return {name: f"{START_WAIT_S:.0f}" for name in limits if name not in os.environ}
-
-
-def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `get_node` to retry for as long as a start may take; Ray gives up after 30 s."""
-    deadline = time.monotonic() + START_WAIT_S
-
-    def get(*arguments: Any) -> Any:
-        while True:
-            try:
-                return get_node(*arguments)
-            except RuntimeError as error:
-                if _abandoned.is_set() or time.monotonic() > deadline:
-                    raise TimeoutError("its node manager did not start in time") from error
-
-    return get
-
-
-@contextmanager
-def _deadline(started: list["subprocess.Popen[bytes]"]) -> Iterator[None]:
-    """Kill the processes of a Ray that takes too long, since its own consecutive waits last a quarter of an
-    hour."""
-
-    over = threading.Event()
-
-    def watch() -> None:
-        deadline = time.monotonic() + START_WAIT_S
-        while not over.wait(LOOK_EVERY_S):
-            if _abandoned.is_set() or time.monotonic() > deadline:
-                for process in started:
-                    process.kill()
-                return
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
 
 
 def abandon_start() -> None:
@@ -281,8 +256,8 @@ def _connect(address: str) -> None:
                 f"--ray-address {address}: {versions}; start both from the same environment"
             ) from error
         if not port.isdigit():  # "auto", or no address at all
-            raise ClusterError(f"--ray-address {address}: {_first_line(error)}; {NO_CLUSTER}") from error
-        raise RayStartError(f"--ray-address {address}: Ray cannot be joined: {_first_line(error)}") from error
+            raise ClusterError(f"--ray-address {address}: {first_line(error)}; {NO_CLUSTER}") from error
+        raise RayStartError(f"--ray-address {address}: Ray cannot be joined: {first_line(error)}") from error
 
 
 def is_listening(host: str, port: int, timeout: float) -> bool:
@@ -300,13 +275,58 @@ def take_back_signals() -> None:
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
-def _disconnect() -> None:
-    import ray
-
-    ray.shutdown()
+# ------------------------------------------------------------------------------------------------------ token
 
 
-# ------------------------------------------------------------------------------------------ clearing up
+def _has_token() -> bool:
+    return bool(os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"))
+
+
+def makes_token() -> bool:
+    """Return whether a run makes its own token: not if the user has set one, or wants none."""
+    return not _has_token() and os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
+
+
+def use_token() -> None:
+    """Present the token that the user has set. Ray does so for an address only if the mode is set too."""
+    if _has_token():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        read_settings_again()
+
+
+def write_token(directory: Path, token: str) -> Path:
+    """Write the token atomically where only this user can read it, over an older one. Return the file."""
+    descriptor, written = tempfile.mkstemp(dir=directory, prefix=TOKEN_FILE)  # mode 0600
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token)
+    return Path(written).replace(directory / TOKEN_FILE)
+
+
+@contextmanager
+def own_token(directory: Path, token: str | None = None) -> Iterator[None]:
+    """Give this process and its children `token`, by default a new one, unless the user has set one. They
+    read it from their own file in `directory`, so that changes to other copies of it do not matter."""
+    if not makes_token():
+        yield
+        return
+    path = write_token(directory, token or secrets.token_hex())
+    try:
+        with variables_set({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}):
+            read_settings_again()
+            yield
+    finally:
+        read_settings_again()
+
+
+def read_settings_again() -> None:
+    """Make Ray read its environment variables and the token again; it reads them only once per process."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+# ------------------------------------------------------------------------------------------------ clearing up
 
 SWEEP = """
 import os, shutil, signal, sys, time
@@ -332,8 +352,8 @@ while time.monotonic() < deadline:
     time.sleep(0.1)
 shutil.rmtree(directory, ignore_errors=True)
 """
-"""Ends processes that still use the directory of a Ray whose driver is gone. After an orderly end there are
-none; after a kill Ray's own agents would stay."""
+"""Program of a process that outlives the driver: it ends processes that still use the directory of its Ray.
+After an orderly end there are none; after a kill Ray's own agents would stay."""
 
 
 @contextmanager
@@ -361,11 +381,8 @@ def swept(directory: Path) -> Iterator[None]:
 @contextmanager
 def ended_with_ray() -> Iterator[None]:
     """End this process with one line and status 1 as soon as a server of the Ray that it started dies, or
-    once its GCS server no longer answers: after a SIGTERM the GCS server of Ray 2.60 hangs instead of ending.
-
-    Without the raylet Ray ends its processes itself, and prints twenty lines. Without the GCS server calls go
-    on for a minute before Ray ends this process. The rest of Ray is cleaned up after its end.
-    """
+    once its GCS server no longer answers: after a SIGTERM that of Ray 2.60 hangs instead of ending. Ray
+    itself would print twenty lines without the raylet, and go on for a minute without the GCS server."""
     from ray._private import ray_constants, worker
     from ray.exceptions import RayError
 
@@ -375,6 +392,7 @@ def ended_with_ray() -> Iterator[None]:
         ray_constants.PROCESS_TYPE_RAYLET: "raylet",
     }
     over = threading.Event()
+    global_worker: Any = worker.global_worker
 
     def watch() -> None:
         while not over.wait(LOOK_EVERY_S):
@@ -383,7 +401,6 @@ def ended_with_ray() -> Iterator[None]:
                 _end(f"error: Ray's {' and '.join(dead)} on this machine has died; start the run again")
 
     def ask() -> None:
-        global_worker: Any = worker.global_worker
         unanswered = 0
         while unanswered < MOST_UNANSWERED:
             if over.wait(ASK_EVERY_S):

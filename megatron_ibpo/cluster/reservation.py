@@ -22,26 +22,17 @@ class NodeLostError(RuntimeError):
 
 
 def lost_nodes(placement: Placement, nodes: Iterable[int]) -> list[str]:
-    """Return the addresses of nodes that have left the cluster.
-
-    Args:
-        nodes: indices in `placement.nodes`.
-    """
+    """Return the addresses of those of the placement's `nodes`, given by index, that have left the
+    cluster."""
     alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
     chosen = [placement.nodes[index] for index in sorted(set(nodes))]
     return [node.address for node in chosen if node.node_id not in alive]
 
 
 def place_run(config: Config, *, samples: bool = True, wait: float = 0.0) -> Placement:
-    """Place trainers and engines on the nodes of the cluster; retry for `wait` seconds while it is too small.
-
-    Args:
-        samples: False for a run without engines.
-
-    Raises:
-        PlacementError: it is still too small.
-        ValueError: settings do not suit the cluster's devices.
-    """
+    """Place trainers, and engines unless `samples` is False, on the nodes of the cluster; retry for `wait`
+    seconds while it is too small. Raises PlacementError if it still is, and ValueError if settings do not
+    suit its devices."""
     deadline = time.monotonic() + wait
     while True:
         try:
@@ -76,11 +67,8 @@ def _placed(config: Config, *, samples: bool) -> Placement:
 
 
 def place_engines(config: Config) -> Placement:
-    """Place engines alone: on all GPUs of the cluster, or as many CPU processes as a run has trainers.
-
-    Raises:
-        PlacementError: the cluster is too small.
-    """
+    """Place engines alone: on all GPUs of the cluster, or as many CPU processes as a run has trainers. Raises
+    PlacementError if the cluster is too small."""
     nodes, rollout = cluster_nodes(), config.rollout
     size, num_gpus = rollout.rollout_num_gpus_per_engine, sum(node.gpus for node in nodes)
     within_nodes = sum(node.gpus // size for node in nodes)
@@ -92,15 +80,10 @@ def place_engines(config: Config) -> Placement:
 def cluster_nodes() -> list[Node]:
     """Return the living nodes of the cluster, the driver's first."""
     driver_node = ray.get_runtime_context().get_node_id()
+    alive = [(entry, entry["Resources"]) for entry in ray.nodes() if entry["Alive"]]
     nodes = [
-        Node(
-            entry["NodeID"],
-            entry["NodeManagerAddress"],
-            int(entry["Resources"].get("CPU", 0)),
-            int(entry["Resources"].get("GPU", 0)),
-        )
-        for entry in ray.nodes()
-        if entry["Alive"]
+        Node(entry["NodeID"], entry["NodeManagerAddress"], int(free.get("CPU", 0)), int(free.get("GPU", 0)))
+        for entry, free in alive
     ]
     return sorted(nodes, key=lambda node: node.node_id != driver_node)
 
@@ -108,20 +91,15 @@ def cluster_nodes() -> list[Node]:
 @contextmanager
 def reserved(placement: Placement) -> Iterator[PlacementGroup]:
     """Reserve all of a placement or nothing, and release it on the way out. Bundle r belongs to trainer rank
-    r; engines that do not share the trainers' have the bundles after those.
-
-    Raises:
-        PlacementError: other users of the cluster hold the resources.
-    """
+    r; engines that do not share the trainers' have the bundles after those. Raises PlacementError if other
+    users of the cluster hold the resources."""
     slots = placement.trainers + ([] if placement.colocated else placement.engines)
     bundles = [{"CPU": 1.0} | ({"GPU": float(slot.gpus)} if slot.gpus else {}) for slot in slots]
     labels = [{"ray.io/node-id": placement.nodes[slot.node].node_id} for slot in slots]
     group = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
     try:
         if not group.wait(RESERVE_TIMEOUT_S):
-            free = {
-                name: value for name, value in ray.available_resources().items() if name in ("CPU", "GPU")
-            }
+            free = {n: value for n, value in ray.available_resources().items() if n in ("CPU", "GPU")}
             raise PlacementError(
                 f"the cluster is large enough for {len(placement.trainers)} trainers and "
                 f"{len(placement.engines)} engines, but other jobs hold its resources (free: "

@@ -35,12 +35,8 @@ class Trainers:
         self.locations: list[Location] = []
 
     def restart(self, *arguments: Any) -> None:
-        """End the remaining processes, and build the model in new ones.
-
-        Raises:
-            ProcessDiedError: a process did not start, or died during this.
-            NodeLostError: a node that had some of them has left the cluster.
-        """
+        """End the remaining processes, and build the model in new ones. Raises ProcessDiedError as `build`,
+        and NodeLostError if a node that had some of them has left the cluster."""
         self.close()
         if lost := lost_nodes(self._placement, (slot.node for slot in self._placement.trainers)):
             raise NodeLostError(f"trainers were lost with {', '.join(lost)}")

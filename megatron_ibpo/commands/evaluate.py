@@ -136,7 +136,7 @@ def evaluate_policy(policy: Policy) -> None:
             evaluated,
             seconds=stages.take(),
             counts={
-                "engine_restarts": opened.engines.restarts.count,
+                "engine_restarts": opened.engines.restarts,
                 "verifier_deaths": opened.verifiers.deaths,
             },
         )

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from megatron_ibpo.basics.entry_point import command, parsed
 from megatron_ibpo.models import ModelConfigError, ModelShape, read_hf_config
+from megatron_ibpo.weights import CheckpointError
 from megatron_ibpo.weights.formats.checkpoint_files import MANIFEST, changed_files
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint, model_entries
 from megatron_ibpo.weights.formats.run_state import (
@@ -32,7 +33,6 @@ from megatron_ibpo.weights.formats.run_state import (
     read_layout,
 )
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint, is_weight
-from megatron_ibpo.weights.weight_errors import CheckpointError
 
 
 @dataclass

@@ -1,9 +1,6 @@
 """The lean back end: sampling in the process of the trainer, on the CPU, by plain torch in float32, for tiny
-dense Qwen3.
-
-A vLLM engine takes ten seconds to start and is built for models a thousand times as large. Here requests are
-sampled in waves (`engines.waves`).
-"""
+dense Qwen3, in waves (`engines.waves`). A vLLM engine takes ten seconds to start and is built for models a
+thousand times as large."""
 
 import asyncio
 import hashlib
@@ -37,14 +34,8 @@ class LeanEngine:
     def __init__(
         self, shape: ModelShape, eos_token_ids: Sequence[int], *, max_context: int, most_at_once: int = 256
     ) -> None:
-        """
-        Args:
-            max_context: tokens of prompt and response together.
-            most_at_once: largest number of sequences in a wave.
-
-        Raises:
-            ValueError: a model that the lean back end does not compute.
-        """
+        """Raise ValueError for a model that the lean back end does not compute. `max_context` is the limit of
+        tokens of prompt and response together, `most_at_once` of sequences in a wave."""
         check_shape(shape)
         self._shape = shape
         self._waves = WaveSampler(eos_token_ids, max_context, most_at_once)
@@ -70,14 +61,8 @@ class LeanEngine:
     def generate(
         self, requests: Sequence[SampleRequest], *, version: int = 0, timeout: float = 0
     ) -> list[Sample]:
-        """Return one sample for each request, in order.
-
-        Args:
-            timeout: as for other engines; computation here always ends.
-
-        Raises:
-            EngineError: the weights are older than `version`.
-        """
+        """Return one sample for each request, in order. Computation here always ends, within `timeout` or
+        not. Raises EngineError if the weights are older than `version`."""
         self._check(version)
         assert self._model is not None
         return self._waves.samples(self._model, requests, self._version)
@@ -119,7 +104,7 @@ class LeanEngine:
             raise EngineError(too_old(self._version, version))
 
 
-# --------------------------------------------------------------------------------------------- the model
+# -------------------------------------------------------------------------------------------------- the model
 
 
 @dataclass
@@ -142,13 +127,10 @@ class _Cache:
 
 
 class LeanModel:
-    """A dense Qwen3 in float32, with the formulas of transformers' modeling_qwen3."""
+    """A dense Qwen3 in float32, with the formulas of transformers' modeling_qwen3, and its weights by their
+    Hugging Face names."""
 
     def __init__(self, shape: ModelShape, tensors: Mapping[str, Tensor]) -> None:
-        """
-        Args:
-            tensors: weights by their Hugging Face names.
-        """
         self.tensors = tensors
         self._shape = shape
         self._embedding = tensors["model.embed_tokens.weight"]
@@ -253,10 +235,9 @@ class _Layer:
 
 
 def _attended(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-    """Return attention's output, [rows, columns, query heads * head].
-
-    `scaled_dot_product_attention` takes three times as long for one query per row: here the query heads that
-    share keys are the rows of one product.
+    """Return attention's output, [rows, columns, query heads * head]. For one query per row
+    `scaled_dot_product_attention` takes three times as long: here the query heads that share keys are the
+    rows of one product.
 
     Args:
         queries: [rows, columns, query heads, head]
@@ -312,8 +293,7 @@ def check_shape(shape: ModelShape) -> None:
     if names != _names(shape) or shape.rotary_dim != shape.head_dim:
         raise ValueError(
             "--rollout-backend lean: supports only dense models built like qwen3, not "
-            f"{shape.family}{' with experts' if shape.is_moe else ''}; take vllm, or "
-            "transformers"
+            f"{shape.family}{' with experts' if shape.is_moe else ''}; take vllm, or transformers"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_ibpo.basics.records import Floats, Sample, SampleRequest, TokenIds, token_ids
-from megatron_ibpo.weights.weight_errors import WeightMismatchError
+from megatron_ibpo.weights import WeightMismatchError
 
 NUM_PROMPTS = 16
 PROMPT_LENGTH = 12
@@ -60,36 +60,25 @@ def probe(engine: IdleEngine, version: int) -> Probe:
 
 
 def compare_probes(updated: Probe, fresh: Probe, *, same_batches: bool = True) -> None:
-    """Compare two engines' answers.
-
-    Args:
-        same_batches: both engines computed the requests in the same batches, so that outputs agree to the
-            last bits. On GPUs vLLM's core begins with the first request that arrives; there digests, which
-            cover all weights, decide alone.
-
-    Raises:
-        WeightMismatchError: the engines do not have the same weights.
-    """
+    """Raise WeightMismatchError if two engines' answers show that they do not have the same weights. With
+    `same_batches` both computed the requests in the same batches, so that outputs agree to the last bits. On
+    GPUs vLLM's core begins with the first request that arrives; there digests, which cover all weights,
+    decide alone."""
     if same_batches:
-        _compare_outputs(updated, fresh)
+        pairs = zip(updated.token_ids, fresh.token_ids, strict=True)
+        if different := sum(not np.array_equal(ours, theirs) for ours, theirs in pairs):
+            raise WeightMismatchError(
+                "after weight updates the engine's greedy responses differ from a freshly loaded engine's "
+                f"in {different} of {NUM_PROMPTS} prompts"
+            )
+        gap = float(np.abs(np.concatenate(updated.logprobs) - np.concatenate(fresh.logprobs)).max())
+        if gap > LOGPROB_TOLERANCE:
+            raise WeightMismatchError(
+                f"after weight updates the engine's log-probs differ from a fresh engine's by up to {gap}"
+            )
     for rank, (ours_, theirs_) in enumerate(zip(updated.digests, fresh.digests, strict=True)):
         if wrong := sorted(name for name in theirs_ if ours_.get(name) != theirs_[name]):
             raise WeightMismatchError(
                 f"after weight updates {len(wrong)} tensors of engine worker {rank} differ from a freshly "
                 f"loaded engine's: {', '.join(wrong[:5])}"
             )
-
-
-def _compare_outputs(updated: Probe, fresh: Probe) -> None:
-    pairs = zip(updated.token_ids, fresh.token_ids, strict=True)
-    different = sum(not np.array_equal(ours, theirs) for ours, theirs in pairs)
-    if different:
-        raise WeightMismatchError(
-            f"after weight updates the engine's greedy responses differ from a freshly loaded engine's in "
-            f"{different} of {NUM_PROMPTS} prompts"
-        )
-    gap = float(np.abs(np.concatenate(updated.logprobs) - np.concatenate(fresh.logprobs)).max())
-    if gap > LOGPROB_TOLERANCE:
-        raise WeightMismatchError(
-            f"after weight updates the engine's log-probs differ from a fresh engine's by up to {gap}"
-        )

@@ -1,16 +1,19 @@
-"""Engines by name (--rollout-backend), and users' own by import path."""
+"""Engines by name (--rollout-backend), and users' own by import path: what they can do in a run, and what is
+refused before it starts."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megatron_ibpo.basics.records import TrainSequence
 from megatron_ibpo.basics.rendezvous import environment_number
 from megatron_ibpo.config import Config, Registry, RolloutConfig, built, known_or_path, load_hook
 from megatron_ibpo.config.config import flag
 from megatron_ibpo.config.config_error import broken
-from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings, Precision
-from megatron_ibpo.engines.vllm.needs import VllmParameters
+from megatron_ibpo.engines.protocol import EngineNeeds, EngineSettings, Precision
+from megatron_ibpo.engines.vllm.settings import VllmParameters
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.transfer.link import TransportName
 
@@ -47,12 +50,8 @@ _METHODS = ("wait_ready", "submit", "take", "abort", "kill", "close", "generate"
 
 def find_parameters(name: str) -> type | None:
     """Return the dataclass of the settings that an engine declares; vLLM's if its class declares none; None
-    for an engine that has no settings.
-
-    Raises:
-        ConfigError: no such name or import path.
-        ValueError: what the class declares is no dataclass.
-    """
+    for an engine that has no settings. Raises ConfigError for an unknown name or import path, and ValueError
+    if what the class declares is no dataclass."""
     known_or_path(FLAG, name, dict.fromkeys(ENGINES, True), "engine")
     kind = _engine_class(name)
     if kind is None:
@@ -68,12 +67,8 @@ PARAMETERS = Registry("rollout_backend", ENGINES, find_parameters, section="roll
 
 
 def check_engine(rollout: RolloutConfig) -> None:
-    """Refuse an engine that does not exist or lacks a method, and settings of it that are out of range.
-
-    Raises:
-        ConfigError: no such name or import path, or a value out of range.
-        ValueError: the class lacks a method.
-    """
+    """Refuse an engine that does not exist and settings of it that are out of range (ConfigError), and a
+    class that lacks a method (ValueError)."""
     name = PARAMETERS.name_of(rollout.rollout_backend)
     built(find_parameters(name), rollout.parameters)
     if known_or_path(FLAG, name, dict.fromkeys(ENGINES, True), "engine"):
@@ -99,32 +94,28 @@ def check_limits(config: Config, *, trains: bool) -> None:
     Raises ValueError with a line for every problem."""
     if config.rollout.rollout_backend != LEAN:
         return
-    rollout, cluster = config.rollout, config.cluster
+    rollout, cluster, replayed = config.rollout, config.cluster, config.run.load_debug_rollout_data
     rules = {
         ": only for runs that train; evaluate with vllm": not trains,
-        " with --max-staleness: one process cannot sample while it trains": (rollout.max_staleness > 0),
+        " with --max-staleness: one process cannot sample while it trains": rollout.max_staleness > 0,
         " with --num-trainers: one process trains": (cluster.num_trainers or 1) > 1,
         " with --ray-address: it uses no Ray": cluster.ray_address is not None,
         " with --use-rollout-routing-replay: it samples dense models only": (
             rollout.use_rollout_routing_replay
         ),
-        " with --load-debug-rollout-data: a replay samples nothing": (
-            config.run.load_debug_rollout_data is not None
-        ),
+        " with --load-debug-rollout-data: a replay samples nothing": replayed is not None,
     }
     if problems := [f"--rollout-backend lean{problem}" for problem in broken(rules)]:
         raise ValueError("\n".join(problems))
 
 
 def on_device(config: Config, shape: ModelShape, *, on_gpu: bool, max_context: int | None = None) -> Config:
-    """Return the configuration with every device-dependent default resolved, the engine included.
+    """Return the configuration with every device-dependent default resolved, the engine included. Raises
+    ValueError if there is no engine of this name.
 
     Args:
         on_gpu: whether the trainers have GPUs; a plan assumes that they will.
         max_context: limit of tokens in prompt and response; None: as it is.
-
-    Raises:
-        ValueError: no engine of this name.
     """
     bf16 = on_gpu if config.model.bf16 is None else config.model.bf16
     rollout, (name, obstacles) = config.rollout, _choice(config.rollout, shape, on_gpu=on_gpu)
@@ -174,14 +165,9 @@ def _model_problems(name: str, rollout: RolloutConfig, shape: ModelShape, *, on_
 
 
 def check_model(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> None:
-    """Refuse a model that the engine cannot compute, before it starts.
-
-    Args:
-        rollout: settings with device-dependent values resolved (`on_device`).
-
-    Raises:
-        ValueError: with a line for every problem, and one for each of `DEFAULTS` that can compute the model.
-    """
+    """Refuse a model that the engine cannot compute, before it starts. Raises ValueError with a line for
+    every problem, and one for each of `DEFAULTS` that can compute the model. `rollout` is resolved
+    (`on_device`)."""
     name = PARAMETERS.name_of(rollout.rollout_backend)
     if problems := _model_problems(name, rollout, shape, on_gpu=on_gpu):
         alternatives = [
@@ -198,12 +184,8 @@ def samples_in_trainer(name: str | None) -> bool:
 
 
 def engine_needs(config: Config, *, on_gpu: bool = True) -> EngineNeeds:
-    """Return the memory needs of an engine with this configuration: as its class says, or vLLM's by default.
-
-    Args:
-        config: configuration with device-dependent values resolved (`on_device`).
-        on_gpu: whether engines have GPUs; a plan assumes that they will.
-    """
+    """Return the memory needs of an engine with this resolved configuration (`on_device`): as its class says,
+    or vLLM's by default. `on_gpu` says whether engines have GPUs; a plan assumes that they will."""
     return _method(config.rollout.rollout_backend, "needs")(config, on_gpu)
 
 
@@ -211,11 +193,8 @@ def engine_settings(
     rollout: RolloutConfig, *arguments: Any, records_sampling_mask: bool = False, **options: Any
 ) -> EngineSettings:
     """Return the settings of one engine, as the `make_settings` of its class says, or vLLM's by default. The
-    arguments are those of `engines.vllm.settings.engine_settings`, and so is what it raises.
-
-    Args:
-        rollout: settings with device-dependent values resolved (`on_device`).
-    """
+    arguments are those of `engines.vllm.settings.engine_settings`, and so is what it raises. `rollout` is
+    resolved (`on_device`)."""
     options["records_sampling_mask"] = records_sampling_mask
     return _method(rollout.rollout_backend, "make_settings")(rollout, *arguments, **options)
 
@@ -228,15 +207,8 @@ def start_timeout(rollout: RolloutConfig, hf_dir: Path) -> float:
 def run_settings(
     config: Config, hf_dir: Path, shape: ModelShape, *, on_gpu: bool, trains: bool
 ) -> EngineSettings:
-    """Return the settings of each engine of a run, whose process fills in its GPUs.
-
-    Args:
-        config: configuration with device-dependent values resolved (`on_device`).
-        trains: False for an evaluation, which needs no record of what top-k and top-p leave.
-
-    Raises:
-        ValueError: the engine cannot be had with these settings.
-    """
+    """Return the settings of each engine of a run, whose process fills in its GPUs. An evaluation, which does
+    not train, needs no record of what top-k and top-p leave. Raises as `engine_settings`."""
     rollout = config.rollout
     cuts = trains and bool(rollout.truncation)
     return engine_settings(
@@ -283,11 +255,7 @@ def start_instrument(
     rollout: RolloutConfig, hf_dir: Path, shape: ModelShape, *, on_gpu: bool, num_threads: int, log: Path
 ) -> Any:
     """Start an engine with a checkpoint's weights, to sample without a run, and return it at once. If a run
-    has no engine processes, it is a vLLM engine.
-
-    Args:
-        rollout: settings with device-dependent values resolved (`on_device`).
-    """
+    has no engine processes, it is a vLLM engine. `rollout` is resolved (`on_device`)."""
     gpus = range(rollout.rollout_num_gpus_per_engine if on_gpu else 0)
     settings = engine_settings(
         rollout, hf_dir, shape, "nccl" if on_gpu else "gloo", gpus=tuple(gpus), num_threads=num_threads
@@ -312,3 +280,83 @@ def _method(name: str | None, method: str) -> Any:
     """Return a static method of an engine's class; vLLM's if the class has none."""
     default = getattr(_engine_class(VLLM), method)
     return getattr(_engine_class(name), method, default)
+
+
+# -------------------------------------------------------------------------------------------- top-k and top-p
+#
+# An engine's log-probs are normalised over the ids that top-k and top-p left. Without a record of these ids
+# (`Sample.sampling_mask`) the trainer normalises over the whole vocabulary, and its ratios to the engine's
+# log-probs are too small by the probability that was cut off.
+
+SCALED = "ratios to the engine's log-probs would be scaled by the probability that was cut off"
+
+
+def check_truncation(config: Config, readers: Sequence[str] | None = None, *, on_gpu: bool = True) -> None:
+    """Refuse a run that compares the trainer's log-probs with the engine's if these are of another
+    distribution, which the engine cannot describe. Raises ValueError with a line for every problem.
+
+    Args:
+        readers: settings under which the loss reads the engine's log-probs; None: `flag_readers`.
+        on_gpu: whether engines have GPUs; assumed until it is known.
+    """
+    readers = flag_readers(config) if readers is None else readers
+    if not readers or config.run.load_debug_rollout_data is not None or config.run.debug_rollout_only:
+        return
+    named, cuts = " and ".join(readers), config.rollout.truncation
+    problems = [
+        f"{flag} with {named}: the trainer does not compute what it changes, so ratios to the engine's "
+        "log-probs would be wrong; drop one of the two"
+        for flag in changed_probabilities(config.rollout)
+    ]
+    if cuts and (obstacle := sampling_mask_obstacle(config, on_gpu=on_gpu)):
+        problems.append(
+            f"{' and '.join(cuts)} with {named}: {SCALED}, since {obstacle}, or drop one of the two"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def check_recorded(config: Config, sequences: Iterable[TrainSequence]) -> None:
+    """Refuse to train on samples without a sampling mask that the loss needs, such as those of an older
+    version's journal. Raises ValueError with their number."""
+    rollout = config.rollout
+    if not rollout.truncation or not (readers := all_readers(config)):
+        return
+    lacking = sum(_is_cut(s, rollout) for s in sequences if s.sampling_mask is None and not s.off_policy)
+    if lacking:
+        raise ValueError(
+            f"{' and '.join(rollout.truncation)} with {' and '.join(readers)}: {SCALED}, since {lacking} "
+            "sequences have no record of what was left; sample them again, without this journal or "
+            "recording, or drop one of the two"
+        )
+
+
+def _is_cut(sequence: TrainSequence, rollout: RolloutConfig) -> bool:
+    """Return whether top-p or top-k cut what a sequence was sampled from; corrections have no cycles."""
+    top_p, top_k = rollout.rollout_top_p, rollout.rollout_top_k
+    if sequence.kind == "response":
+        top_p, top_k = rollout.top_p_and_k(sequence.index)
+    return top_p < 1 or top_k > 0
+
+
+def flag_readers(config: Config) -> list[str]:
+    """Return the flags under which the loss depends on the engine's log-probs, or on older policies that only
+    these describe."""
+    staleness = config.rollout.max_staleness
+    stale = [f"--max-staleness {staleness}"] if staleness else []
+    return [*config.loss.engine_logprob_readers, *stale]
+
+
+def variant_readers(config: Config) -> list[str]:
+    """Return the loss variant if it reads the engine's log-probs. Importing torch takes a second. Raises
+    ValueError if there is no such variant."""
+    from megatron_ibpo.loss import resolve_variant
+
+    variant, _ = resolve_variant(config.loss.loss_variant)
+    reads = "rollout_logprobs" in variant.token_inputs
+    return [f"--loss-variant {config.loss.loss_variant}"] if reads else []
+
+
+def all_readers(config: Config) -> list[str]:
+    """Return the readers of both kinds."""
+    return [*flag_readers(config), *variant_readers(config)]

@@ -1,11 +1,10 @@
 """An engine that samples with transformers on CPUs: slow, and able to compute every family and head size that
-transformers runs.
+transformers runs. It is also the example for engines of users, and needs only its line in
+`engines.registry.ENGINES` beside this file.
 
-It is also the example for engines of users: outside this file, only its line in `engines.registry.ENGINES` is
-needed to run it and to have messages of other engines recommend it. The model lives in a thread of the
-engine's process. Waves of requests (`engines.waves`) and control calls take turns in this thread, so that an
-update waits for the wave in progress, and all tokens of a sample come from one version of the weights.
-"""
+The model lives in a thread of the engine's process. Waves of requests (`engines.waves`) and control calls
+take turns in this thread, so that an update waits for the wave in progress, and all tokens of a sample come
+from one version of the weights."""
 
 import hashlib
 import pickle
@@ -26,8 +25,14 @@ from megatron_ibpo.basics.records import Sample, SampleRequest
 from megatron_ibpo.config import COUNT, Config, RolloutConfig, built
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
-from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineStartError, too_old
-from megatron_ibpo.engines.settings import EngineSettings, Precision
+from megatron_ibpo.engines.protocol import (
+    EngineDiedError,
+    EngineError,
+    EngineSettings,
+    EngineStartError,
+    Precision,
+    too_old,
+)
 from megatron_ibpo.engines.waves import WaveSampler, left_padded
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.layout.regions import Need, TensorMeta, full_box
@@ -41,15 +46,9 @@ CLOSE_TIMEOUT_S = 15.0
 NO_VERSION = -1
 """Version of weights that are being replaced."""
 CONTROL_CALLS = (
-    "rehearse_weight_update",
-    "init_weight_transfer",
-    "start_weight_update",
-    "update_weights",
-    "missing_weights",
-    "finish_weight_update",
-    "take_weights",
-    "digests",
-)
+    "rehearse_weight_update", "init_weight_transfer", "start_weight_update", "update_weights",
+    "missing_weights", "finish_weight_update", "take_weights", "digests",
+)  # fmt: skip
 
 
 def model_problems(rollout: RolloutConfig, shape: ModelShape, *, on_gpu: bool) -> list[str]:
@@ -138,7 +137,7 @@ class TransformersEngine:
             self._thread.submit(self._sample)
 
     def take(self, timeout: float) -> list[tuple[int, Sample]]:
-        """Return finished samples by their numbers; raises as `AsyncEngine.take`."""
+        """Return finished samples as `AsyncEngine` says."""
         with self._news:
             self._news.wait_for(lambda: self._samples or self._refusal or self._death, timeout)
             if self._samples:
@@ -151,7 +150,6 @@ class TransformersEngine:
             return []
 
     def abort(self, numbers: Collection[int]) -> None:
-        """Drop these requests. Those in a wave leave it at their next token."""
         with self._news:
             for number in numbers:
                 self._waiting.pop(number, None)
@@ -164,7 +162,6 @@ class TransformersEngine:
         return self.result(timeout)
 
     def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """Call a method of `Policy` and return its result."""
         self.begin(method, *arguments)
         return self.result(timeout)
 
@@ -173,12 +170,8 @@ class TransformersEngine:
         self._begin(lambda: self._obey(method, arguments))
 
     def result(self, timeout: float) -> Any:
-        """Return the answer to the last call.
-
-        Raises:
-            EngineDiedError: the engine ended, or `timeout` seconds passed; it is gone then.
-            EngineError: the call failed; after one of an update the engine has no weights.
-        """
+        """Return the answer to the last call. Raises EngineDiedError if the engine ended, as it does after
+        `timeout` seconds, and EngineError if the call failed; after one of an update it has no weights."""
         try:
             return self._answer.result(timeout)
         except TimeoutError:
@@ -243,7 +236,10 @@ class TransformersEngine:
         """Sample a wave of waiting requests."""
         if not self._waiting or self._policy.version == NO_VERSION:
             return
-        self._linger()
+        num_waiting = -1
+        while len(self._waiting) > num_waiting:  # requests that arrive one by one share a wave
+            num_waiting = len(self._waiting)
+            time.sleep(LINGER_S)
         with self._news:
             numbers = list(self._waiting)[: self.settings.max_num_seqs]
             wave = [self._waiting.pop(number) for number in numbers]
@@ -264,13 +260,6 @@ class TransformersEngine:
             self._news.notify_all()
             if self._waiting and self._death is None:
                 self._thread.submit(self._sample)  # after calls that were made meanwhile
-
-    def _linger(self) -> None:
-        """Wait while requests arrive one by one, so that they share a wave."""
-        count = -1
-        while len(self._waiting) > count:
-            count = len(self._waiting)
-            time.sleep(LINGER_S)
 
 
 class Policy:
@@ -319,32 +308,27 @@ class Policy:
         return [pickle.dumps(Answer(self._needs, forgotten, wrong[0] if wrong else None))]
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Join the trainers' group of `weights.transfer.gloo`."""
         address, port, rank = (init_info[name] for name in ("address", "port", "first_worker"))
         group = join_group(address, port, rank, init_info["size"])
         plan = pickle.loads(init_info["plan"])
         self._receiver = GlooReceiver(group, plan, self._needs, init_info["timeout"])
 
     def start_weight_update(self, check: bool) -> None:
-        """Prepare for new weights, with `check` to keep checksums of what arrives."""
         self.version = NO_VERSION
         self._absent = set(self._tensors)
         self._receipt: dict[str, int] | None = {} if check else None
 
     @torch.no_grad()
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive tensors into the model's memory."""
         assert self._receiver is not None, "the trainers have not been met"
         for name, tensor in self._receiver.tensors(self._receipt):
             self._tensors[name].copy_(tensor)
             self._absent.discard(name)
 
     def missing_weights(self) -> list[list[str]]:
-        """Return the tensors that this update has not brought."""
         return [sorted(self._absent)]
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
-        """Let requests be sampled with the new weights; return the checksums."""
         if self._are_copies:
             model = self._model
             names = {"config": model.config, "state_dict": self._tensors, "dtype": model.dtype}
@@ -353,19 +337,18 @@ class Policy:
         return [self._receipt or {}]
 
     def take_weights(self, check: bool, version: int) -> list[Receipt]:
-        """Take a whole update (`weights.transfer.link.take_weights`)."""
         return take_weights(self, check, version)
 
     def digests(self) -> list[dict[str, str]]:
-        """Return digests of the weights, for the one worker."""
-        return [{name: _digest(tensor) for name, tensor in self._tensors.items()}]
+        raw = {name: tensor.detach().contiguous().view(torch.uint8) for name, tensor in self._tensors.items()}
+        return [{name: hashlib.sha256(part.numpy().tobytes()).hexdigest() for name, part in raw.items()}]
 
 
+@dataclass
 class TransformersDecoder:
     """A `waves.Decoder` over a causal language model of transformers."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    model: Any
 
     def read(self, prompts: Sequence[np.ndarray], room: int) -> tuple[Tensor, "PaddedCache"]:
         """Compute prompts, padded on the left. One that occurs several times is computed once."""
@@ -373,7 +356,7 @@ class TransformersDecoder:
 
         ids, pads, rows = left_padded(prompts)
         mask = (torch.arange(ids.shape[1]) >= pads[:, None]).long()
-        cache = PaddedCache(DynamicCache(config=self._model.config), mask)
+        cache = PaddedCache(DynamicCache(config=self.model.config), mask)
         logits = self._forward(ids, cache)
         cache.keep(rows)
         return logits[rows], cache
@@ -385,7 +368,7 @@ class TransformersDecoder:
 
     def _forward(self, ids: Tensor, cache: "PaddedCache") -> Tensor:
         positions = (cache.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        output = self._model(
+        output = self.model(
             input_ids=ids,
             attention_mask=cache.mask,
             position_ids=positions,
@@ -396,13 +379,13 @@ class TransformersDecoder:
         return output.logits[:, -1].float()
 
 
+@dataclass
 class PaddedCache:
     """The states of rows whose prompts were padded on the left."""
 
-    def __init__(self, states: Any, mask: Tensor) -> None:
-        self.states = states
-        self.mask = mask
-        """[rows, tokens] long: 0 for padding."""
+    states: Any
+    mask: Tensor
+    """[rows, tokens] long: 0 for padding."""
 
     def keep(self, rows: Tensor) -> None:
         """Drop all other rows."""
@@ -421,7 +404,3 @@ def checkpoint_tensors(model: Any) -> tuple[dict[str, Tensor], bool]:
     tensors: dict[str, Tensor] = revert_weight_conversion(model, state)
     memory = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
     return tensors, any(tensor.untyped_storage().data_ptr() not in memory for tensor in tensors.values())
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

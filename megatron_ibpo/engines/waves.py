@@ -1,8 +1,6 @@
-"""Sampling in waves: requests are decoded together, by any model, until the last of them has ended.
-
-Every request draws from a random stream of its own, so that its samples do not depend on the other requests
-of the wave. Temperature, top-k and top-p are those of vLLM.
-"""
+"""Sampling in waves: requests are decoded together, by any model, until the last of them has ended. Every
+request draws from a random stream of its own, so that its samples do not depend on the other requests of the
+wave. Temperature, top-k and top-p are those of vLLM."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,20 +83,15 @@ class WaveSampler:
     ) -> list[Sample]:
         eos = torch.tensor(sorted(self.eos_token_ids), dtype=torch.long)
         limits = [min(r.max_tokens, self.max_context - len(r.prompt_token_ids)) for r in requests]
-        wave = _Wave(
-            rows=torch.arange(len(requests)),
-            limits=torch.tensor(limits),
-            chances=_chances(requests, limits),
-            settings=_Settings.from_requests(requests),
-        )
+        wave = _Wave.from_requests(requests, limits)
         logits, cache = model.read([r.prompt_token_ids for r in requests], max(limits))
         tokens = torch.zeros(len(requests), max(limits), dtype=torch.long)
         logprobs = torch.zeros(len(requests), max(limits))
         lengths, stopped = torch.zeros(len(requests), dtype=torch.long), torch.zeros(len(requests)).bool()
         kept_ids = _KeptIds(requests, max(limits))
         for place in range(max(limits)):
-            logits = _cut(logits / wave.settings.temperature, wave.settings)
-            chosen, chosen_logprobs = _drawn(logits, wave.chances[:, place], wave.settings)
+            logits = _cut(logits / wave.temperature, wave)
+            chosen, chosen_logprobs = _drawn(logits, wave.chances[:, place], wave.greedy)
             tokens[wave.rows, place], logprobs[wave.rows, place] = chosen, chosen_logprobs
             kept_ids.add(place, wave.rows, logits)
             ends = torch.isin(chosen, eos)
@@ -137,9 +130,15 @@ class WaveSampler:
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """Sampling parameters of the rows of a wave."""
+class _Wave:
+    """The rows that are still being generated, with their settings as tensors."""
 
+    rows: Tensor
+    """[rows] long: index of each row's request."""
+    limits: Tensor
+    """[rows] long: most tokens of each row."""
+    chances: Tensor
+    """[rows, tokens] float64, uniform in [0, 1): the random number of each token."""
     temperature: Tensor
     """[rows, 1] float; 1 for greedy rows, as in vLLM's log-probs."""
     greedy: Tensor | None
@@ -150,38 +149,24 @@ class _Settings:
     """[rows, 1] float; None: off for all rows."""
 
     @classmethod
-    def from_requests(cls, requests: Sequence[SampleRequest]) -> "_Settings":
+    def from_requests(cls, requests: Sequence[SampleRequest], limits: Sequence[int]) -> "_Wave":
         greedy = [r.temperature == 0 for r in requests]
         top_k = [r.top_k if r.is_cut else -1 for r in requests]
         top_p = [r.top_p if r.is_cut else 1.0 for r in requests]
         return cls(
+            torch.arange(len(requests)),
+            torch.tensor(limits),
+            _chances(requests, limits),
             torch.tensor([1.0 if r.temperature == 0 else r.temperature for r in requests])[:, None],
             torch.tensor(greedy) if any(greedy) else None,
             torch.tensor(top_k)[:, None] if max(top_k) > 0 else None,
             torch.tensor(top_p)[:, None] if min(top_p) < 1 else None,
         )
 
-    def only(self, rows: Tensor) -> "_Settings":
-        def part(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[rows]
-
-        return _Settings(self.temperature[rows], part(self.greedy), part(self.top_k), part(self.top_p))
-
-
-@dataclass(frozen=True)
-class _Wave:
-    """The rows that are still being generated."""
-
-    rows: Tensor
-    """[rows] long: index of each row's request."""
-    limits: Tensor
-    """[rows] long: most tokens of each row."""
-    chances: Tensor
-    """[rows, tokens] float64, uniform in [0, 1): the random number of each token."""
-    settings: _Settings
-
     def only(self, rows: Tensor) -> "_Wave":
-        return _Wave(self.rows[rows], self.limits[rows], self.chances[rows], self.settings.only(rows))
+        """Return the wave without all other rows."""
+        parts: dict[str, Any] = vars(self)
+        return _Wave(**{name: None if part is None else part[rows] for name, part in parts.items()})
 
 
 def _chances(requests: Sequence[SampleRequest], limits: Sequence[int]) -> Tensor:
@@ -192,18 +177,19 @@ def _chances(requests: Sequence[SampleRequest], limits: Sequence[int]) -> Tensor
     return torch.from_numpy(chances)
 
 
-def _drawn(logits: Tensor, chances: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
+def _drawn(logits: Tensor, chances: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return (a token for each row, its log-prob).
 
     Args:
         logits: [rows, vocabulary] float32, after temperature, top-k and top-p.
         chances: [rows] in [0, 1): the token's place in the cumulative distribution.
+        greedy: as in `_Wave`.
     """
     logprobs = logits.log_softmax(-1)
     below = logprobs.double().exp().cumsum(-1)
     chosen = (below <= chances[:, None] * below[:, -1:]).sum(-1).clamp(max=logits.shape[1] - 1)
-    if settings.greedy is not None:
-        chosen = torch.where(settings.greedy, logits.argmax(-1), chosen)
+    if greedy is not None:
+        chosen = torch.where(greedy, logits.argmax(-1), chosen)
     return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
 
 
@@ -243,18 +229,18 @@ class _KeptIds:
         ]
 
 
-def _cut(logits: Tensor, settings: _Settings) -> Tensor:
+def _cut(logits: Tensor, wave: _Wave) -> Tensor:
     """Keep only the likeliest tokens: the top k, and of those the fewest that together reach the probability
     p. As vLLM's `apply_top_k_top_p_pytorch`."""
-    if settings.top_k is None and settings.top_p is None:
+    if wave.top_k is None and wave.top_p is None:
         return logits
     ordered, places = logits.sort(dim=-1)
-    if settings.top_k is not None:
+    if wave.top_k is not None:
         size = logits.shape[1]
-        top_k = torch.where(settings.top_k > 0, settings.top_k, size).clamp(max=size)
+        top_k = torch.where(wave.top_k > 0, wave.top_k, size).clamp(max=size)
         ordered = ordered.masked_fill(ordered < ordered.gather(1, size - top_k), -torch.inf)
-    if settings.top_p is not None:
-        outside = (ordered.softmax(-1).cumsum(-1) <= 1 - settings.top_p) & (settings.top_p < 1)
+    if wave.top_p is not None:
+        outside = (ordered.softmax(-1).cumsum(-1) <= 1 - wave.top_p) & (wave.top_p < 1)
         outside[:, -1] = False
         ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.empty_like(logits).scatter_(1, places, ordered)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config, RolloutConfig
+from megatron_ibpo.engines.protocol import EngineNeeds
 from megatron_ibpo.engines.registry import engine_needs, on_device
-from megatron_ibpo.engines.settings import EngineNeeds
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
 from megatron_ibpo.models.cost import COUNTED
 from megatron_ibpo.models.layout import context_chunks
@@ -131,7 +131,7 @@ def _placement(config: Config, world_size: int, problems: list[str]) -> Placemen
         return None
 
 
-# ----------------------------------------------------------------------------------------- problems
+# --------------------------------------------------------------------------------------------------- problems
 
 
 def _engine_problems(shape: ModelShape, config: Config) -> Iterator[str]:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from megatron_ibpo.config import Config, ParallelConfig
-from megatron_ibpo.engines.settings import EngineNeeds
+from megatron_ibpo.engines.protocol import EngineNeeds
 from megatron_ibpo.loss import CHUNK_ROWS
 from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
 from megatron_ibpo.models.cost import (

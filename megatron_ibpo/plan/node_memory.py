@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from megatron_ibpo.basics.text import listed
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config
+from megatron_ibpo.engines.protocol import EngineNeeds
 from megatron_ibpo.engines.registry import engine_needs
-from megatron_ibpo.engines.settings import EngineNeeds
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.lora import TrainedWeights
 from megatron_ibpo.plan.memory import GIB, engine_memory, node_memory, rank_state

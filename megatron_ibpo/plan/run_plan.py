@@ -14,8 +14,7 @@ from megatron_ibpo.cluster.placement import main_memory
 from megatron_ibpo.config import Config
 from megatron_ibpo.credit import find_operator
 from megatron_ibpo.engines.registry import check_model as check_engine_model
-from megatron_ibpo.engines.registry import fallback_note, on_device
-from megatron_ibpo.engines.truncation import check_truncation
+from megatron_ibpo.engines.registry import check_truncation, fallback_note, on_device
 from megatron_ibpo.models import ModelConfigError, padded_vocab_size
 from megatron_ibpo.models.backends import ALLOW, FAST, served_by
 from megatron_ibpo.models.cost import EXPERT_IMBALANCE

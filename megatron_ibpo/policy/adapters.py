@@ -39,9 +39,8 @@ from megatron_ibpo.models import ModelShape
 from megatron_ibpo.models.local_modules import norm_function
 from megatron_ibpo.models.lora import Lora, Pair, adapted, chosen_lora, lora_entries, module_of, pairs
 from megatron_ibpo.models.weight_map import Entry, global_name, weight_map
-from megatron_ibpo.weights.formats.peft import Adapters
-from megatron_ibpo.weights.layout.export import HFExport
-from megatron_ibpo.weights.layout.holdings import Holding, my_holding
+from megatron_ibpo.weights.formats.hf_models import Adapters
+from megatron_ibpo.weights.layout.export import HFExport, Holding, my_holding
 
 
 def add_adapters(chunks: Sequence[Any], shape: ModelShape, lora: Lora, seed: int) -> None:

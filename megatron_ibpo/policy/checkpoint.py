@@ -22,13 +22,12 @@ from megatron_ibpo.policy.adapters import sharded_adapters
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.mtp import Mtp
 from megatron_ibpo.policy.trainer import Trainer
+from megatron_ibpo.weights import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.checkpoint_files import check_integrity
-from megatron_ibpo.weights.formats.hf_models import check_finite
-from megatron_ibpo.weights.formats.peft import check_same_adapters
+from megatron_ibpo.weights.formats.hf_models import check_finite, check_same_adapters
 from megatron_ibpo.weights.formats.run_state import read_layout
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint, read_metadata
-from megatron_ibpo.weights.layout.holdings import unwrapped
-from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
+from megatron_ibpo.weights.layout.export import unwrapped
 
 CRITIC = "critic"
 """Directory of the critic in a checkpoint; the tensors of both models have the same names."""

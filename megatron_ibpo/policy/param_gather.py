@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ibpo.weights.weight_errors import listed
+from megatron_ibpo.weights import listed
 
 Waits = list[tuple[Module, Module]]
 """(module that is never called, nearest called module around it)."""

@@ -31,13 +31,13 @@ from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.policy.checkpoint import CRITIC, saved_state
 from megatron_ibpo.policy.critic import Critic
 from megatron_ibpo.policy.trainer import Trainer
+from megatron_ibpo.weights import CheckpointError
 from megatron_ibpo.weights.formats import run_state
 from megatron_ibpo.weights.formats.checkpoint_files import write_integrity
 from megatron_ibpo.weights.formats.directories import disk_error, publish
+from megatron_ibpo.weights.formats.hf_models import ADAPTER, Adapters, describe_adapters, save_peft
 from megatron_ibpo.weights.formats.hugging_face import copy_all_but_weights
-from megatron_ibpo.weights.formats.peft import DIRECTORY, Adapters, describe_adapters, save_peft
 from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE, Keep
-from megatron_ibpo.weights.weight_errors import CheckpointError
 
 SMALL_FILES_BYTES = 4 * 1024**2
 """Bytes of a checkpoint's small files: metadata, configuration, tokenizer."""
@@ -127,7 +127,7 @@ class Saver:
         assert self.adapters is not None
         error: Exception | None = None
         try:
-            save_peft(self.adapters, partial / DIRECTORY)
+            save_peft(self.adapters, partial / ADAPTER)
         except OSError as caught:  # rank 0 writes after everything is gathered
             error = caught
             shutil.rmtree(partial, ignore_errors=True)

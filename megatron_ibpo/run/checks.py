@@ -7,8 +7,7 @@ from megatron_ibpo.basics.versions import missing
 from megatron_ibpo.config import EVAL_PRESETS, Config, ConfigError, as_specs, check_config, eval_sampling
 from megatron_ibpo.credit import Operator, check_credit, find_estimator, find_group_filter, find_operator
 from megatron_ibpo.credit.estimators import gives_token_advantages
-from megatron_ibpo.engines.registry import check_engine, check_limits
-from megatron_ibpo.engines.truncation import check_truncation, variant_readers
+from megatron_ibpo.engines.registry import check_engine, check_limits, check_truncation, variant_readers
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.rewards import reward_functions
 

@@ -22,8 +22,8 @@ from megatron_ibpo.rewards import Pool, named_rm_types, open_pool
 from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.run.resolve import Foundation, settle
 from megatron_ibpo.run.run_data import RunData, environments_of, open_run_data, scored_by_verifiers
+from megatron_ibpo.weights import CheckpointError
 from megatron_ibpo.weights.formats.run_state import RUN_STATE, find_checkpoint, load_run_state
-from megatron_ibpo.weights.weight_errors import CheckpointError
 
 JOURNAL = "journal"
 """Name of the folder in a run's directory."""

@@ -76,7 +76,7 @@ class OnCluster:
             """Build the trainers' model while engines load theirs."""
             if engines is not None:
                 engines.start()
-            if engines is not None and engines.fleet.sleeps:
+            if engines is not None and engines.sleeps:
                 # memory that trainers take meanwhile would look like the engines' own use of a shared GPU
                 engines.wait_ready()
                 engines.sleep()
@@ -95,7 +95,7 @@ class OnCluster:
 
         memory = trainers.main_memory()
         if engines is not None:
-            memory |= engines.fleet.processes.main_memory()
+            memory |= engines.processes.main_memory()
         return Launched(memory, build)
 
     def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[tuple[Trainers, str]]:
@@ -130,7 +130,7 @@ def _wait_ready(engines: Engines | None, verifiers: Verifiers, environments: Env
     verifiers.wait_ready()
     if environments is not None:
         environments.wait_ready()
-    if engines is not None and not engines.fleet.sleeps:
+    if engines is not None and not engines.sleeps:
         engines.wait_ready()
 
 
@@ -142,7 +142,7 @@ def _deaths(
     if environments is not None:
         counts["environment_deaths"] = environments.deaths
     if engines is not None:
-        counts |= {"engine_deaths": engines.restarts.deaths, "engine_restarts": engines.restarts.count}
+        counts |= {"engine_deaths": engines.deaths, "engine_restarts": engines.restarts}
     return counts
 
 

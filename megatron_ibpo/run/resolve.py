@@ -9,9 +9,16 @@ from megatron_ibpo.config import Config, ConfigError
 from megatron_ibpo.credit import Method, find_method
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
-from megatron_ibpo.engines.registry import check_model, engine_needs, fallback_note, on_device, run_settings
-from megatron_ibpo.engines.settings import EngineNeeds, EngineSettings
-from megatron_ibpo.engines.truncation import all_readers, check_truncation
+from megatron_ibpo.engines.protocol import EngineNeeds, EngineSettings
+from megatron_ibpo.engines.registry import (
+    all_readers,
+    check_model,
+    check_truncation,
+    engine_needs,
+    fallback_note,
+    on_device,
+    run_settings,
+)
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config, world_problems
 from megatron_ibpo.models.lora import check_lora
 from megatron_ibpo.policy.overrides import Overrides, read_overrides

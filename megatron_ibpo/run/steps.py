@@ -17,7 +17,7 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.credit import Credit, assign_credit
 from megatron_ibpo.credit.explanation import GroupExplanation
 from megatron_ibpo.data.hub import prepare_upload, upload_export, with_local_copies
-from megatron_ibpo.engines.truncation import check_recorded
+from megatron_ibpo.engines.registry import check_recorded
 from megatron_ibpo.run import observers, saving
 from megatron_ibpo.run import open as opening
 from megatron_ibpo.run.checks import check_installed, check_settings

@@ -21,11 +21,11 @@ from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.report.metrics_log import read_rows
 from megatron_ibpo.report.rollout_data import load_step
 from megatron_ibpo.study.findings import read_findings
+from megatron_ibpo.weights import CheckpointError
 from megatron_ibpo.weights.formats.checkpoint_files import check_integrity
 from megatron_ibpo.weights.formats.gguf import gguf_to_hf
 from megatron_ibpo.weights.formats.hugging_face import check_checkpoint
 from megatron_ibpo.weights.formats.run_state import load_run_state
-from megatron_ibpo.weights.weight_errors import CheckpointError
 from support.paths import ROOT
 
 TINY = ROOT / "examples/tiny_qwen3"

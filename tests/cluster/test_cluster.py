@@ -20,8 +20,7 @@ from megatron_ibpo.basics.rendezvous import variables_set
 from megatron_ibpo.cluster import nodes as cluster_nodes
 from megatron_ibpo.cluster.actor import listening_on
 from megatron_ibpo.cluster.nodes import numeric_address
-from megatron_ibpo.cluster.ray_session import ClusterError, open_ray
-from megatron_ibpo.cluster.ray_token import own_token, write_token
+from megatron_ibpo.cluster.ray_session import ClusterError, open_ray, own_token, write_token
 from support.example_runs import engines_among, rows_of, started_by
 from support.paths import ROOT
 from support.simulated_cluster import simulated_cluster

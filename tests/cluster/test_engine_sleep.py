@@ -12,9 +12,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_ibpo.cluster import engine_fleet, engine_processes
+from megatron_ibpo.cluster import engine_processes
 from megatron_ibpo.cluster.deaths import ProcessDiedError, exit_reason, record_peak_memory
-from megatron_ibpo.cluster.engine_fleet import catch_up
 from megatron_ibpo.cluster.engine_processes import EngineProcesses, Member, RemoteEngine
 from megatron_ibpo.cluster.engines import Engines
 from megatron_ibpo.config import Config
@@ -27,6 +26,8 @@ from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.run.state import Progress, Run
 from megatron_ibpo.weights.transfer.link import UpdateOrder
 from support.waiting import eventually
+
+SEND_WEIGHTS = EngineProcesses.send_weights
 
 
 class Process:
@@ -57,14 +58,14 @@ def engines(monkeypatch):
         if isinstance(answer, Exception):
             raise answer
 
-    def catch_up(_, asked, order):
+    def send_weights(_, asked, order):
         events.append(("update", *asked, order))
         if 1 in asked and found.lost:
             raise found.lost.pop()
         return 0, 0, {}
 
     monkeypatch.setattr(engine_processes, "result", result)
-    monkeypatch.setattr(engine_fleet, "catch_up", catch_up)
+    monkeypatch.setattr(EngineProcesses, "send_weights", send_weights)
     processes: Any = EngineProcesses(
         trainers=SimpleNamespace(
             call_all=lambda method, *_: events.append(("trainers", method)),
@@ -92,10 +93,10 @@ def killed(engines):
 
 
 def test_waking_engines_get_their_last_weights_once(engines):
-    engines.fleet.order = replace(engines.fleet.order, version=3)
+    engines.order = replace(engines.order, version=3)
     engines.wake()
     assert engines.events == [update(0, 1, version=3)]
-    assert not engines.fleet.order.sleeping
+    assert not engines.order.sleeping
     engines.wake()
     assert len(engines.events) == 1
 
@@ -103,31 +104,31 @@ def test_waking_engines_get_their_last_weights_once(engines):
 def test_an_engine_that_cannot_sleep_or_stands_still_is_killed(engines, monkeypatch):
     engines.wake()
     engines.events.clear()
-    engines.fleet.members[1].host.faults.add("sleep")
+    engines.members[1].host.faults.add("sleep")
     engines.sleep()
     assert engines.events[:2] == SLEEP
     assert killed(engines) == ["engine 1"]
     monkeypatch.setattr(engine_processes, "END_TIMEOUT_S", 0.01)
-    engines.fleet.members[0].host.faults.add("stands still")
-    asyncio.run(RemoteEngine(engines.fleet.members[0]).kill("it hangs"))
+    engines.members[0].host.faults.add("stands still")
+    asyncio.run(RemoteEngine(engines.members[0]).kill("it hangs"))
     assert killed(engines) == ["engine 1", "engine 0"]
 
 
 def test_an_update_kills_its_dead_engines_but_not_their_successors(engines, monkeypatch):
     def update(*_):
-        engines.fleet.members[1].host = Process("successor", engines.events)  # the sampler noticed first
+        engines.members[1].host = Process("successor", engines.events)  # the sampler noticed first
         return 0, 0, {0: "it hangs", 1: "it has ended"}
 
-    monkeypatch.setattr(engine_fleet, "catch_up", update)
+    monkeypatch.setattr(EngineProcesses, "send_weights", update)
     engines.update_weights(1)
     assert killed(engines) == ["engine 0"]
 
 
 def use_trainers(engines, call_each, monkeypatch):
     """Have updates go to stand-ins for the trainers, who are asked by `call_each`."""
-    monkeypatch.setattr(engine_fleet, "catch_up", catch_up)
-    engines.fleet.processes.trainers.call_each = call_each
-    placement = engines.fleet.processes.placement
+    monkeypatch.setattr(EngineProcesses, "send_weights", SEND_WEIGHTS)
+    engines.processes.trainers.call_each = call_each
+    placement = engines.processes.placement
     placement.owners, placement.trainers = [0, 0, 0], ["a slot"]
 
 
@@ -159,26 +160,26 @@ def test_the_second_pass_skips_the_successor_of_a_dead_engine(engines, monkeypat
         asked.append((method, [link.host.name for link in calls[0][0].values()]))
         if method == "connect":
             return [{}]
-        engines.fleet.members[1].replaced_by(Process("successor", engines.events))
+        engines.members[1].replaced_by(Process("successor", engines.events))
         return [SimpleNamespace(failures={1: "it hangs"}, num_bytes=10, needed_bytes=10)]
 
     use_trainers(engines, call_each, monkeypatch)
     engines.update_weights(4)
     assert asked == [("connect", ["engine 0", "engine 1"]), ("send", ["engine 0", "engine 1"])]
     assert killed(engines) == []
-    assert [engines.fleet.members[index].connected for index in (0, 1)] == [True, False]
+    assert [engines.members[index].connected for index in (0, 1)] == [True, False]
 
 
 def test_three_deaths_within_a_minute_and_one_step_end_training(engines):
     for version in (1, 1, 2, 2):
-        engines.fleet.order = replace(engines.fleet.order, version=version)
-        engines.restarts._count_death(engines.fleet.members[0])
+        engines.order = replace(engines.order, version=version)
+        engines._count_death(engines.members[0])
     with pytest.raises(EngineError, match="engine 0 died 3 times within 0 seconds of work"):
-        engines.restarts._count_death(engines.fleet.members[0])
+        engines._count_death(engines.members[0])
     for _ in range(2):
-        engines.restarts._count_death(engines.fleet.members[1])
+        engines._count_death(engines.members[1])
     engines.meet_trainers()  # engines that died before their trainers did start anew
-    engines.restarts._count_death(engines.fleet.members[1])
+    engines._count_death(engines.members[1])
 
 
 @pytest.mark.parametrize("asked", ["update_weights", "wake"])
@@ -187,19 +188,19 @@ def test_engines_sleep_again_when_a_trainer_dies_over_an_update(engines, asked):
     with pytest.raises(ProcessDiedError):
         engines.update_weights(3) if asked == "update_weights" else engines.wake()
     assert engines.events[1:] == [("trainers", "close"), *SLEEP], "no trainer takes memory meanwhile"
-    assert engines.fleet.order.sleeping
+    assert engines.order.sleeping
 
 
 def test_an_engine_revived_during_sampling_sleeps_before_it_joins(engines, monkeypatch):
     """Training waits for it: it needs the room that trainers leave while others sample."""
     up = threading.Event()
-    monkeypatch.setattr(engines.fleet.processes, "start_again", lambda _: up.wait(20))
+    monkeypatch.setattr(engines.processes, "start_again", lambda _: up.wait(20))
     engines.wake()
     engines.events.clear()
 
     async def work():
         revived = asyncio.create_task(engines.revive(1))
-        while not engines.fleet.members[1].starting:
+        while not engines.members[1].starting:
             await asyncio.sleep(0.01)
         sleeping = asyncio.create_task(asyncio.to_thread(engines.sleep))
         await asyncio.sleep(0.1)
@@ -217,7 +218,7 @@ def test_an_engine_revived_during_sampling_sleeps_before_it_joins(engines, monke
 def test_an_engine_that_died_is_not_started_beside_training(engines, monkeypatch):
     """Its death may be found when the others have gone to sleep, which is when trainers train."""
     started = threading.Event()
-    monkeypatch.setattr(engines.fleet.processes, "start_again", lambda _: started.set())
+    monkeypatch.setattr(engines.processes, "start_again", lambda _: started.set())
 
     async def work():
         revived = asyncio.create_task(engines.revive(1))
@@ -248,10 +249,10 @@ def test_engine_starts_and_weight_transfers_never_overlap(engines, monkeypatch):
         steps.append(f"engine {member.index} is up")
 
     use_trainers(engines, call_each, monkeypatch)
-    monkeypatch.setattr(engines.fleet.processes, "start_again", start)
-    engines.fleet.order = replace(engines.fleet.order, sleeping=False)
-    engines.fleet.members[1].absent, engines.fleet.members[1].join_future = True, Future()
-    engines.fleet.members[2] = Member(2, Process("engine 2", engines.events))
+    monkeypatch.setattr(engines.processes, "start_again", start)
+    engines.order = replace(engines.order, sleeping=False)
+    engines.members[1].absent, engines.members[1].join_future = True, Future()
+    engines.members[2] = Member(2, Process("engine 2", engines.events))
 
     async def work():
         first = asyncio.create_task(engines.revive(0))
@@ -260,7 +261,7 @@ def test_engine_starts_and_weight_transfers_never_overlap(engines, monkeypatch):
         engines.admit()
         assert steps == ["engine 0 starts"], "engine 1 joins later, and sampling does not wait"
         up.set()
-        while engines.fleet.members[0].join_future is None:
+        while engines.members[0].join_future is None:
             await asyncio.sleep(0.01)
         joining = asyncio.create_task(asyncio.to_thread(engines.admit))
         while "trainers send" not in steps:
@@ -269,7 +270,7 @@ def test_engine_starts_and_weight_transfers_never_overlap(engines, monkeypatch):
         await asyncio.sleep(3 * engine_processes.LOOK_EVERY_S)
         sent.set()
         await asyncio.wait_for(asyncio.gather(joining, first), 20)
-        while engines.fleet.members[2].join_future is None:
+        while engines.members[2].join_future is None:
             await asyncio.sleep(0.01)
         last.cancel()
 
@@ -283,7 +284,7 @@ def losing_a_trainer(engines):
     """Engine 1 is up again and to join, and the first trainer that is to give it weights dies over it, when
     it may be awake."""
     engines.wake()
-    engines.fleet.members[1].absent, engines.fleet.members[1].join_future = True, Future()
+    engines.members[1].absent, engines.members[1].join_future = True, Future()
     engines.events.clear()
     engines.lost.append(ProcessDiedError("trainer 1 was killed"))
     return engines
@@ -293,7 +294,7 @@ def losing_a_trainer(engines):
 def test_a_joining_engine_sleeps_if_trainers_die_while_others_sample(losing_a_trainer, asked):
     engines = losing_a_trainer
     if asked == "update_weights":
-        engines.fleet.order = replace(engines.fleet.order, sleeping=True)
+        engines.order = replace(engines.order, sleeping=True)
         engines.update_weights(0)
     else:
         engines.admit()
@@ -305,19 +306,19 @@ def test_a_joining_engine_sleeps_if_trainers_die_while_others_sample(losing_a_tr
     engines.meet_trainers()
     engines.wake()
     assert engines.events[-3:] == [("trainers", "open_transport"), update(0), update(1)]
-    assert not any(member.absent for member in engines.fleet.members.values())
+    assert not any(member.absent for member in engines.members.values())
 
 
 def test_without_sampling_engines_trainers_restart_and_a_joining_engine_sleeps(losing_a_trainer):
     engines = losing_a_trainer
-    del engines.fleet.members[0]
+    del engines.members[0]
     with pytest.raises(ProcessDiedError):
         engines.admit()
     assert engines.events == [update(1), ("trainers", "close"), ("engine 1", "call", "sleep")]
     engines.sleep()  # as the start of trainers does
     engines.meet_trainers()
     engines.admit()
-    assert not any(member.absent for member in engines.fleet.members.values())
+    assert not any(member.absent for member in engines.members.values())
     engines.events.clear()
     engines.sleep()
     assert engines.events == [("engine 1", "call", "sleep")], "it was awake"

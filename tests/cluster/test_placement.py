@@ -19,7 +19,7 @@ from megatron_ibpo.models.lora import TrainedWeights
 from megatron_ibpo.plan.node_memory import check_main_memory
 from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.weights.formats.hugging_face import trained_elements
-from megatron_ibpo.weights.layout.export import metadata_of
+from megatron_ibpo.weights.layout.export import checkpoint_entries, metadata_of
 from support.paths import ROOT
 from support.published_recipes import NEXT_80B, configured
 
@@ -111,7 +111,10 @@ GIB = 1024**3
 
 
 def elements_of(model):
-    return {meta.name: meta.num_bytes // 2 for meta in metadata_of(read_hf_config(model), torch.bfloat16)}
+    return {
+        meta.name: meta.num_bytes // 2
+        for meta in metadata_of(checkpoint_entries(read_hf_config(model), 0), torch.bfloat16)
+    }
 
 
 @pytest.mark.parametrize("name", ["dense", "next"])

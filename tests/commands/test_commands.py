@@ -26,7 +26,7 @@ from megatron_ibpo.commands.choose_recipe import Devices, choose, estimated_para
 from megatron_ibpo.config import ConfigError, load_hook
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.report import RewardErrorRateError
-from megatron_ibpo.weights.weight_errors import CheckpointError
+from megatron_ibpo.weights import CheckpointError
 from support.checkpoint_bytes import cut_in_half
 from support.paths import ROOT
 from support.published_recipes import ONE_GPU

@@ -41,13 +41,12 @@ from megatron_ibpo.engines.vllm.engine_process import (
     _obey,
 )
 from megatron_ibpo.engines.vllm.messages import Answer, NumberedRequest, Refused
-from megatron_ibpo.engines.vllm.needs import on_device
-from megatron_ibpo.engines.vllm.settings import engine_settings, start_timeout, vllm_arguments
+from megatron_ibpo.engines.vllm.settings import engine_settings, on_device, start_timeout, vllm_arguments
 from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.weights import WeightMismatchError, WeightPlanError
 from megatron_ibpo.weights.transfer import gloo
 from megatron_ibpo.weights.transfer.link import UpdateOrder
 from megatron_ibpo.weights.transfer.update import update_engines
-from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support import engine_runs
 from support.checkpoint_bytes import with_mtp
 from support.engine_runs import TIMEOUT, CheckpointSource, connect, difference, start_engine, update

@@ -12,13 +12,13 @@ import torch
 from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines import Engine
-from megatron_ibpo.engines.vllm.needs import (
+from megatron_ibpo.engines.vllm.settings import (
     VARIABLE,
     check_runner,
+    engine_settings,
     sampling_mask_obstacle,
     uses_second_runner,
 )
-from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.models import read_hf_config
 from support import engine_runs
 from support.engine_runs import CheckpointSource, connect, difference, update

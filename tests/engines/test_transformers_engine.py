@@ -23,7 +23,7 @@ from megatron_ibpo.engines.registry import (
 from megatron_ibpo.engines.transformers_engine import TransformersEngine
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.run.settings import parse_config
-from megatron_ibpo.weights.weight_errors import WeightPlanError
+from megatron_ibpo.weights import WeightPlanError
 from support.engine_runs import (
     CONTEXT,
     TIMEOUT,

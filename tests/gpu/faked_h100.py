@@ -147,7 +147,7 @@ def engine(model):
 
 
 def configured(model):
-    from megatron_ibpo.engines.settings import EngineSettings
+    from megatron_ibpo.engines.protocol import EngineSettings
     from megatron_ibpo.engines.vllm import engine_process
 
     settings = EngineSettings(

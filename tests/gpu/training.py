@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from megatron_ibpo.basics.records import TrainSequence, token_ids
 from megatron_ibpo.config import Config, ModelConfig, OptimizerConfig, RolloutConfig
 from megatron_ibpo.models import forward_flops, read_hf_config
-from megatron_ibpo.weights.layout.export import metadata_of
+from megatron_ibpo.weights.layout.export import checkpoint_entries, metadata_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QWEN3 = json.loads((EXAMPLES / "models/qwen3_0_6b/config.json").read_text())
@@ -29,7 +29,7 @@ def make_random_model(directory, config, device, dtype):
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     shape, tensors = read_hf_config(directory), {}
     generator = torch.Generator(device).manual_seed(0)
-    for meta in metadata_of(shape, dtype):
+    for meta in metadata_of(checkpoint_entries(shape, 0), dtype):
         is_centred = shape.zero_centered_norms and "linear_attn" not in meta.name
         tensor = torch.full(meta.shape, 0.0 if is_centred else 1.0, device=device)
         if meta.name.endswith("A_log"):

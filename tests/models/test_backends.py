@@ -11,8 +11,7 @@ import torch
 from megatron_ibpo.config import Config, ModelConfig, RolloutConfig, eval_sampling
 from megatron_ibpo.credit.operator import NoOperator
 from megatron_ibpo.engines.registry import check_model, on_device, sampling_precision
-from megatron_ibpo.engines.vllm.needs import HEAD_DIMS
-from megatron_ibpo.engines.vllm.settings import engine_settings
+from megatron_ibpo.engines.vllm.settings import HEAD_DIMS, engine_settings
 from megatron_ibpo.evaluate import EvalSet, set_settings
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import FAST, LOCAL, BackendError, Backends, find_backends, served_by

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from megatron_ibpo.engines.vllm.settings import drafts_with_mtp
 from megatron_ibpo.models import check_layout, read_hf_config
 from megatron_ibpo.policy.logits_check import tensor_per_expert
+from megatron_ibpo.weights import CheckpointError
 from megatron_ibpo.weights.formats.convert import megatron_to_hf
-from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.checkpoint_bytes import assert_same_bytes, tensors_of, with_mtp, with_weights
 from support.layouts import layout

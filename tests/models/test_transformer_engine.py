@@ -11,8 +11,8 @@ import torch
 from megatron_ibpo.basics.distributed import start_world
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.backends import Backends
+from megatron_ibpo.weights import CheckpointError
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
-from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import te_stand_in
 from support.layouts import layout
 from support.model_passes import ALONE

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_ibpo.models import check_layout, padded_vocab_size, read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
+from megatron_ibpo.weights import CheckpointError
 from megatron_ibpo.weights.formats.convert import hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.run_state import find_checkpoint, find_stored
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
-from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.checkpoint_bytes import assert_same_bytes, tensors_of
 from support.layouts import layout

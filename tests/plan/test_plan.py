@@ -23,7 +23,7 @@ from megatron_ibpo.plan.memory import communicators, kv_bytes, rank_memory, stat
 from megatron_ibpo.plan.parameter_count import census_by_names
 from megatron_ibpo.plan.run_plan import FITS, REFUSED, in_short, plan_run
 from megatron_ibpo.policy.overrides import read_overrides
-from megatron_ibpo.weights.layout.export import metadata_of
+from megatron_ibpo.weights.layout.export import checkpoint_entries, metadata_of
 from support import published_recipes
 from support.paths import ROOT
 from support.published_recipes import DENSE_4B, DENSE_32B, MIXTURE_30B, NEXT_80B, configured
@@ -124,7 +124,10 @@ def test_the_80b_recipe_fits_32_gpus_and_counts_every_parameter(plan_80b):
     assert plan.placement.owners == [0, 8, 16, 24]
     assert plan.placement.partners == [tuple(range(first, first + 8)) for first in (0, 8, 16, 24)]
     # a census by names of a checkpoint, by which a driver checks main memory, is near
-    elements = {meta.name: meta.num_bytes // 2 for meta in metadata_of(plan.shape, torch.bfloat16)}
+    elements = {
+        meta.name: meta.num_bytes // 2
+        for meta in metadata_of(checkpoint_entries(plan.shape, 0), torch.bfloat16)
+    }
     found = census_by_names(plan.shape, plan.config, 1, TrainedWeights(elements), 32)
     assert found.total == plan.census.total
     for own, counted in zip(found.stages, plan.census.stages, strict=True):

@@ -9,7 +9,7 @@ import torch
 from megatron_ibpo.policy import rank as policy_rank
 from megatron_ibpo.policy.critic import value_loss
 from megatron_ibpo.policy.saving import save_checkpoint
-from megatron_ibpo.weights.weight_errors import CheckpointError
+from megatron_ibpo.weights import CheckpointError
 from support import planned
 from support.critics import critic_config, open_critic, rows_with_returns
 from support.layouts import layout

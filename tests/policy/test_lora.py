@@ -20,11 +20,10 @@ from megatron_ibpo.policy.adapters import adapter_values, merged_values, offered
 from megatron_ibpo.policy.model import build_model
 from megatron_ibpo.run.checks import check_run
 from megatron_ibpo.run.settings import parse_config
-from megatron_ibpo.weights.formats.hf_models import load_hf
-from megatron_ibpo.weights.formats.peft import check_same_adapters, save_peft
+from megatron_ibpo.weights import CheckpointError
+from megatron_ibpo.weights.formats.hf_models import check_same_adapters, load_hf, save_peft
 from megatron_ibpo.weights.formats.run_state import Keep, read_layout
 from megatron_ibpo.weights.formats.torch_dist import StoredCheckpoint
-from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.layouts import layout
 from support.paths import ROOT

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from megatron_ibpo.basics.records import Group, Prompt, token_ids
 from megatron_ibpo.basics.text import legible
-from megatron_ibpo.cluster.ray_token import TOKEN_FILE, write_token
+from megatron_ibpo.cluster.ray_session import TOKEN_FILE, write_token
 from megatron_ibpo.commands.page import main
 from megatron_ibpo.report import rollout_path, save_groups
 from megatron_ibpo.report.metrics_log import Columns

@@ -20,9 +20,9 @@ from megatron_ibpo.run.preflight import check_inputs, dry_run
 from megatron_ibpo.run.resolve import read_foundation
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.run.supervised import open_supervised
+from megatron_ibpo.weights import CheckpointError
 from megatron_ibpo.weights.formats.convert import hf_to_megatron
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint, check_checkpoint
-from megatron_ibpo.weights.weight_errors import CheckpointError
 from support.layouts import layout
 from support.live_loop import StandIns, config_of, in_place
 from support.model_passes import ALONE, edit_json

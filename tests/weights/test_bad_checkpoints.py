@@ -26,16 +26,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megatron_ibpo.config import Config
 from megatron_ibpo.models import ModelConfigError, read_hf_config
 from megatron_ibpo.run.cost import Spent
+from megatron_ibpo.weights import CheckpointError
 from megatron_ibpo.weights.formats import directories, run_state
 from megatron_ibpo.weights.formats.checkpoint_files import changed_files, check_integrity, write_integrity
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
 from megatron_ibpo.weights.formats.directories import DiskSpaceError, publish
-from megatron_ibpo.weights.formats.hf_models import check_finite, is_finite
+from megatron_ibpo.weights.formats.hf_models import check_finite
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint
 from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles
 from megatron_ibpo.weights.formats.run_state import Keep, find_stored, load_run_state, read_layout
 from megatron_ibpo.weights.formats.torch_dist import Block, DistcpFile, StoredCheckpoint, read_metadata
-from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import planned
 from support.checkpoint_bytes import as_bytes, cut_in_half, shard_by_hand, tensors_of, with_weights
 from support.layouts import layout
@@ -449,8 +449,10 @@ def test_inspection_lists_present_and_missing_weights(tmp_path, stored, capsys):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_non_finite_value_is_found_anywhere(dtype):
     limits = torch.finfo(dtype)
-    assert is_finite(torch.tensor([limits.max, limits.min, limits.tiny], dtype=dtype))
-    assert is_finite(torch.ones(0, dtype=dtype))
+    check_finite(
+        torch.tensor([limits.max, limits.min, limits.tiny], dtype=dtype), Path("/where"), "some.weight"
+    )
+    check_finite(torch.ones(0, dtype=dtype), Path("/where"), "some.weight")
     for value in (math.nan, math.inf, -math.inf):
         for place in (0, 500, 999):
             tensor = torch.linspace(-1, 1, 1000).to(dtype)

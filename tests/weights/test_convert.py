@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from megatron_ibpo.config import ModelConfig
 from megatron_ibpo.models import pipeline_layers, read_hf_config
 from megatron_ibpo.models.weight_map import weight_map
+from megatron_ibpo.weights import CheckpointError
 from megatron_ibpo.weights.formats import convert, mapped_tensors
 from megatron_ibpo.weights.formats.checkpoint_files import changed_files
 from megatron_ibpo.weights.formats.convert import differing_tensors, hf_to_megatron, megatron_to_hf
@@ -25,7 +26,6 @@ from megatron_ibpo.weights.formats.hf_models import save_hf
 from megatron_ibpo.weights.formats.hugging_face import Checkpoint, trained_elements
 from megatron_ibpo.weights.formats.run_state import find_stored
 from megatron_ibpo.weights.formats.torch_dist import ROWS_MAY_BE_PADDED, StoredCheckpoint
-from megatron_ibpo.weights.weight_errors import CheckpointError
 from support import checkpoint_bytes, planned, tiny_models
 from support.checkpoint_bytes import (
     assert_same_bytes,

@@ -13,9 +13,9 @@ from megatron_ibpo.engines import Engine
 from megatron_ibpo.engines.registry import TRANSPORTS
 from megatron_ibpo.engines.vllm.settings import engine_settings
 from megatron_ibpo.models import read_hf_config
+from megatron_ibpo.weights import WeightPlanError
 from megatron_ibpo.weights.transfer.link import UpdateOrder
 from megatron_ibpo.weights.transfer.update import open_transport, update_engines
-from megatron_ibpo.weights.weight_errors import WeightPlanError
 from support import engine_runs, transfer_stand_ins
 from support.engine_runs import TIMEOUT, WORLD, CheckpointSource
 from support.paths import TESTS

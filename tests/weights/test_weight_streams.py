@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unwatched
 
 from megatron_ibpo.engines.registry import TRANSPORTS
-from megatron_ibpo.weights.layout import export
+from megatron_ibpo.weights.layout import regions
 from megatron_ibpo.weights.layout.regions import pack
 from megatron_ibpo.weights.transfer.link import UpdateOrder
 from megatron_ibpo.weights.transfer.update import open_transport, update_engines
@@ -192,15 +192,17 @@ class Wire:
 
 @pytest.mark.parametrize("own_stream", [True, False])
 def test_a_gathering_races_unless_it_has_its_own_stream(device, packed_tensor, monkeypatch, own_stream):
+    from megatron_ibpo.engines.vllm import gpu_transports
+
     source, other = halves(0), OtherRank(device)
-    monkeypatch.setattr(export, "dist", other)
+    monkeypatch.setattr(regions, "dist", other)
     wire = Wire(device)
     with device:
-        other.gather = tensors = export.Gather(source, to=0, bucket_bytes=BUCKET, device="cpu")
+        other.gather = tensors = regions.Gather(source, to=0, bucket_bytes=BUCKET, device="cpu")
         for tensor in source.tensors.values():
             tensor.mul_(1)
         if own_stream:
-            tensors = export.on_one_stream(tensors, torch.cuda.Stream())
+            tensors = gpu_transports.on_one_stream(tensors, torch.cuda.Stream())
         packed_tensor.packed_nccl_broadcast_producer(
             iterator=iter(tensors), group=wire, src=0, post_iter_func=lambda item: item[1],
             buffer_size_bytes=BUCKET, num_buffers=2,

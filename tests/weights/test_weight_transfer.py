@@ -18,7 +18,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ibpo.weights.layout import export, regions
+from megatron_ibpo.weights import WeightMismatchError, WeightPlanError
+from megatron_ibpo.weights.layout import regions
 from megatron_ibpo.weights.layout.regions import Need, Region, TensorMeta, choose_senders, full_box
 from megatron_ibpo.weights.transfer import wire
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, GlooTransport, Memory, _Outbox, join_group
@@ -26,7 +27,6 @@ from megatron_ibpo.weights.transfer.link import UpdateOrder
 from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, is_lost, run_join, say_lost
 from megatron_ibpo.weights.transfer.update import update_engines
 from megatron_ibpo.weights.transfer.wire import Answer, Rehearsal, checksum
-from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError
 from support.toy_engine import ToyEngine
 from support.weight_sources import DividedWeights, cut
 
@@ -360,7 +360,7 @@ def test_unfit_tensors_and_flipped_bits_are_named_on_every_rank(world):
 @pytest.mark.world(3)
 def test_tensors_are_gathered_whole_where_they_are_asked_for(world):
     for to in (0, 2, None):
-        gathered = list(export.Gather(source_of(world, 4), to=to, bucket_bytes=BUCKET, device="cpu"))
+        gathered = list(regions.Gather(source_of(world, 4), to=to, bucket_bytes=BUCKET, device="cpu"))
         for name, tensor in gathered:
             assert torch.equal(tensor, weights(4)[name]) if to in (world.rank, None) else tensor is None
         assert [name for name, _ in gathered] == list(SHAPES), to
@@ -401,9 +401,9 @@ def test_updates_and_gathering_take_two_buckets_of_memory(world):
         weakref.finalize(memory, sizes.remove, memory.nbytes)
         return torch.from_numpy(memory)
 
-    with mock.patch.object(export, "receive_buffer", receive_buffer):
-        assert sum(1 for _ in export.Gather(source, to=0, bucket_bytes=LARGE_BUCKET, device="cpu")) == 96
-    assert max(most) == (LARGE_BUCKET if world.is_rank_0 else 0)  # the other rank's halves of two buckets
+    with mock.patch.object(regions, "receive_buffer", receive_buffer):
+        assert sum(1 for _ in regions.Gather(source, to=0, bucket_bytes=LARGE_BUCKET, device="cpu")) == 96
+    assert max(most) == LARGE_BUCKET  # rank 1's halves of two buckets, on either side
 
 
 @pytest.fixture

@@ -20,9 +20,7 @@ import megatron_ibpo
 from megatron_ibpo.basics.records import Sample, SampleRequest
 from megatron_ibpo.basics.rendezvous import private_directory, remove_private
 from megatron_ibpo.basics.supervised import end_group, shared_memory
-from megatron_ibpo.config import RolloutConfig
-from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineStartError
-from megatron_ibpo.engines.settings import EngineSettings
+from megatron_ibpo.engines.protocol import EngineDiedError, EngineError, EngineSettings, EngineStartError
 from megatron_ibpo.engines.vllm.messages import (
     Answer,
     Call,
@@ -33,13 +31,15 @@ from megatron_ibpo.engines.vllm.messages import (
     Samples,
     Unsampled,
 )
-from megatron_ibpo.engines.vllm.needs import (
+from megatron_ibpo.engines.vllm.settings import (
     VllmParameters,
     changed_probabilities,
+    engine_settings,
     model_problems,
     on_device,
     precision,
     sampling_mask_obstacle,
+    start_timeout,
     vllm_needs,
 )
 
@@ -60,14 +60,12 @@ LAUNCHER_VARIABLES |= {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "RO
 
 
 class Engine:
-    """A vLLM engine in a process and session of its own, so that Ctrl-C reaches only the owner.
-
-    Sampling is a stream: `submit` adds requests, `take` returns what has finished. Control calls are made one
-    at a time, while no request is running: `begin` sends one, `result` waits for its answer, `call` does
-    both. Any thread may call any method.
-    """
+    """A vLLM engine in a process and session of its own, so that Ctrl-C reaches only the owner
+    (`engines.protocol.Engine`)."""
 
     parameters = VllmParameters
+    make_settings = staticmethod(engine_settings)
+    start_timeout = staticmethod(start_timeout)
     on_device = staticmethod(on_device)
     precision = staticmethod(precision)
     changed_probabilities = staticmethod(changed_probabilities)
@@ -76,15 +74,9 @@ class Engine:
     sampling_mask_obstacle = staticmethod(sampling_mask_obstacle)
 
     def __init__(self, settings: EngineSettings, log: Path, is_restart: bool = False) -> None:
-        """Start the process and return at once; `wait_ready` waits for vLLM in it.
-
-        Args:
-            is_restart: the engine replaces one that had the same log. If the run's directory was deleted
-                meanwhile, it is not created again.
-
-        Raises:
-            OSError: the log cannot be written.
-        """
+        """Start the process and return at once; `wait_ready` waits for vLLM in it. With `is_restart` the
+        engine replaces one that had the same log: a run's directory that was deleted is not created again.
+        Raises OSError if the log cannot be written."""
         self.settings = settings
         self.log = log
         log.parent.mkdir(parents=not is_restart, exist_ok=True)
@@ -113,20 +105,6 @@ class Engine:
         with suppress(ConnectionError):  # it has died already: `wait_ready` says so
             self._channel.send(settings)
 
-    @staticmethod
-    def make_settings(*arguments: Any, **named: Any) -> EngineSettings:
-        """Return `settings.engine_settings`, whose imports the engine's own process does not need."""
-        from megatron_ibpo.engines.vllm.settings import engine_settings
-
-        return engine_settings(*arguments, **named)
-
-    @staticmethod
-    def start_timeout(rollout: RolloutConfig, hf_dir: Path) -> float:
-        """Return `settings.start_timeout`."""
-        from megatron_ibpo.engines.vllm.settings import start_timeout
-
-        return start_timeout(rollout, hf_dir)
-
     def wait_ready(self, timeout: float) -> None:
         """Wait until the engine can take requests. Raises EngineStartError if it died, or took longer than
         `timeout` seconds; it is gone then."""
@@ -137,21 +115,13 @@ class Engine:
         self._shared_memory = shared_memory(self._process.pid)
 
     def submit(self, requests: Sequence[tuple[int, SampleRequest]], version: int) -> None:
-        """Add numbered requests to the running ones, to be sampled with the weights of policy `version` or
-        later; `take` raises EngineError if the engine has older ones. Raises EngineDiedError if the engine
-        has ended."""
+        """Add requests as `AsyncEngine` says; `take` raises EngineError if the engine has older weights."""
         self._inbox.expect(requests)
         self._send("submit", version, [NumberedRequest(number, request) for number, request in requests])
 
     def take(self, timeout: float) -> list[tuple[int, Sample]]:
-        """Return the samples, by their requests' numbers, that have finished since the last call. Wait at
-        most `timeout` seconds for the first, and return an empty list if none came.
-
-        Raises:
-            EngineDiedError: the engine has ended, and all that it had finished has been taken; or it had
-                requests and wrote nothing for `stall_timeout` seconds, and is gone now.
-            EngineError: it refused requests, and is unchanged: its weights are older.
-        """
+        """Return finished samples as `AsyncEngine` says. An engine that wrote nothing for `stall_timeout`
+        seconds is gone then."""
         samples = self._inbox.take(timeout)
         if samples is None:
             raise self._died("it has ended")
@@ -165,12 +135,8 @@ class Engine:
         self._send("abort", list(numbers))
 
     def generate(self, requests: Sequence[SampleRequest], *, version: int, timeout: float) -> list[Sample]:
-        """Return one sample for each request, in order; call it only while no other request runs.
-
-        Raises:
-            EngineDiedError: the engine ended or took longer than `timeout` seconds.
-            EngineError: it has weights of another version.
-        """
+        """Return one sample for each request, in order; call it only while no other request runs. Raises as
+        `take`, and EngineDiedError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         self.submit(list(enumerate(requests)), version)
         samples: dict[int, Sample] = {}
@@ -200,9 +166,8 @@ class Engine:
         """
         answer = self._inbox.answer(timeout)
         if answer is None:
-            raise self._died(
-                "it has ended" if self._inbox.closed else f"no answer within {timeout:g} seconds"
-            )
+            late = f"no answer within {timeout:g} seconds"
+            raise self._died("it has ended" if self._inbox.closed else late)
         if isinstance(answer, Refused):
             raise EngineError(answer.reason)
         return answer.value
@@ -223,11 +188,7 @@ class Engine:
         self.kill()
 
     def kill(self, reason: str | None = None) -> None:
-        """End the engine and everything it started at once.
-
-        Args:
-            reason: for the errors of later calls.
-        """
+        """End the engine and everything it started at once; errors of later calls give the reason."""
         with self._ending:
             if self._channel.closed:
                 return
@@ -237,9 +198,8 @@ class Engine:
             remove_private(self._scratch)
             end_group(self._process.pid, self._shared_memory)
             self._process.wait()
-            self._reader.join(
-                CLOSE_TIMEOUT_S
-            )  # it sees the socket close; only then may the descriptor be used again
+            # it sees the socket close; only then may the descriptor be used again
+            self._reader.join(CLOSE_TIMEOUT_S)
             self._channel.close()
             remove_private(self._scratch)
 
@@ -272,14 +232,12 @@ class Engine:
             ending += ", most often the kernel's out-of-memory killer"
         if code == -signal.SIGILL:
             ending += ": illegal instruction on this processor; try --vllm-dtype float32"
-        reason = self._kill_reason or symptom
-        return EngineDiedError(f"{reason} ({ending}); the end of {self.log}:\n{self._log_tail()}")
-
-    def _log_tail(self) -> str:
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             lines = file.read().decode("utf-8", errors="replace").splitlines()
-        return "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (empty)"
+        tail = "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (empty)"
+        reason = self._kill_reason or symptom
+        return EngineDiedError(f"{reason} ({ending}); the end of {self.log}:\n{tail}")
 
 
 class _Inbox:
@@ -441,9 +399,8 @@ def _environment(base: Mapping[str, str], settings: EngineSettings, scratch: Pat
             "THP_MEM_ALLOC_ENABLE": "1",
         }
         if importlib.util.find_spec("torchvision") is None:
-            environment["PYTHONPATH"] = os.pathsep.join(
-                filter(None, [str(STAND_INS), base.get("PYTHONPATH")])
-            )
+            paths = filter(None, [str(STAND_INS), base.get("PYTHONPATH")])
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
     else:
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # updates speak to a core in its own process
         visible = base.get("CUDA_VISIBLE_DEVICES", "").split(",")

@@ -1,8 +1,5 @@
 """The process of one vLLM engine: it samples a stream of requests, obeys its owner's calls over a socket, and
-ends with its owner.
-
-Started by `megatron_ibpo.engines.vllm.engine.Engine`, which sets the environment; it never imports Megatron.
-"""
+ends with its owner, `megatron_ibpo.engines.vllm.engine.Engine`. It never imports Megatron."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ from megatron_ibpo.basics.records import ExpertIds, SampleRequest, expert_ids
 from megatron_ibpo.basics.rendezvous import remove_private
 from megatron_ibpo.basics.sampling_mask import SamplingMask, sampling_mask
 from megatron_ibpo.basics.supervised import end_group
-from megatron_ibpo.engines.protocol import too_old
-from megatron_ibpo.engines.settings import EngineSettings
+from megatron_ibpo.engines.protocol import EngineSettings, too_old
 from megatron_ibpo.engines.vllm.messages import (
     MARK,
     Answer,
@@ -38,7 +34,7 @@ from megatron_ibpo.engines.vllm.messages import (
     Samples,
     Unsampled,
 )
-from megatron_ibpo.engines.vllm.needs import check_runner, uses_second_runner
+from megatron_ibpo.engines.vllm.settings import check_runner, uses_second_runner
 from megatron_ibpo.engines.vllm.slim_imports import slim_imports
 from megatron_ibpo.weights.transfer.link import Receipt, take_weights
 
@@ -64,15 +60,9 @@ NO_VERSION = "none"
 PROGRESS_S = 1.0
 """Seconds between signs of life of an engine that writes long responses and finishes none."""
 WHILE_BUSY = {
-    "init_weight_transfer",
-    "rehearse_weight_update",
-    "start_weight_update",
-    "update_weights",
-    "missing_weights",
-    "finish_weight_update",
-    "take_weights",
-    "drafts",
-}
+    "init_weight_transfer", "rehearse_weight_update", "start_weight_update", "update_weights",
+    "missing_weights", "finish_weight_update", "take_weights", "drafts",
+}  # fmt: skip
 """Calls allowed while requests run: those of a weight update, for which requests wait, and a query that is
 answered at once."""
 
@@ -81,19 +71,29 @@ class Refusal(Exception):
     """The request cannot be served; the engine is unchanged."""
 
 
-def main(descriptor: int, owner: int, scratch: Path) -> None:
-    """Serve the owner at the other end of the socket `descriptor` until it closes or asks to stop."""
-    threading.Thread(target=_end_with_owner, args=(owner, scratch), daemon=True).start()
-    os.set_inheritable(descriptor, False)
-    channel = Connection(descriptor)
+def run(descriptor: int, owner: int, scratch: str) -> None:
+    """Serve the owner at the other end of the socket `descriptor` until it closes or asks to stop. Log a
+    failure, and leave no process of vLLM behind."""
+    directory = Path(scratch)
     try:
-        settings = channel.recv()
-        started = time.monotonic()
-        engine = SamplingEngine(settings)
-        channel.send(Answer(time.monotonic() - started))
-        _serve(channel, engine)
-    except (EOFError, ConnectionError):  # the owner is gone
-        _end(scratch)
+        threading.Thread(target=_end_with_owner, args=(owner, directory), daemon=True).start()
+        os.set_inheritable(descriptor, False)
+        channel = Connection(descriptor)
+        try:
+            settings = channel.recv()
+            started = time.monotonic()
+            engine = SamplingEngine(settings)
+            channel.send(Answer(time.monotonic() - started))
+            _serve(channel, engine)
+        except (EOFError, ConnectionError):  # the owner is gone
+            _end(directory)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        _clear_up(directory)  # its cause may have ended the owner too, which would otherwise clean up
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)  # closed in order already; the interpreter's own teardown takes seconds
 
 
 def _serve(channel: Connection, engine: SamplingEngine) -> None:
@@ -162,8 +162,8 @@ def _clear_up(scratch: Path) -> None:
 
 
 class SamplingEngine:
-    """vLLM's engine with this project's control calls. The owner calls the public methods by name. While it
-    is busy, only `submit`, `abort` and `WHILE_BUSY` are allowed.
+    """vLLM's engine with this project's control calls (`weights.transfer.link.WeightReceiver`). The owner
+    calls the public methods by name. While it is busy, only `submit`, `abort` and `WHILE_BUSY` are allowed.
 
     New weights may arrive while requests run. These pause with the tokens that they have and continue with
     the new weights; each sample records which version wrote which of its tokens.
@@ -285,15 +285,14 @@ class SamplingEngine:
         if not self._records_itself:  # vLLM's own record
             return [_native_choices(o, n, count, dense) for o, n in zip(outputs, reads, strict=True)]
         requests = [(output.request_id, n) for output, n in zip(outputs, reads, strict=True)]
-        of_workers = self._llm.collective_rpc("take_routing", args=(requests,))
-        return [_sent_choices(sent) for sent in of_workers[0]]  # tensor-parallel workers route alike
+        records, *_ = self._llm.collective_rpc("take_routing", args=(requests,))  # all workers route alike
+        return [None if r is None else np.frombuffer(r[2], np.dtype(r[0])).reshape(r[1]) for r in records]
 
     def _rest_if_idle(self) -> None:
         if not self.busy:
             gc.enable()
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Join the trainer's group at the address that `init_info` names."""
         self._llm.collective_rpc("init_weight_transfer_engine", args=(init_info,))
 
     def rehearse_weight_update(self, tensors: bytes) -> list[bytes]:
@@ -306,8 +305,6 @@ class SamplingEngine:
         return needs
 
     def start_weight_update(self, check: bool) -> None:
-        """Prepare for new weights; with `check` keep checksums of what arrives. The engine does not sample
-        until the update is finished."""
         self._pause()
         self._updates += 1
         self._set_version(NO_VERSION)
@@ -318,40 +315,31 @@ class SamplingEngine:
         self._updating = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load tensors. After a worker's failure the engine has no weights until the next
-        update."""
         errors = self._llm.collective_rpc("load_update", args=(update_info,))
         if failed := [f"worker {rank}: {error}" for rank, error in enumerate(errors) if error is not None]:
             raise Refusal(f"the weight update failed on {'; '.join(failed)}")
 
     def missing_weights(self) -> list[list[str]]:
-        """Return the tensors that each worker still lacks in the present update; empty if it is whole. After
-        an update that was cut off the engine has no weights until the next one."""
         missing = self._llm.collective_rpc("missing_weights")
         if None in missing:
             raise Refusal("the weight update was cut off: another member of its group was lost")
         return missing
 
     def finish_weight_update(self, version: int) -> list[dict[str, int]]:
-        """Make the received weights those of policy `version`, and let requests continue.
-
-        What was computed with the old weights is forgotten unless the settings keep it for running requests.
-
-        Returns:
-            checksums by tensor name of each worker, if they were requested.
-        """
+        """Make the received weights those of policy `version`, let requests continue, and return the
+        checksums of each worker. What was computed with the old weights is forgotten unless the settings keep
+        it for running requests."""
         sums = self._end_update()
         self._set_version(str(version))
         recompute = self._settings.recompute_kv_after_update
-        if not self._llm.reset_prefix_cache(reset_running_requests=recompute) and (
-            recompute or not self.busy
-        ):
+        is_reset = self._llm.reset_prefix_cache(reset_running_requests=recompute)
+        if not is_reset and (recompute or not self.busy):
             raise RuntimeError("vLLM could not clear its prefix cache after a weight update")
-        self._resume()
+        self._tell_core("resume_scheduler")
+        self.paused = False
         return sums
 
     def take_weights(self, check: bool, version: int) -> list[Receipt]:
-        """Take a whole update (`weights.transfer.link.take_weights`)."""
         return take_weights(self, check, version)
 
     def _end_update(self) -> list[dict[str, int]]:
@@ -368,19 +356,15 @@ class SamplingEngine:
     def _pause(self) -> None:
         """Pause, so that no step sees half-replaced weights. Requests keep what they have. An idle core is
         paused too: otherwise it would take a step at once for a request that arrives meanwhile."""
-        if not self.paused and not self._in_process:
+        if not self.paused:
             self._tell_core("pause_scheduler", "keep", False)
         self.paused = True
 
-    def _resume(self) -> None:
-        if not self._in_process:
-            self._tell_core("resume_scheduler")
-        self.paused = False
-
     def _tell_core(self, method: str, *arguments: Any) -> None:
         """Call a method of vLLM's core in its own process, where it steps by itself unless told not to."""
-        core: Any = self._llm.engine_core
-        core.call_utility(method, *arguments)
+        if not self._in_process:
+            core: Any = self._llm.engine_core
+            core.call_utility(method, *arguments)
 
     @property
     def _in_process(self) -> bool:
@@ -406,22 +390,13 @@ class SamplingEngine:
         self._llm.wake_up([part])
 
     def close(self) -> None:
-        if self._in_process:
-            return  # all of vLLM is in this process and ends with it; its own shutdown takes a second longer
-        self._llm.engine_core.shutdown()
+        if not self._in_process:  # where it ends with this process; its own shutdown takes a second
+            self._llm.engine_core.shutdown()
 
 
 def _records_itself(settings: EngineSettings) -> bool:
     """Return whether the worker records routing, since vLLM's own record needs the second model runner."""
     return settings.recorded_experts > 0 and not uses_second_runner(settings.device)
-
-
-def _sent_choices(sent: tuple[str, list[int], bytes] | None) -> ExpertIds | None:
-    """Return the choices that a worker recorded for a request."""
-    if sent is None:
-        return None
-    dtype, shape, ids = sent
-    return np.frombuffer(ids, np.dtype(dtype)).reshape(shape)
 
 
 def _native_choices(output: Any, reads: int, num_experts: int, dense_layers: int) -> ExpertIds:
@@ -525,16 +500,3 @@ def _engine_args(settings: EngineSettings) -> Any:
         language_model_only=True,  # a vision tower would wait for weights that no update brings
         **{**arguments, **settings.extra_arguments},
     )
-
-
-def run(descriptor: int, owner: int, scratch: str) -> None:
-    """Run `main`, log its failure, and leave no process of vLLM behind."""
-    try:
-        main(descriptor, owner, Path(scratch))
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        _clear_up(Path(scratch))  # its cause may have ended the owner too, which would otherwise clean up
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)  # closed in order already; the interpreter's own teardown takes seconds

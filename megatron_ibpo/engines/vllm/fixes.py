@@ -31,12 +31,7 @@ log = logging.getLogger(__name__)
 GREW = "Memory usage increased after sleeping."
 """Message of vLLM's worker."""
 Weights = Iterable[tuple[str, torch.Tensor]]
-EXPERTS = (
-    ".experts.gate_up_proj",
-    ".experts.gate_up_proj_bias",
-    ".experts.down_proj",
-    ".experts.down_proj_bias",
-)
+EXPERTS = tuple(f".experts.{name}_proj{kind}" for name in ("gate_up", "down") for kind in ("", "_bias"))
 """Suffixes of tensors that hold all experts of a layer."""
 SINKS = ".self_attn.sinks"
 Normalized = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -44,12 +39,8 @@ Normalized = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def written_for(version: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Return a decorator of a function that changes vLLM.
-
-    Args:
-        version: beginning of the version that it was written for. With another one the function raises
-            RuntimeError and changes nothing.
-    """
+    """Return a decorator of a function that changes vLLM. With another version than begins with `version` it
+    raises RuntimeError and changes nothing."""
 
     def guard(change: Callable[[], None]) -> Callable[[], None]:
         @wraps(change)

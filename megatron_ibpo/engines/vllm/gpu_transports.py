@@ -8,7 +8,7 @@ trainer rank 0 talk to all. On a GPU only ipc has run, with a stand-in for vLLM'
 
 import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,8 +32,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from megatron_ibpo.basics.distributed import World, open_store, own_address
 from megatron_ibpo.basics.rendezvous import listen
-from megatron_ibpo.weights.layout.export import Gather, on_one_stream
-from megatron_ibpo.weights.layout.regions import TensorMeta, WeightSource
+from megatron_ibpo.weights.layout.regions import Gather, TensorMeta, WeightSource
 from megatron_ibpo.weights.transfer.link import (
     EngineLink,
     Failures,
@@ -53,10 +52,9 @@ of a layer received under another is reused (tests/weights/test_weight_streams.p
 
 
 class NcclTransport:
-    """An NCCL group of trainer rank 0 and the workers of all engines that a pass goes to.
-
-    A new group is formed when the engines differ from last time, or have new processes. An engine that is
-    lost during a pass ends the group; the others then start again in another.
+    """An NCCL group of trainer rank 0 and the workers of all engines that a pass goes to. A new group is
+    formed when the engines differ from last time, or have new processes. An engine that is lost during a pass
+    ends the group; the others then start again in another.
 
     vLLM's class broadcasts whole tensors from rank 0, so every worker also receives what only its engine's
     other workers need; `Sent` counts it. Gathering goes on while vLLM broadcasts: its packed buffer and the
@@ -103,7 +101,7 @@ class NcclTransport:
         must_repeat = any(self._world.all_gather(bool(failures)))
         if must_repeat:
             self._leave()
-        num_bytes = _num_bytes(source.metadata()) * len(engines) if self._world.is_rank_0 else 0
+        num_bytes = _sent_bytes(self._world, source.metadata(), engines)
         return Sent(failures, num_bytes * self._workers, num_bytes, sums, must_repeat)
 
     def _send(
@@ -232,6 +230,37 @@ def _heard(
         failures |= reply.result()
 
 
+Named = tuple[str, torch.Tensor | None]
+
+
+def on_one_stream(tensors: Iterable[Named], stream: torch.cuda.Stream) -> Iterator[Named]:
+    """Yield `tensors`, all computed on `stream`, after the work queued so far on the present stream.
+
+    vLLM's packed sender takes each bucket under another of its own streams. A gather that waited for a
+    message under one of them has not waited under the next, and memory freed under one could be reused while
+    another still reads it. So the consumer's stream waits for each tensor, and the tensor's memory waits for
+    the consumer's stream.
+    """
+    remaining = iter(tensors)
+
+    def computed() -> Iterator[Named]:
+        while True:
+            with torch.cuda.stream(stream):
+                item = next(remaining, None)
+                ready = stream.record_event()
+            taker = torch.cuda.current_stream(stream.device)
+            taker.wait_event(ready)
+            if item is None:
+                return
+            if item[1] is not None:
+                item[1].record_stream(taker)
+            yield item
+
+    # now, and not when the first tensor is taken: the weights were trained on the present stream
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    return computed()
+
+
 class IpcTransport:
     """A transport of memory handles to engines on the trainers' own GPUs. Each of an engine's workers opens
     the buffer of the trainer rank on its GPU, and takes whole tensors from it. Every rank therefore gathers
@@ -281,7 +310,7 @@ class IpcTransport:
         sender.send_weights()
         if self._world.rank // self._workers not in engines:
             sender.take_back()
-        num_bytes = _num_bytes(metas) * len(engines) if self._world.is_rank_0 else 0
+        num_bytes = _sent_bytes(self._world, metas, engines)
         waits = (sender.num_waits, sender.wait_seconds)
         return Sent(client.failures, num_bytes * self._workers, num_bytes, sums, waits=waits)
 
@@ -370,5 +399,6 @@ def _recorded(tensors: Gather, sums: dict[str, int]) -> Iterator[tuple[str, torc
         yield name, tensor
 
 
-def _num_bytes(metas: Sequence[TensorMeta]) -> int:
-    return sum(meta.num_bytes for meta in metas)
+def _sent_bytes(world: World, metas: Sequence[TensorMeta], engines: Sequence[int]) -> int:
+    """Return the bytes of whole tensors for one worker of each engine; rank 0 counts for all."""
+    return sum(meta.num_bytes for meta in metas) * len(engines) if world.is_rank_0 else 0

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from megatron_ibpo.engines.vllm.fixes import repack_tied_heads
-from megatron_ibpo.weights.layout.regions import Need, TensorMeta
+from megatron_ibpo.weights.layout.regions import Need
 from megatron_ibpo.weights.transfer.gloo import GlooReceiver, join_group
 from megatron_ibpo.weights.transfer.nccl_group import abort, ends_when_lost, run_join
 from megatron_ibpo.weights.transfer.wire import Answer, Rehearsal, checksum
@@ -74,16 +74,12 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        if update_info.rehearse is not None:
-            self._rehearse(pickle.loads(update_info.rehearse))
+        if update_info.rehearse is None:
+            assert self._receiver is not None, "the trainers have not been met"
+            self.model.load_weights(self._receiver.tensors(self.receipt))  # type: ignore[operator]
             return
-        assert self._receiver is not None, "the trainers have not been met"
-        self.model.load_weights(self._receiver.tensors(self.receipt))  # type: ignore[operator]
-
-    def _rehearse(self, metas: list[TensorMeta]) -> None:
-        """Load zeros, and record what the model takes of them. Its weights are lost until the next update."""
-        rehearsal = Rehearsal(metas)
-        try:
+        rehearsal = Rehearsal(pickle.loads(update_info.rehearse))
+        try:  # to load zeros: its weights are lost until the next update
             self.model.load_weights(rehearsal.tensors())  # type: ignore[operator]
         except Exception as error:  # a model may raise anything at a name or shape that it does not know
             self._error = f"{type(error).__name__}: {error}"
@@ -147,11 +143,9 @@ DRAFTED = "mtp."
 
 
 class Drafter:
-    """The model that drafts: vLLM's second one, with the target's own embedding and head.
-
-    It takes its tensors from the stream that the target's loader reads; that loader has no place for them.
-    (vLLM would update it in a session and a pass over the weights of its own.)
-    """
+    """The model that drafts: vLLM's second one, with the target's own embedding and head. It takes its
+    tensors from the stream that the target's loader reads, which has no place for them. (vLLM would update it
+    in a session and a pass over the weights of its own.)"""
 
     def __init__(self, model: Any, model_config: Any) -> None:
         self._model, self._config = model, model_config
@@ -183,17 +177,11 @@ class Drafter:
 
 
 class Loading:
-    """One update of a worker's model, from the moment that vLLM is ready for weights to its end.
-
-    vLLM itself only warns of a layer that no weight reached, and says nothing of a partly loaded one.
-    """
+    """One update of a worker's model, from the moment that vLLM is ready for weights to its end. vLLM itself
+    only warns of a layer that no weight reached, and says nothing of a partly loaded one."""
 
     def __init__(self, model: Any, sums: dict[str, int] | None, drafter: Drafter | None) -> None:
-        """
-        Args:
-            drafter: takes its part; None: the engine does not speculate, or not with a model.
-            sums: gets a checksum of each whole tensor that arrives; None: no checksums.
-        """
+        """A drafting model takes its part. `sums` get a checksum of each whole tensor that arrives."""
         self._model = model
         self._sums = sums
         self._drafter = drafter
@@ -247,10 +235,10 @@ def _owned(model: torch.nn.Module) -> Iterator[str]:
 
 def _cut_short(model: torch.nn.Module) -> list[str]:
     """Return the layers that were loaded in part."""
+    progress = ((name, *_progress(layer)) for name, layer in model.named_modules())
     return [
         f"a part of {name} ({loaded:,} of {owned:,} numbers came)"
-        for name, layer in model.named_modules()
-        for loaded, owned in [_progress(layer)]
+        for name, loaded, owned in progress
         if 0 < loaded < owned
     ]
 

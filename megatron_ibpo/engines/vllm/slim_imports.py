@@ -15,8 +15,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from megatron_ibpo.engines.settings import EngineSettings
-from megatron_ibpo.engines.vllm.needs import uses_second_runner
+from megatron_ibpo.engines.protocol import EngineSettings
+from megatron_ibpo.engines.vllm.settings import uses_second_runner
 
 
 def unchanged(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:

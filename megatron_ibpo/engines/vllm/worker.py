@@ -1,7 +1,5 @@
 """The extension of vLLM's workers (`worker_extension_cls`): it watches weight updates and keeps receipts.
-
-Importing it makes this project's transports known to vLLM, and applies the fixes.
-"""
+Importing it makes this project's transports known to vLLM, and applies the fixes."""
 
 import logging
 import traceback
@@ -38,10 +36,9 @@ class WorkerExtension:
         checksums: of the parts that gloo brings, or of the whole tensors of vLLM's own transports."""
         engine = self.weight_transfer_engine
         self._sums: dict[str, int] = {}
-        in_parts = isinstance(engine, GlooWeightTransferEngine)
+        sums = self._sums if check else None
         if isinstance(engine, GlooWeightTransferEngine):
-            engine.receipt = self._sums if check else None
-        sums = self._sums if check and not in_parts else None
+            engine.receipt, sums = sums, None
         self._loading = Loading(self.model_runner.get_model(), sums, self._drafter())
 
     def load_update(self, update_info: dict[str, Any]) -> str | None:
@@ -128,14 +125,11 @@ class RecordingWorker(WorkerExtension):
         if place == 0:
             self._step = []
         self._step.append(topk_ids.to(torch.int32).numpy().copy())
-        if place == layers - 1:
-            self._note(np.stack(self._step, 1))
-
-    def _note(self, choices: Choices) -> None:
-        """Assign the rows of a step to requests; rows past the last request's are padding."""
-        batch = self.model_runner.input_batch
-        starts = self.model_runner.query_start_loc.np
-        for row, request in enumerate(batch.req_ids):
+        if place < layers - 1:
+            return
+        choices = np.stack(self._step, 1)
+        batch, starts = self.model_runner.input_batch, self.model_runner.query_start_loc.np
+        for row, request in enumerate(batch.req_ids):  # rows past the last request's are padding
             first = int(batch.num_computed_tokens_cpu[row])
             self._record.add(request, first, choices[starts[row] : starts[row + 1]])
 

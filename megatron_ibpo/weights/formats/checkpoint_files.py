@@ -1,10 +1,6 @@
 """The files of a checkpoint's directory: those that hold weights in Hugging Face format, and
-`integrity.json`, SHA-256 of every file, written with the checkpoint and compared before it is loaded. Needs
-no torch.
-
-The manifest's format is that of megatron-core's `dist_checkpointing.save(verify_integrity=True)`, which lists
-only the files of the directory itself; here those of its folders are listed as well.
-"""
+`integrity.json`, SHA-256 of every file, also in folders, in the format of megatron-core's
+`dist_checkpointing.save(verify_integrity=True)`. Needs no torch."""
 
 import hashlib
 import json
@@ -16,7 +12,7 @@ from typing import TypeVar
 
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import JSON_BYTES, UserFileError, check_user_file, read_json_file
-from megatron_ibpo.weights.weight_errors import CheckpointError, listed
+from megatron_ibpo.weights import CheckpointError, listed
 
 MANIFEST = "integrity.json"
 ALGORITHM = "sha256"
@@ -29,13 +25,11 @@ T = TypeVar("T")
 def write_integrity(directory: Path, known_digests: Mapping[str, str] | None = None) -> None:
     """Write the manifest of all files in `directory`. `known_digests` are already computed, by file name:
     these files are not read."""
-    digests = dict(known_digests or {})
+    digests = known_digests or {}
     names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
     names = sorted(name for name in names if name != MANIFEST)
-    unknown = [name for name in names if name not in digests]
-    computed = _in_threads(lambda name: file_digest(directory / name), unknown)
-    digests |= dict(zip(unknown, computed, strict=True))
-    manifest = {"algorithm": ALGORITHM, "files": {name: digests[name] for name in names}}
+    files = _in_threads(lambda name: digests.get(name) or file_digest(directory / name), names)
+    manifest = {"algorithm": ALGORITHM, "files": dict(zip(names, files, strict=True))}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
 
 
@@ -61,7 +55,7 @@ def check_integrity(directory: Path, part: int = 0, parts: int = 1) -> None:
 def changed_files(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
     """Return the problems of the files that the manifest of `directory` lists; empty if there are none.
     Raises FileNotFoundError if there is no manifest, and ValueError if it is malformed."""
-    names, digests = _read(directory / MANIFEST)
+    digests = _read(directory / MANIFEST)
 
     def problem(name: str) -> str | None:
         path = directory / name
@@ -77,7 +71,7 @@ def changed_files(directory: Path, part: int = 0, parts: int = 1) -> list[str]:
         matches = file_digest(path) == digests[name]
         return None if matches else f"{path} is not what was written: its checksum differs"
 
-    return [text for text in _in_threads(problem, names[part::parts]) if text is not None]
+    return [text for text in _in_threads(problem, sorted(digests)[part::parts]) if text is not None]
 
 
 def file_digest(path: Path) -> str:
@@ -85,8 +79,8 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, ALGORITHM).hexdigest()
 
 
-def _read(path: Path) -> tuple[list[str], dict[str, str]]:
-    """Return (names in order, digests by name)."""
+def _read(path: Path) -> dict[str, str]:
+    """Return the digests by name."""
     try:
         manifest = read_json_file(path)
         files, algorithm = dict(manifest["files"]), manifest["algorithm"]
@@ -99,7 +93,7 @@ def _read(path: Path) -> tuple[list[str], dict[str, str]]:
             raise ValueError(
                 f"{path} is malformed: {shown(name)}: {shown(digest)} is not a file of the checkpoint"
             )
-    return sorted(files), files
+    return files
 
 
 def is_inside(name: object) -> bool:
@@ -115,10 +109,9 @@ def _in_threads(work: Callable[[str], T], names: Sequence[str]) -> Iterable[T]:
         return list(pool.map(work, names))
 
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-PICKLED_INDEX = "pytorch_model.bin.index.json"
-PICKLED_SINGLE = "pytorch_model.bin"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLED_INDEX, PICKLED_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+_WEIGHT_FILES = (INDEX, SINGLE, PICKLED_INDEX, PICKLED_SINGLE)
 _PARTS_OF = {SINGLE: "model-*-of-*.safetensors", PICKLED_SINGLE: "pytorch_model-*-of-*.bin"}
 """Single file → pattern of the files of a checkpoint in several."""
 RECIPE = "warm_start.json"
@@ -127,7 +120,7 @@ RECIPE = "warm_start.json"
 
 def has_weights(hf_dir: Path) -> bool:
     """Return whether the directory holds weights of any format that is read."""
-    return any((hf_dir / name).is_file() for name in (INDEX, SINGLE, PICKLED_INDEX, PICKLED_SINGLE))
+    return any((hf_dir / name).is_file() for name in _WEIGHT_FILES)
 
 
 def without_weights(hf_dir: Path) -> str:
@@ -142,17 +135,10 @@ def without_weights(hf_dir: Path) -> str:
 
 
 def find_weights(hf_dir: Path, *, allow_pickle: bool = False) -> tuple[str, dict[str, str] | None]:
-    """Return (name of the index, or of the single file; tensor → its file, None without an index).
-
-    Args:
-        allow_pickle: also take `pytorch_model*.bin`.
-
-    Raises:
-        CheckpointError: no weights are there, the index is malformed, files that it names are missing, or
-            there is a second set of weights.
-    """
-    names = (INDEX, SINGLE, PICKLED_INDEX, PICKLED_SINGLE)
-    present = next((name for name in names if (hf_dir / name).is_file()), None)
+    """Return (name of the index, or of the single file; tensor → its file, None without an index). With
+    `allow_pickle` also take `pytorch_model*.bin`. Raises CheckpointError if no weights are there, the index
+    is malformed, files that it names are missing, or there is a second set of weights."""
+    present = next((name for name in _WEIGHT_FILES if (hf_dir / name).is_file()), None)
     if present is None:
         raise CheckpointError(without_weights(hf_dir))
     single = SINGLE if present in (INDEX, SINGLE) else PICKLED_SINGLE

@@ -1,8 +1,6 @@
-"""Hugging Face checkpoints ⇄ Megatron's distributed checkpoints, file to file.
-
-No model is built. The weight map gives the place of every row; tensors are read, rearranged and written one
-at a time, by a few threads on every rank. Each thread writes files of its own.
-"""
+"""Hugging Face checkpoints ⇄ Megatron's distributed checkpoints, file to file. No model is built: tensors are
+read, rearranged by the weight map and written one at a time, by a few threads on every rank, each of which
+writes files of its own."""
 
 from __future__ import annotations
 
@@ -24,6 +22,7 @@ from megatron_ibpo.basics.distributed import World
 from megatron_ibpo.config import ParallelConfig
 from megatron_ibpo.models import ModelShape, check_layout, least_world, padded_vocab_size, read_hf_config
 from megatron_ibpo.models.weight_map import Entry, is_carried
+from megatron_ibpo.weights import CheckpointError, listed
 from megatron_ibpo.weights.formats import directories
 from megatron_ibpo.weights.formats.directories import Item, Job, Result, WorkingMemory
 from megatron_ibpo.weights.formats.hugging_face import (
@@ -36,9 +35,8 @@ from megatron_ibpo.weights.formats.hugging_face import (
 )
 from megatron_ibpo.weights.formats.run_state import HF_FILES, LAYOUT, RUN_STATE, load_run_state, read_layout
 from megatron_ibpo.weights.formats.torch_dist import DistcpFile, Record, StoredCheckpoint, write_metadata
-from megatron_ibpo.weights.layout.holdings import Holding, holdings_of, shard_holders
+from megatron_ibpo.weights.layout.export import Holding, holdings_of, shard_holders
 from megatron_ibpo.weights.layout.regions import TensorMeta, consecutive_runs
-from megatron_ibpo.weights.weight_errors import CheckpointError, listed
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +59,12 @@ def hf_to_megatron(
     allow_pickle: bool = False,
     report: Report = lambda num_bytes, total: None,
 ) -> None:
-    """Write the weights in `hf_dir` as a torch_dist checkpoint at `target`. Collective.
+    """Write the weights in `hf_dir` as a torch_dist checkpoint at `target`. Collective over `world`, whose
+    ranks share the work.
 
     Megatron reads it under any layout. `parallel` and `virtual_stages` (model chunks of a rank in an
     interleaved pipeline) determine its pieces and files, so that a run in that layout reads whole pieces.
     Rows that pad the vocabulary are not written: Megatron sets them to 0 when it loads. Dtypes are kept.
-    `world` may have any size: its ranks share the work.
 
     Raises:
         CheckpointError, ModelConfigError: `hf_dir` is not a checkpoint of a known model.
@@ -76,13 +74,14 @@ def hf_to_megatron(
     """
     world.on_rank_0(lambda: _check_target(target))
     shape = read_hf_config(hf_dir)
-    holdings = _check_layout(shape, parallel, virtual_stages)
+    if problems := check_layout(shape, parallel, least_world(parallel), virtual_stages):
+        raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
     checkpoint = Checkpoint(hf_dir, allow_pickle=allow_pickle)
     entries = model_entries(shape, checkpoint, padded_vocab_size(shape, parallel))
     if ignored := checkpoint.check(shape, entries):
         logger.warning("%s: not converted: %s", hf_dir, listed(ignored))
     dtypes = _stored_dtypes(checkpoint, entries)
-    shares = _shares(entries, holdings)
+    shares = _shares(entries, holdings_of(shape, parallel, virtual_stages))
     jobs = [
         Job(f"__{rank}_{number}.distcp", half, sum(s.numel * dtypes[s.entry.name].itemsize for s in half))
         for rank, mine in shares.items()
@@ -112,10 +111,8 @@ def megatron_to_hf(
     origin: Path | None = None,
     report: Report = lambda num_bytes, total: None,
 ) -> None:
-    """Write the weights of the torch_dist checkpoint `stored_dir` in Hugging Face format. Collective.
-
-    The result is sharded safetensors with one tensor per expert. Dtypes are kept. Optimizer state and the
-    like are dropped.
+    """Write the weights of the torch_dist checkpoint `stored_dir` in Hugging Face format: sharded safetensors
+    with one tensor per expert. Dtypes are kept; optimizer state and the like are dropped. Collective.
 
     Args:
         origin: Hugging Face checkpoint with the configuration and tokenizer; None: the checkpoint's own.
@@ -219,18 +216,12 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.contiguous().view(integers), second.contiguous().view(integers))
 
 
-# ------------------------------------------------------------------------------------------------ checks
+# ----------------------------------------------------------------------------------------------------- checks
 
 
 def _check_target(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists; nothing is overwritten: remove it or choose another --save")
-
-
-def _check_layout(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int) -> list[Holding]:
-    if problems := check_layout(shape, parallel, least_world(parallel), virtual_stages):
-        raise ValueError("this layout cannot hold the model:\n  " + "\n  ".join(problems))
-    return holdings_of(shape, parallel, virtual_stages)
 
 
 def _stored_dtypes(checkpoint: Checkpoint, entries: list[Entry]) -> dict[str, torch.dtype]:
@@ -271,17 +262,12 @@ def _carried(
     return carried, source
 
 
-def _has_nan(tensor: Tensor) -> bool:
-    """Return whether a tensor holds NaN. amax propagates NaN, and is faster than isnan."""
-    return bool(tensor.numel() and torch.isnan(tensor.amax()))
-
-
 def _warn_of_nan(tensor: Tensor, name: str) -> None:
-    if _has_nan(tensor):
+    if tensor.numel() and torch.isnan(tensor.amax()):  # amax propagates NaN, and is faster than isnan
         logger.warning("%s holds NaN", name)
 
 
-# ----------------------------------------------------------------------------------------------- writing
+# ---------------------------------------------------------------------------------------------------- writing
 
 
 def _run_share(
@@ -354,25 +340,21 @@ def _parts(entry: Entry, number: int, tensor: Tensor) -> list[Tensor]:
 @contextmanager
 def _assembled(checkpoint: Checkpoint, share: _Share, memory: WorkingMemory) -> Iterator[Tensor]:
     """Yield a shard, contiguous. It is a view of the file if nothing has to be moved."""
-    cuts = checkpoint.read_shard(share.entry, share.rank, share.ranks)
-    if not share.entry.by_rows:
-        with memory(share.shape, cuts[0].dtype) as shard:
-            memory.check()
-            shard.copy_(share.entry.join(cuts))
-            _warn_of_nan(shard, f"{checkpoint.directory}: {share.entry.pieces[0].name}")
-            yield shard
-        return
-    spans = share.entry.spans(share.rank, share.ranks)
-    in_place = len(spans) == 1 and cuts[spans[0].piece].is_contiguous()
-    with nullcontext(cuts[spans[0].piece]) if in_place else memory(share.shape, cuts[0].dtype) as shard:
+    entry = share.entry
+    cuts = checkpoint.read_shard(entry, share.rank, share.ranks)
+    spans = entry.spans(share.rank, share.ranks) if entry.by_rows else []
+    for piece, part in zip(entry.pieces, cuts, strict=True):
         memory.check()
-        if not in_place:
-            for span in spans:
-                rows = cuts[span.piece][span.piece_row :][: span.rows]
-                shard[span.shard_row :][: span.rows].copy_(rows)
-        if _has_nan(shard):
-            for piece, cut in zip(share.entry.pieces, cuts, strict=True):
-                _warn_of_nan(cut, f"{checkpoint.directory}: {piece.name}")
+        _warn_of_nan(part, f"{checkpoint.directory}: {piece.name}")
+    if len(spans) == 1 and cuts[spans[0].piece].is_contiguous():
+        yield cuts[spans[0].piece]
+        return
+    with memory(share.shape, cuts[0].dtype) as shard:
+        if not entry.by_rows:
+            shard.copy_(entry.join(cuts))
+        for span in spans:
+            rows = cuts[span.piece][span.piece_row :][: span.rows]
+            shard[span.shard_row :][: span.rows].copy_(rows)
         yield shard
 
 
@@ -391,7 +373,7 @@ def _stored(stored: StoredCheckpoint, entry: Entry, memory: WorkingMemory) -> It
         yield out
 
 
-# ---------------------------------------------------------------------------------------------- planning
+# --------------------------------------------------------------------------------------------------- planning
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,8 @@ def disk_error(error: Exception) -> Exception:
 
 class HashedFile:
     """A new file, written front to back. It is hashed on the way, and is on the disk once it is closed.
-
-    Writes bypass the system's cache if the file system allows it. Data that is written once and read later
-    would only evict what is being read, and cost a copy and a page of memory each.
-    """
+    Writes bypass the system's cache if the file system allows it: data that is written once and read later
+    would only evict what is being read, and cost a copy and a page of memory each."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -64,17 +62,16 @@ class HashedFile:
 
     def write(self, data: bytes | memoryview) -> int:
         """Write the data. Raises DiskSpaceError, naming the file, when the disk is full."""
-        remaining = memoryview(data).cast("B")
-        num_bytes = remaining.nbytes
-        while remaining.nbytes:
-            part = remaining[: BUFFER_BYTES - self._used]
+        content, done = memoryview(data).cast("B"), 0
+        while done < content.nbytes:
+            part = content[done : done + BUFFER_BYTES - self._used]
             self._buffer[self._used : self._used + part.nbytes] = part
             self._used += part.nbytes
             self.size += part.nbytes
-            remaining = remaining[part.nbytes :]
+            done += part.nbytes
             if self._used == BUFFER_BYTES:
                 self._write_out()
-        return num_bytes
+        return done
 
     def _write_out(self) -> None:
         with memoryview(self._buffer) as buffer, buffer[: self._used] as pending:
@@ -116,16 +113,6 @@ def _create(path: Path) -> tuple[int, bool]:
     return os.open(path, flags, 0o666), False
 
 
-def check_disk_space(directory: Path, needed: int) -> None:
-    """Raise DiskSpaceError if the disk of `directory` has not `needed` bytes (and 1 % more) free."""
-    free = shutil.disk_usage(directory).free
-    if free < needed * 1.01:
-        raise DiskSpaceError(
-            f"{directory}: a checkpoint of {needed / 1e9:.2f} GB does not fit, {free / 1e9:.2f} GB are free; "
-            "free some space or write elsewhere"
-        )
-
-
 def write_directory(
     target: Path,
     world: World,
@@ -133,13 +120,11 @@ def write_directory(
     write: Callable[[Path], T],
     finish: Callable[[Path, list[T]], dict[str, str]],
 ) -> None:
-    """Fill a directory, on all ranks, and put it at `target`. Collective; all ranks share the file system.
-
-    It is filled beside `target` under a hidden name, which a killed run leaves behind and the next run
-    removes. An existing `target` is replaced by the finished directory in one rename.
+    """Fill a directory, on all ranks, and put it at `target`. Collective; all ranks share the file system. It
+    is filled beside `target` under a hidden name, which a killed run leaves behind and the next run removes.
 
     Args:
-        needed: bytes that the disk must have free.
+        needed: bytes that the disk must have free, and 1 % more.
         write: writes every rank's own files, without collectives. Its result must pickle.
         finish: writes the remaining files on rank 0, from all ranks' results. Returns the digests that are
             already known, by file name; other files are hashed.
@@ -152,7 +137,12 @@ def write_directory(
 
     def prepare() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        check_disk_space(target.parent, needed)
+        free = shutil.disk_usage(target.parent).free
+        if free < needed * 1.01:
+            raise DiskSpaceError(
+                f"{target.parent}: a checkpoint of {needed / 1e9:.2f} GB does not fit, {free / 1e9:.2f} GB "
+                "are free; free some space or write elsewhere"
+            )
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
 
@@ -172,11 +162,9 @@ def write_directory(
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Rename the finished directory `partial` to `final`, beside it, replacing what has that name.
-
-    After a power loss, that name holds the old directory, the new one or, between two renames, nothing; never
-    a part of one.
-    """
+    """Rename the finished directory `partial` to `final`, beside it, replacing what has that name. After a
+    power loss, that name holds the old directory, the new one or, between two renames, nothing; never a
+    part."""
     for path in [*partial.rglob("*"), partial]:
         flush(path)
     old = final.with_name(f".{final.name}.old")
@@ -213,10 +201,7 @@ class Stopped(Exception):
 
 class WorkingMemory:
     """Memory that threads share to work in. A thread waits until some is free, and ends when another thread
-    has failed.
-
-    Memory is reused: the kernel takes longer to hand out fresh pages than it takes to fill them.
-    """
+    has failed. It is reused: the kernel takes longer to hand out fresh pages than it takes to fill them."""
 
     def __init__(self) -> None:
         self._used = 0

@@ -10,9 +10,9 @@ import torch
 
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.models.families import FAMILIES
+from megatron_ibpo.weights import CheckpointError
 from megatron_ibpo.weights.formats.directories import publish
 from megatron_ibpo.weights.formats.run_state import partial_of
-from megatron_ibpo.weights.weight_errors import CheckpointError
 
 LONGEST = 300
 """Characters kept of another library's message."""
@@ -22,10 +22,8 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size")
 
 def gguf_to_hf(gguf: Path, target: Path) -> None:
     """Write a GGUF file as a Hugging Face checkpoint with tokenizer and chat template, in float32: quantized
-    weights are dequantized.
-
-    transformers reads the weights, since it knows the names and the order of each architecture. It trusts the
-    file's sizes and allocates memory for them, so they are compared with the file first.
+    weights are dequantized. transformers reads the weights, since it knows the names and the order of each
+    architecture. It allocates memory for the file's sizes, so they are compared with the file first.
 
     Raises:
         CheckpointError: the file is not there or does not hold all of a model, or gguf is not installed.

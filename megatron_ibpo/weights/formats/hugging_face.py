@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -30,11 +30,11 @@ from megatron_ibpo.models.weight_map import (
     mtp_layers,
     weight_map,
 )
+from megatron_ibpo.weights import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.checkpoint_files import INDEX, MANIFEST, SINGLE, find_weights
 from megatron_ibpo.weights.formats.directories import HashedFile
 from megatron_ibpo.weights.formats.mapped_tensors import BLOCKS, SCALES, OpenFiles, PackedSlice
 from megatron_ibpo.weights.layout.regions import TensorMeta
-from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Data types that weights may have, by safetensors' names."""
@@ -44,8 +44,6 @@ WEIGHTS = (
     MANIFEST,
 )  # fmt: skip
 """Ends of file names that are not copied along with a checkpoint's configuration and tokenizer."""
-
-
 _ROWS = 4096
 """Rows of a head that are compared at a time."""
 
@@ -54,13 +52,8 @@ class Checkpoint:
     """The weights in a directory. Files are opened when first read; threads may share it."""
 
     def __init__(self, hf_dir: Path, *, allow_pickle: bool = False):
-        """
-        Args:
-            allow_pickle: also read `pytorch_model*.bin`, by torch's weights-only unpickler.
-
-        Raises:
-            CheckpointError: no weights are there, or files that the index names are missing.
-        """
+        """With `allow_pickle` also read `pytorch_model*.bin`, by torch's weights-only unpickler. Raises
+        CheckpointError as `find_weights`."""
         self.directory = hf_dir
         self._files: OpenFiles[Any] = OpenFiles(self._open)
         present, file_of = find_weights(hf_dir, allow_pickle=allow_pickle)
@@ -85,14 +78,7 @@ class Checkpoint:
         path = self.directory / file
         try:
             return _PickledFile(path) if path.suffix == ".bin" else safe_open(path, framework="pt")
-        except (
-            SafetensorError,
-            OSError,
-            RuntimeError,
-            ValueError,
-            EOFError,
-            pickle.UnpicklingError,
-        ) as error:
+        except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
             raise CheckpointError(
                 f"{path} cannot be read ({first_line(error)}): it is truncated or not a weights file; "
                 "download it again"
@@ -100,7 +86,7 @@ class Checkpoint:
 
     def _source(self, piece: Piece) -> str | None:
         """Return the name under which this checkpoint holds the piece."""
-        names = [piece.name] + ([piece.fused.name] if piece.fused else [])
+        names = (piece.name, piece.fused.name) if piece.fused else (piece.name,)
         return next((name for name in names if name in self.file_of), None)
 
     def _reader_of(self, piece: Piece) -> tuple[str, Any]:
@@ -134,31 +120,22 @@ class Checkpoint:
         if self.packed:
             raise CheckpointError(
                 f"{self.directory} holds {listed(sorted(self.packed))} in MXFP4, which cannot be trained; "
-                "make a bfloat16 checkpoint of it with `ibpo convert to-megatron` and then "
-                "`convert to-hf`"
+                "make a bfloat16 checkpoint of it with `ibpo convert to-megatron` and then `convert to-hf`"
             )
 
     def check(self, shape: ModelShape, entries: Iterable[Entry]) -> list[str]:
         """Compare names, shapes and dtypes with the model's; reads only headers, except for a head that must
-        equal the embedding.
-
-        Returns:
-            names of tensors that `is_ignored` leaves out.
-
-        Raises:
-            CheckpointError: a tensor is missing, superfluous, or has another shape, dtype or values than
-                config.json and the formats here allow; names them.
-        """
+        equal the embedding. Return the tensors that `is_ignored` leaves out. Raises CheckpointError if a
+        tensor is missing, superfluous, or has another shape, dtype or values than config.json and the formats
+        here allow."""
         pieces = {piece.name: piece for entry in entries for piece in entry.pieces}
         missing = sorted(name for name, piece in pieces.items() if self._source(piece) is None)
         if missing:
             untied = self._why_untied() if missing == [HEAD] else ""
             raise CheckpointError(f"{self.directory}: missing {listed(missing)}{untied}")
-        used = {self._source(piece) for piece in pieces.values()}
-        unknown = sorted(name for name in self.file_of if name not in used)
+        unknown = sorted(self.file_of.keys() - {self._source(piece) for piece in pieces.values()})
         ignored = [name for name in unknown if is_ignored(shape, name)]
-        extra = [name for name in unknown if not is_ignored(shape, name)]
-        if extra:
+        if extra := [name for name in unknown if not is_ignored(shape, name)]:
             raise CheckpointError(
                 f"{self.directory}: tensors that a {shape.family} model has no place for: {listed(extra)}"
             )
@@ -245,8 +222,7 @@ class Checkpoint:
 
 def trained_elements(hf_dir: Path, shape: ModelShape) -> dict[str, int]:
     """Return the number of elements of every trained tensor, by its name in the checkpoint, whatever its
-    dtype. Reads only headers. Raises CheckpointError if no weights are there, for files that cannot be read,
-    and for weights in MXFP4."""
+    dtype. Reads only headers. Raises CheckpointError as `Checkpoint` does, and for weights in MXFP4."""
     checkpoint = Checkpoint(hf_dir)
     checkpoint.refuse_packed()
     return {name: math.prod(checkpoint.shape_of(name)) for name in checkpoint if not is_ignored(shape, name)}
@@ -282,7 +258,7 @@ class _PickledSlice:
         return self._tensor[index]
 
 
-# ----------------------------------------------------------------------------------------------- writing
+# ---------------------------------------------------------------------------------------------------- writing
 
 
 class SafetensorsFile:
@@ -370,14 +346,9 @@ class Tensors(Protocol):
 
 
 def model_entries(shape: ModelShape, tensors: Tensors, vocab_rows: int | None = None) -> list[Entry]:
-    """Return the entries that a checkpoint with these tensors must hold, every HF tensor once.
-
-    Args:
-        vocab_rows: as in `weight_map`.
-
-    Raises:
-        CheckpointError: it has more multi-token prediction layers than can be converted.
-    """
+    """Return the entries that a checkpoint with these tensors must hold, every HF tensor once; `vocab_rows`
+    as in `weight_map`. Raises CheckpointError if it has more multi-token prediction layers than can be
+    converted."""
     layers = mtp_layers(tensors) if shape.mtp_in_checkpoints else 0
     if layers > 1:
         raise CheckpointError(

@@ -1,19 +1,6 @@
-"""The content of a Megatron checkpoint's files: tensors saved by `torch.save` inside a larger file, as views
-of the mapped file; and checks of the rest, before anything unpickles it.
-
-`torch.load` can map whole files only. Otherwise it copies to fresh memory, which takes longer than reading a
-file that the system has cached.
-
-Weights in MXFP4 are read so too: 4-bit numbers, in groups of 32 that share a power of two ("OCP Microscaling
-Formats (MX) Specification", version 1.0, 2023). gpt-oss is published with its experts in it; it is never
-written.
-
-Scalars of the optimizer, the schedule, a tool's arguments, random states and Transformer Engine's
-`_extra_state` are stored as pickles. torch's distributed reader unpickles every entry that `.metadata` calls
-bytes with `weights_only=False`, so a checkpoint could run code. Here torch's restricted unpickler reads the
-same bytes first. It knows tensors and plain containers, and is given the other classes that Megatron-LM
-stores.
-"""
+"""The content of checkpoints' files: tensors saved by `torch.save` inside a larger file, as views of the
+mapped file (`torch.load` maps whole files only, and otherwise copies to fresh memory); weights in MXFP4; and
+the check of a Megatron checkpoint's pickles, before anything else reads them."""
 
 from __future__ import annotations
 
@@ -37,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file, read_user_file
-from megatron_ibpo.weights.weight_errors import CheckpointError, listed
+from megatron_ibpo.weights import CheckpointError, listed
 
 MAPPED_BYTES = 64 * 1024**2
 """Bytes read from files before they are unmapped: pages that were read count as this process's memory."""
@@ -142,12 +129,6 @@ class _Window(io.RawIOBase):
 class _Plain:
     """The description of a tensor in a pickle."""
 
-    key: str
-    dtype: torch.dtype
-    first: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
     def __init__(self, storage: tuple[str, torch.dtype], first: int, size: Any, stride: Any, *_: Any):
         (self.key, self.dtype), self.first, self.size, self.stride = storage, first, size, stride
 
@@ -168,6 +149,11 @@ class _Description(pickle.Unpickler):
         _, dtype, key, *_ = pid
         return key, dtype
 
+
+# ------------------------------------------------------------------------------------------------------ MXFP4
+#
+# 4-bit numbers, in groups of 32 that share a power of two ("OCP Microscaling Formats (MX) Specification",
+# version 1.0, 2023). gpt-oss is published with its experts in it; it is never written.
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of the two tensors that hold one weight."""
@@ -194,10 +180,9 @@ def dequantised(blocks_XGB: Tensor, scales_XG: Tensor) -> Tensor:
 
 class PackedSlice:
     """A tensor [experts, in, out] with the methods of safetensors' slices. Its two parts are stored in a file
-    as [experts, out, …]."""
+    as [experts, out, …]; raises ValueError if they are not two such parts."""
 
     def __init__(self, blocks: Any, scales: Any):
-        """Raise ValueError if these are not two such parts."""
         self._blocks, self._scales = blocks, scales
         sizes, shared = list(blocks.get_shape()), list(scales.get_shape())
         dtypes = {blocks.get_dtype(), scales.get_dtype()}
@@ -216,6 +201,14 @@ class PackedSlice:
         weights = dequantised(self._blocks[experts, rows], self._scales[experts, rows])
         return weights.transpose(1, 2)[:, columns]
 
+
+# ---------------------------------------------------------------------------------------------------- pickles
+#
+# Scalars of the optimizer, the schedule, a tool's arguments, random states and Transformer Engine's
+# `_extra_state` are stored as pickles. torch's distributed reader unpickles every entry that `.metadata`
+# calls bytes with `weights_only=False`, so a checkpoint could run code. Here torch's restricted unpickler
+# reads the same bytes first, and is given the classes that Megatron-LM stores beside tensors and plain
+# containers.
 
 _COMMON_FILE = "common.pt"
 """File in which older versions of Megatron keep everything but tensors."""
@@ -263,23 +256,22 @@ class _StandIn:
 
 
 def check_byte_entries(directory: Path, metadata: Metadata) -> None:
-    """Unpickle everything in `directory` that is not a tensor, with an unpickler that cannot run code.
-
-    Args:
-        metadata: metadata of the directory, whose files all exist.
-
-    Raises:
-        CheckpointError: an entry is damaged or needs a class that is not allowed; names file and entry.
-    """
-    allowed = {**_HARMLESS, **dict.fromkeys(_OF_MEGATRON, _StandIn)}
+    """Unpickle everything in `directory`, whose files all exist, that is not a tensor, with an unpickler that
+    cannot run code. Raises CheckpointError for an entry that is damaged or needs a class that is not
+    allowed."""
+    allowed = _HARMLESS | dict.fromkeys(_OF_MEGATRON, _StandIn)
     # pairs: given bare classes, torch would forget at the end those that Megatron has allowed for itself
     with torch.serialization.safe_globals([(allowed_class, name) for name, allowed_class in allowed.items()]):
         for path, entry, data in _entries(directory, metadata):
             try:
                 torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             except Exception as error:
+                # not torch's advice, which is to allow what was refused
+                refused = re.search(r"GLOBAL (\S+)", str(error))
+                plain = f"not a pickle of plain data ({type(error).__name__})"
                 raise CheckpointError(
-                    f"{path}: {entry} is damaged or unsafe, and was not read: {_reason(error)}; "
+                    f"{path}: {entry} is damaged or unsafe, and was not read: "
+                    f"{f'it asks for {refused[1]}' if refused else plain}; "
                     "take another copy of the checkpoint, or save it anew without this entry"
                 ) from None
 
@@ -302,13 +294,3 @@ def _entries(directory: Path, metadata: Metadata) -> Iterator[tuple[Path, str, b
     common = directory / _COMMON_FILE
     if common.is_file():
         yield common, "the common state", read_user_file(common, RECORD_BYTES)
-
-
-def _reason(error: Exception) -> str:
-    """Return the reason without torch's advice, which is to allow what was refused."""
-    refused_global = re.search(r"GLOBAL (\S+)", str(error))
-    return (
-        f"it asks for {refused_global[1]}"
-        if refused_global
-        else f"not a pickle of plain data ({type(error).__name__})"
-    )

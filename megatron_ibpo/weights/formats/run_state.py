@@ -12,7 +12,7 @@ from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import KIB, read_json_file, read_user_file
 from megatron_ibpo.config import Config
 from megatron_ibpo.config.run import RunConfig
-from megatron_ibpo.weights.weight_errors import CheckpointError
+from megatron_ibpo.weights import CheckpointError
 
 RUN_STATE = "run_state.json"
 """JSON with the state of the training loop, including `step`; --load looks for it. Weights alone are at step
@@ -77,20 +77,21 @@ def read_layout(checkpoint: Path) -> dict[str, Any]:
 
 
 def _check_layout(layout: dict[str, Any]) -> None:
-    if not isinstance(layout.get("optimizer"), bool):
-        raise ValueError(f"optimizer must be true or false, is {shown(layout.get('optimizer'))}")
-    if not _is_count(layout.get("virtual_stages", 1)):
-        raise ValueError(f"virtual_stages must be a whole number, is {shown(layout['virtual_stages'])}")
     parallel = layout.get("parallel")
     if not isinstance(parallel, dict):
         raise ValueError(f"parallel must be an object, is {shown(parallel)}")
     sizes = {name for name in parallel if name.endswith("_parallel_size")}
-    for name in sizes | {f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")}:
-        if not _is_count(parallel.get(name)):
-            raise ValueError(f"parallel.{name[:60]} must be a whole number, is {shown(parallel.get(name))}")
+    sizes |= {f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")}
+    numbers = {f"parallel.{name[:60]}": parallel.get(name) for name in sizes}
+    numbers["virtual_stages"] = layout.get("virtual_stages", 1)
     sharded = parallel.get("use_distributed_optimizer")
-    if not isinstance(sharded, bool):
-        raise ValueError(f"parallel.use_distributed_optimizer must be true or false, is {shown(sharded)}")
+    flags = {"optimizer": layout.get("optimizer"), "parallel.use_distributed_optimizer": sharded}
+    for name, value in numbers.items():
+        if not _is_count(value):
+            raise ValueError(f"{name} must be a whole number, is {shown(value)}")
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, is {shown(value)}")
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -146,10 +147,8 @@ def partial_of(final: Path) -> Path:
 
 
 def superseded(steps: Iterable[int], last: int, keep: Keep) -> list[int]:
-    """Return the steps whose checkpoints can go once that of step `last` has its name.
-
-    Later ones belong to a run that resumed here before: they are neither counted nor removed.
-    """
+    """Return the steps whose checkpoints can go once that of step `last` has its name. Later ones belong to a
+    run that resumed here before: they are neither counted nor removed."""
     present = sorted(step for step in steps if step <= last)
     old = present[: max(0, len(present) - keep.newest)]
     return [step for step in old if keep.every is None or step % keep.every]

@@ -1,9 +1,6 @@
-"""Megatron's distributed checkpoints (`torch_dist`) on disk, without Megatron: named tensors in pieces.
-
-Such a checkpoint is a directory of `.distcp` files, each a sequence of `torch.save`d pieces, and `.metadata`,
-a pickle with the place of every piece of every tensor. The pickle is read by an unpickler that knows only the
-classes that belong there: it cannot run code.
-"""
+"""Megatron's distributed checkpoints (`torch_dist`) on disk, without Megatron: a directory of `.distcp`
+files, each a sequence of `torch.save`d pieces, and `.metadata`, a pickle with the place of every piece of
+every tensor. It is read by an unpickler that knows only the classes that belong there: it cannot run code."""
 
 import json
 import pickle
@@ -28,12 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file, read_json_file
 from megatron_ibpo.models.weight_map import Block, Entry
+from megatron_ibpo.weights import CheckpointError, first_line, listed
 from megatron_ibpo.weights.formats.checkpoint_files import is_inside
 from megatron_ibpo.weights.formats.directories import HashedFile, disk_error
 from megatron_ibpo.weights.formats.mapped_tensors import MappedFiles, check_byte_entries
 from megatron_ibpo.weights.formats.run_state import CONFIG, METADATA
 from megatron_ibpo.weights.layout.regions import Box, cut, intersect
-from megatron_ibpo.weights.weight_errors import CheckpointError, first_line, listed
 
 COMMON = "common_state/shard_0_1"
 """Key under which megatron-core 0.19 looks for everything but tensors."""
@@ -106,9 +103,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 def _check_metadata(metadata: Metadata) -> dict[str, int]:
     """Check that the metadata describes tensors; return the smallest size in bytes that each file must have.
-
-    The unpickler checks only classes, not their content, and a reader allocates as much memory as a piece
-    claims."""
+    The unpickler checks only classes, and a reader allocates as much memory as a piece claims."""
     for key, meta in metadata.state_dict_metadata.items():
         if isinstance(meta, TensorStorageMetadata):
             _check_sizes(key, meta.size)
@@ -141,10 +136,8 @@ def _check_sizes(key: object, sizes: Iterable[int]) -> None:
 
 
 class StoredCheckpoint:
-    """A torch_dist checkpoint's tensors, read piece by piece. May be shared by threads.
-
-    Once one exists, Megatron may load the directory: all pickles in it were read without running code.
-    """
+    """A torch_dist checkpoint's tensors, read piece by piece. May be shared by threads. Once one exists,
+    Megatron may load the directory: all pickles in it were read without running code."""
 
     def __init__(self, directory: Path):
         """Open the checkpoint. Raises CheckpointError as `read_metadata` and `check_byte_entries` do, or if
@@ -256,22 +249,15 @@ class StoredCheckpoint:
         return chunk if chunk is not None and tuple(chunk.sizes) == block.sizes else None
 
     def read(self, entry: Entry, out: Tensor | None = None) -> Tensor:
-        """Return a parameter over all ranks.
-
-        Args:
-            out: contiguous memory of the parameter's shape and dtype to read into; None: fresh memory.
-
-        Raises:
-            CheckpointError: a piece of it is missing or damaged; names file and tensor.
-        """
+        """Return a parameter over all ranks, read into `out`, contiguous memory of its shape and dtype, or
+        into fresh memory. Raises CheckpointError if a piece of it is missing or damaged."""
         blocks = entry.blocks()
         if out is None:
             out = torch.empty(entry.shape, dtype=self.dtype(blocks[0]))
-        row = 0
-        for block in blocks:
-            rows = _own_dims(block)[0]
-            self._read_block(block, out[row : row + rows])
-            row += rows
+        # an expert's block has one axis more in front
+        rows = [block.sizes[int(".experts.experts." in block.key)] for block in blocks]
+        for block, part in zip(blocks, out.split(rows), strict=True):
+            self._read_block(block, part)
         return out
 
     def view(self, entry: Entry) -> Tensor | None:
@@ -324,16 +310,11 @@ def is_weight(key: str) -> bool:
     )
 
 
-def _own_dims(block: Block) -> tuple[int, ...]:
-    """Return the sizes of the parameter's own axes: an expert's block has one more in front."""
-    return block.sizes[1:] if ".experts.experts." in block.key else block.sizes
-
-
 def _box_of(piece: Block | ChunkStorageMetadata) -> Box:
     return tuple((first, first + size) for first, size in zip(piece.offsets, piece.sizes, strict=True))
 
 
-# ----------------------------------------------------------------------------------------------- writing
+# ---------------------------------------------------------------------------------------------------- writing
 
 
 @dataclass(frozen=True)

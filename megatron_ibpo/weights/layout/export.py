@@ -1,46 +1,145 @@
-"""Megatron parameters under Hugging Face names: the parts of each tensor and the ranks that hold them.
+"""The parts of the model that each rank holds, and Megatron parameters under Hugging Face names: the parts of
+each tensor and the ranks that hold them.
 
 Names are those of Hugging Face checkpoints with one tensor per expert, which both transformers and vLLM's
 `load_weights` take. If a family's checkpoints hold all experts of a layer in one tensor only, its name is
-used, and each rank has the part of its experts.
+used, and each rank has the part of its experts."""
 
-Whole tensors are gathered on one trainer rank or on all, one bucket ahead. On GPUs all of it is computed on
-one stream. It has run on one GPU only, where nothing comes from others.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ibpo.models import ModelShape
-from megatron_ibpo.models.weight_map import Entry, Piece, weight_map
-from megatron_ibpo.weights.layout.holdings import (
-    my_holding,
-    named_globally,
-    shard_holders,
-    weights_by_global_name,
-)
-from megatron_ibpo.weights.layout.regions import (
-    Box,
-    LocalBoxes,
-    Region,
-    TensorMeta,
-    WeightSource,
-    assemble,
-    choose_senders,
-    full_box,
-    messages,
-    need_all,
-    pack,
-    parts_by_tensor,
-    plan_buckets,
-    receive_buffer,
-)
+from megatron_ibpo.config import ParallelConfig
+from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
+from megatron_ibpo.models.lora import is_adapter
+from megatron_ibpo.models.weight_map import EXPERT_BIAS, Entry, Piece, global_name, weight_map
+from megatron_ibpo.weights.layout.regions import Box, Gather, Region, TensorMeta, full_box
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The part of the model that a rank holds."""
+
+    tp_rank: int
+    tp_size: int
+    etp_rank: int
+    etp_size: int
+    layers: tuple[range, ...]
+    """Layers of each model chunk; several only in an interleaved pipeline."""
+    first_expert: int
+    experts: int
+    is_first_stage: bool
+    is_last_stage: bool
+    vocab_rows: int
+    """Rows of embedding and head over all tensor-parallel ranks, padding included."""
+
+    def holds(self, entry: Entry) -> bool:
+        if entry.expert is not None and not 0 <= entry.expert - self.first_expert < self.experts:
+            return False
+        if entry.layer is None:
+            wanted_first = entry.name.startswith("embedding.")
+            return self.is_first_stage if wanted_first else self.is_last_stage
+        return any(entry.layer in layers for layers in self.layers)
+
+    def shard(self, entry: Entry) -> tuple[int, int]:
+        """Return (rank, size) of the group that divides this entry's tensors."""
+        if entry.expert is None:
+            return self.tp_rank, self.tp_size
+        return self.etp_rank, self.etp_size
+
+
+def my_holding(shape: ModelShape, chunks: Sequence[Any]) -> Holding:
+    """Return this rank's part, from Megatron's groups and the rank's model chunks, wrapped by DDP or not."""
+    from megatron.core import parallel_state as groups
+
+    models = [unwrapped(chunk) for chunk in chunks]
+    numbers = [[layer.layer_number for layer in model.decoder.layers] for model in models]
+    experts = shape.num_experts // groups.get_expert_model_parallel_world_size()
+    return Holding(
+        tp_rank=groups.get_tensor_model_parallel_rank(),
+        tp_size=groups.get_tensor_model_parallel_world_size(),
+        etp_rank=groups.get_expert_tensor_parallel_rank(),
+        etp_size=groups.get_expert_tensor_parallel_world_size(),
+        layers=tuple(range(of_chunk[0] - 1, of_chunk[-1]) for of_chunk in numbers),  # Megatron counts from 1
+        first_expert=groups.get_expert_model_parallel_rank() * experts,
+        experts=experts,
+        is_first_stage=groups.is_pipeline_first_stage(),
+        is_last_stage=groups.is_pipeline_last_stage(),
+        vocab_rows=models[0].vocab_size,
+    )
+
+
+def holdings_of(shape: ModelShape, parallel: ParallelConfig, virtual_stages: int = 1) -> list[Holding]:
+    """Return the holdings of one replica's ranks: tensor parallel first, then expert parallel, then pipeline.
+    If expert parallelism is wider than tensor parallelism, the ranks beyond the first TP repeat its dense
+    weights; if it is narrower, experts are repeated."""
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    experts = shape.num_experts // ep
+    return [
+        Holding(
+            tp_rank=rank % tp,
+            tp_size=tp,
+            etp_rank=rank % etp,
+            etp_size=etp,
+            layers=layers,
+            first_expert=rank // etp % ep * experts,
+            experts=experts,
+            is_first_stage=stage == 0,
+            is_last_stage=stage == pp - 1,
+            vocab_rows=padded_vocab_size(shape, parallel),
+        )
+        for stage, layers in enumerate(pipeline_layers(shape.num_layers, parallel, virtual_stages))
+        for rank in range(max(tp, ep * etp))
+    ]
+
+
+def unwrapped(chunk: Any) -> Any:
+    """Return the chunk without its DDP wrapper, if it has one."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def weights_by_global_name(chunks: Sequence[Any], holding: Holding) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's parameters, and buffers that are weights, under their names in the whole model;
+    adapters are not among them."""
+    for chunk, layers in zip(chunks, holding.layers, strict=True):
+        yield from named_globally(chunk, layers.start, holding)
+
+
+def named_globally(model: Any, first_layer: int, holding: Holding) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same for one model chunk whose layers start at `first_layer`, or for the multi-token
+    prediction layer, which is outside that count."""
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name):
+            yield global_name(name, first_layer, holding.first_expert), parameter
+    for name, buffer in model.named_buffers():
+        if name.endswith(EXPERT_BIAS):
+            yield global_name(name, first_layer, holding.first_expert), buffer
+
+
+def shard_holders(entries: Sequence[Entry], holdings: Sequence[Holding]) -> list[tuple[tuple[int, ...], ...]]:
+    """Return, for each entry and in shard order, the ranks with the shard when rank r holds `holdings[r]`."""
+    holders: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
+    # on which alone it depends; a large model has tens of thousands of entries
+    keys = [(e.layer, e.expert, e.layer is None and e.name.startswith("embedding.")) for e in entries]
+    for key, entry in zip(keys, entries, strict=True):
+        if key not in holders:
+            by_shard: dict[int, list[int]] = defaultdict(list)
+            for rank, holding in enumerate(holdings):
+                if holding.holds(entry):
+                    by_shard[holding.shard(entry)[0]].append(rank)
+            holders[key] = tuple(tuple(by_shard[shard]) for shard in sorted(by_shard))
+    return [holders[key] for key in keys]
+
+
+# ----------------------------------------------------------------------------------------------------- export
 
 
 @dataclass(frozen=True)
@@ -73,18 +172,10 @@ class _Task:
             for box in self.boxes(number, shard)
         )
 
-    def shard_of(self, rank: int) -> int | None:
-        """Return the shard that `rank` holds."""
-        return next((shard for shard, ranks in enumerate(self.holders) if rank in ranks), None)
-
 
 class HFExport:
-    """The model's weights as a `WeightSource`, and gathered whole on rank 0.
-
-    Iterating is collective: every trainer rank must iterate to the end. It yields (name, tensor) in the order
-    of `metadata()`. The tensor is whole on global rank 0, on the parameters' device and in their dtype or its
-    entry's own; it is None elsewhere. A yielded tensor may share memory with the model.
-    """
+    """The model's weights as a `WeightSource`; iterating gathers them whole on global rank 0 (`Gather`), on
+    the parameters' device and in their dtype or their entry's own."""
 
     def __init__(
         self,
@@ -102,8 +193,7 @@ class HFExport:
             mtp: from `build_mtp`: its weights follow the policy's; None: without them.
             values: functions by global name whose result replaces a parameter's content on this rank.
             entries: entries to offer, in this order; None: all weights of the model.
-            bucket_bytes: bytes of tensors that rank 0 gathers at once when it iterates; at least one tensor.
-                Two such buckets exist: one in use, and the next one on its way.
+            bucket_bytes: as in `Gather`.
         """
         holding = my_holding(shape, chunks)
         self._rank = dist.get_rank()
@@ -117,10 +207,10 @@ class HFExport:
         holdings: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(holdings, holding)
         layers = int(mtp is not None)
-        offered = _entries(shape, layers, holding.vocab_rows) if entries is None else entries
+        offered = checkpoint_entries(shape, layers, holding.vocab_rows) if entries is None else entries
         placed = zip(offered, shard_holders(offered, holdings), strict=True)
         self._tasks = [_Task(*task) for task in placed]
-        self._metadata = _metadata(offered, self.dtype)
+        self._metadata = metadata_of(offered, self.dtype)
         self._regions = _regions(self._tasks)
         self._gather = Gather(self, to=0, bucket_bytes=bucket_bytes, device=self.device)
 
@@ -141,7 +231,7 @@ class HFExport:
 
     def _local_boxes(self, task: _Task) -> list[dict[Box, Tensor]]:
         """Return, for each piece, this rank's part of the tensor that it is stored in."""
-        shard = task.shard_of(self._rank)
+        shard = next((shard for shard, ranks in enumerate(task.holders) if self._rank in ranks), None)
         if shard is None:
             return [{} for _ in task.entry.pieces]
         name = task.entry.name
@@ -158,12 +248,8 @@ class HFExport:
         return iter(self._gather)
 
 
-def metadata_of(shape: ModelShape, dtype: torch.dtype) -> list[TensorMeta]:
-    """Return the tensors of a model in checkpoint order, as a trainer of `dtype` offers them."""
-    return _metadata(_entries(shape, 0), dtype)
-
-
-def _metadata(entries: Sequence[Entry], dtype: torch.dtype) -> list[TensorMeta]:
+def metadata_of(entries: Sequence[Entry], dtype: torch.dtype) -> list[TensorMeta]:
+    """Return the tensors of these entries in order, as a trainer of `dtype` offers them."""
     return [
         TensorMeta(name, entry.dtype or dtype, size)
         for entry in entries
@@ -200,7 +286,7 @@ def _by_box(piece: Piece, part: Tensor, boxes: list[Box]) -> dict[Box, Tensor]:
     return dict(zip(boxes, part.split(sizes, dim), strict=True))
 
 
-def _entries(shape: ModelShape, mtp_layers: int, vocab_rows: int | None = None) -> list[Entry]:
+def checkpoint_entries(shape: ModelShape, mtp_layers: int, vocab_rows: int | None = None) -> list[Entry]:
     """Return all entries in checkpoint order; every HF tensor once."""
     entries = []
     names: set[str] = set()
@@ -209,127 +295,3 @@ def _entries(shape: ModelShape, mtp_layers: int, vocab_rows: int | None = None) 
             entries.append(entry)
         names.update(piece.name for piece in entry.pieces)
     return entries
-
-
-@dataclass
-class _Arriving:
-    """A bucket on its way: this rank's own part of it, and the messages from other ranks."""
-
-    place: int
-    """Index of the bucket among all."""
-    bucket: range
-    local: dict[int, LocalBoxes]
-    flats: dict[int, Tensor] = field(default_factory=dict)
-    """Flat tensors by sender; the sender itself keeps those that must stay until they have been sent."""
-    works: list[Any] = field(default_factory=list)
-
-    def wait(self) -> None:
-        while self.works:
-            self.works.pop().wait()  # a work keeps its buffer
-
-
-class Gather:
-    """An iterator over whole tensors, collective over the default process group: every rank must iterate to
-    the end.
-
-    It yields (name, tensor) in the source's order: the whole tensor on ranks that get it, None elsewhere.
-    While one bucket is in use the next one travels. A tensor may share memory with the model.
-    """
-
-    def __init__(
-        self, source: WeightSource, *, to: int | None, bucket_bytes: int, device: torch.device | str
-    ) -> None:
-        """Plan the gathering, once.
-
-        Args:
-            to: the rank that gets the tensors; None for all ranks.
-            bucket_bytes: size of a bucket; two exist, and a larger tensor is a bucket of its own.
-        """
-        self._source = source
-        self._to = to
-        self._device = device
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._metas = source.metadata()
-        self._needs = need_all(self._metas)
-        senders = choose_senders(self._metas, source.regions(), prefer=to)
-        self._buckets = plan_buckets(self._metas, bucket_bytes)
-        self._messages = [messages(bucket, senders, self._needs) for bucket in self._buckets]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        local = self._source.local()
-        coming = (self._post(place, local) for place in range(len(self._buckets)))
-        arriving = next(coming, None)
-        while arriving is not None:
-            following = next(coming, None)
-            arriving.wait()
-            yield from self._tensors(arriving)
-            arriving = following
-
-    def _post(self, place: int, local: Iterator[LocalBoxes]) -> _Arriving:
-        """Start sending and receiving a bucket."""
-        bucket = self._buckets[place]
-        arriving = _Arriving(place, bucket, dict(zip(bucket, islice(local, len(bucket)), strict=True)))
-        operations = []
-        for sender, message in self._messages[place].items():
-            mine = sender == self._rank
-            if mine and self._to == self._rank:
-                continue  # this rank holds it already
-            if not mine and self._to not in (self._rank, None):
-                continue
-            flat = pack(message, arriving.local) if mine else receive_buffer(message, self._device)
-            arriving.flats[sender] = flat
-            if self._to is None:
-                arriving.works.append(dist.broadcast(flat, src=sender, async_op=True))
-            elif mine:
-                operations.append(dist.P2POp(dist.isend, flat, self._to, tag=place))
-            else:
-                operations.append(dist.P2POp(dist.irecv, flat, sender, tag=place))
-        if operations:
-            arriving.works += dist.batch_isend_irecv(operations)
-        if self._to not in (self._rank, None):
-            arriving.local.clear()
-        return arriving
-
-    def _tensors(self, arriving: _Arriving) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the tensors of a bucket that has arrived."""
-        if self._to not in (self._rank, None):
-            yield from ((self._metas[number].name, None) for number in arriving.bucket)
-            return
-        by_sender = self._messages[arriving.place]
-        parts = parts_by_tensor(arriving.bucket, by_sender, arriving.flats, arriving.local)
-        for number in arriving.bucket:
-            need = self._needs[number]
-            assert need is not None
-            meta = self._metas[number]
-            yield meta.name, assemble(meta.shape, need, parts.pop(number))
-
-
-Named = tuple[str, torch.Tensor | None]
-
-
-def on_one_stream(tensors: Iterable[Named], stream: torch.cuda.Stream) -> Iterator[Named]:
-    """Yield `tensors`, all computed on `stream`, after the work queued so far on the present stream.
-
-    vLLM's packed sender takes each bucket under another of its own streams. A gather that waited for a
-    message under one of them has not waited under the next, and memory freed under one could be reused while
-    another still reads it. So the consumer's stream waits for each tensor, and the tensor's memory waits for
-    the consumer's stream.
-    """
-    # now, and not when the first tensor is taken: the weights were trained on the present stream
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    return _computed_on(stream, iter(tensors))
-
-
-def _computed_on(stream: torch.cuda.Stream, tensors: Iterator[Named]) -> Iterator[Named]:
-    while True:
-        with torch.cuda.stream(stream):
-            item = next(tensors, None)
-            ready = stream.record_event()
-        taker = torch.cuda.current_stream(stream.device)
-        taker.wait_event(ready)
-        if item is None:
-            return
-        _, tensor = item
-        if tensor is not None:
-            tensor.record_stream(taker)
-        yield item

@@ -1,15 +1,17 @@
 """Regions of every tensor that ranks hold and receivers need, and the messages that follow from them.
 
 A region is a box: (start, stop) along every dimension. Sender and receiver derive the same messages from the
-same plain data, so that an update carries nothing but bytes.
+same plain data, so that an update carries nothing but bytes. `Gather` assembles whole tensors from them.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 Box = tuple[tuple[int, int], ...]
@@ -42,10 +44,8 @@ class Region:
 
 
 class WeightSource(Protocol):
-    """The policy's weights under their Hugging Face names, as the trainer's ranks hold them.
-
-    `metadata` and `regions` are equal on every rank and never change; nothing here communicates.
-    """
+    """The policy's weights under their Hugging Face names, as the trainer's ranks hold them. `metadata` and
+    `regions` are equal on every rank and never change; nothing here communicates."""
 
     def metadata(self) -> list[TensorMeta]:
         """Return the tensors, in the order in which they are sent."""
@@ -117,8 +117,7 @@ def need_all(metas: Sequence[TensorMeta]) -> list[Need | None]:
 
 
 def plan_buckets(metas: Sequence[TensorMeta], limit: int) -> list[range]:
-    """Fill buckets of at most `limit` bytes in order: consecutive tensors, by number, that travel together. A
-    larger tensor has a bucket of its own."""
+    """Return buckets of at most `limit` bytes: consecutive tensors, by number, that travel together."""
     return consecutive_runs([meta.num_bytes for meta in metas], limit)
 
 
@@ -224,11 +223,8 @@ def parts_by_tensor(
 def assemble(
     shape: Sequence[int], need: Need, arrived: Iterable[tuple[Box, Tensor]], *, blank: bool = False
 ) -> Tensor:
-    """Return a tensor of `shape` in which the boxes of `need` are filled.
-
-    If one part is the whole tensor, it is returned without a copy. With `blank` the rest is filled with NaN,
-    which cannot be mistaken for weights, instead of being undefined.
-    """
+    """Return a tensor of `shape` in which the boxes of `need` are filled; without a copy if one part is the
+    whole tensor. With `blank` the rest is NaN, which cannot be mistaken for weights, instead of undefined."""
     parts = list(arrived)
     if len(parts) == 1 and parts[0][0] == full_box(shape):
         return parts[0][1]
@@ -249,3 +245,90 @@ def cut(tensor: Tensor, region: Box, box: Box) -> Tensor:
     """Return the part `box` of a tensor that covers `region`."""
     inside = (slice(s - h, e - h) for (s, e), (h, _) in zip(box, region, strict=True))
     return tensor[tuple(inside)]
+
+
+@dataclass
+class _Arriving:
+    """A bucket on its way: this rank's own part of it, and the messages from other ranks."""
+
+    place: int
+    """Index of the bucket among all."""
+    bucket: range
+    local: dict[int, LocalBoxes]
+    flats: dict[int, Tensor] = field(default_factory=dict)
+    """Flat tensors by sender; the sender itself keeps those that must stay until they have been sent."""
+    works: list[Any] = field(default_factory=list)
+
+
+class Gather:
+    """An iterator over whole tensors, collective over the default process group: every rank must iterate to
+    the end. It yields (name, tensor) in the source's order: the whole tensor on ranks that get it, None
+    elsewhere. While one bucket is in use the next one travels. A tensor may share memory with the model. On
+    GPUs it has run on one only, where nothing comes from others."""
+
+    def __init__(
+        self, source: WeightSource, *, to: int | None, bucket_bytes: int, device: torch.device | str
+    ) -> None:
+        """Plan the gathering, once.
+
+        Args:
+            to: the rank that gets the tensors; None for all ranks.
+            bucket_bytes: size of a bucket; two exist, and a larger tensor is a bucket of its own.
+        """
+        self._source = source
+        self._to = to
+        self._device = device
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._metas = source.metadata()
+        self._needs = need_all(self._metas)
+        senders = choose_senders(self._metas, source.regions(), prefer=to)
+        self._buckets = plan_buckets(self._metas, bucket_bytes)
+        self._messages = [messages(bucket, senders, self._needs) for bucket in self._buckets]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
+        local = self._source.local()
+        coming = (self._post(place, local) for place in range(len(self._buckets)))
+        arriving = next(coming, None)
+        while arriving is not None:
+            following = next(coming, None)
+            while arriving.works:
+                arriving.works.pop().wait()  # a work keeps its buffer
+            yield from self._tensors(arriving)
+            arriving = following
+
+    def _post(self, place: int, local: Iterator[LocalBoxes]) -> _Arriving:
+        """Start sending and receiving a bucket."""
+        bucket = self._buckets[place]
+        arriving = _Arriving(place, bucket, dict(zip(bucket, islice(local, len(bucket)), strict=True)))
+        operations = []
+        for sender, message in self._messages[place].items():
+            mine = sender == self._rank
+            gets = self._to in (self._rank, None)
+            if (mine and self._to == self._rank) or not (mine or gets):
+                continue  # this rank holds it already, or takes no part
+            flat = pack(message, arriving.local) if mine else receive_buffer(message, self._device)
+            arriving.flats[sender] = flat
+            if self._to is None:
+                arriving.works.append(dist.broadcast(flat, src=sender, async_op=True))
+            elif mine:
+                operations.append(dist.P2POp(dist.isend, flat, self._to, tag=place))
+            else:
+                operations.append(dist.P2POp(dist.irecv, flat, sender, tag=place))
+        if operations:
+            arriving.works += dist.batch_isend_irecv(operations)
+        if self._to not in (self._rank, None):
+            arriving.local.clear()
+        return arriving
+
+    def _tensors(self, arriving: _Arriving) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the tensors of a bucket that has arrived."""
+        if self._to not in (self._rank, None):
+            yield from ((self._metas[number].name, None) for number in arriving.bucket)
+            return
+        by_sender = self._messages[arriving.place]
+        parts = parts_by_tensor(arriving.bucket, by_sender, arriving.flats, arriving.local)
+        for number in arriving.bucket:
+            need = self._needs[number]
+            assert need is not None
+            meta = self._metas[number]
+            yield meta.name, assemble(meta.shape, need, parts.pop(number))

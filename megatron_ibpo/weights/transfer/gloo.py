@@ -143,9 +143,10 @@ class GlooTransport:
         receipts = collect(links, failures, self._timeout)
         for engine in outbox.failures:
             self._groups.pop(engine, None)
-        # the engine's own error tells more
-        failures = outbox.failures | failures
-        return Sent(failures, outbox.num_bytes, self._needed(engines), sums, receipts=receipts)
+        failures = outbox.failures | failures  # the engine's own error tells more
+        needs = (need for engine in engines for worker in self._needs.get(engine, []) for need in worker)
+        needed = sum(need.num_bytes for need in needs if need is not None)
+        return Sent(failures, outbox.num_bytes, needed, sums, receipts=receipts)
 
     @property
     def _ranks(self) -> list[int]:
@@ -160,31 +161,23 @@ class GlooTransport:
         listening = present if self._world.is_rank_0 else []
         stores = {engine: open_store(host, 0, MEET_TIMEOUT) for engine in listening}
         ports = self._world.on_rank_0(lambda: {engine: store.port for engine, store in stores.items()})
-        ranks = self._ranks
-        size = len(ranks) + self._workers
-        place = {rank: number for number, rank in enumerate(ranks)}
+        place = {rank: number for number, rank in enumerate(self._ranks)}
+        size = len(place) + self._workers
         senders = [tuple((place[rank], box) for rank, box in tensor) for tensor in self._senders]
-        plan = pickle.dumps(WirePlan(self._metas, senders, self._bucket_bytes))
+        info = {
+            "address": host,
+            "first_worker": len(place),
+            "size": size,
+            "timeout": 2 * self._timeout,  # the trainers may be waiting for another engine
+            "plan": pickle.dumps(WirePlan(self._metas, senders, self._bucket_bytes)),
+        }
         met = {engine: link for engine, link in links.items() if engine in present}
-        failures = start(
-            met,
-            "init_weight_transfer",
-            lambda engine: (
-                {
-                    "address": host,
-                    "port": ports[engine],
-                    "first_worker": len(ranks),
-                    "size": size,
-                    "timeout": 2 * self._timeout,  # the trainers may be waiting for another engine
-                    "plan": plan,
-                },
-            ),
-        )
+        failures = start(met, "init_weight_transfer", lambda engine: (info | {"port": ports[engine]},))
         unmet: Failures = {}
         if self._world.rank in place:
             for engine in present:
                 try:
-                    store = stores.get(engine) or _find(host, ports[engine])
+                    store = stores.get(engine) or _store_at(host, ports[engine])
                     self._groups[engine] = open_group(store, place[self._world.rank], size)
                 except RuntimeError as error:
                     unmet[engine] = error
@@ -200,11 +193,6 @@ class GlooTransport:
                 if message is not None:
                     workers.setdefault(message, []).append((engine, number))
         return workers
-
-    def _needed(self, engines: Sequence[int]) -> int:
-        """Return the bytes that the workers of `engines` need of one pass."""
-        needs = (need for engine in engines for worker in self._needs.get(engine, []) for need in worker)
-        return sum(need.num_bytes for need in needs if need is not None)
 
 
 class _Outbox:
@@ -257,7 +245,11 @@ def open_group(store: Any, rank: int, size: int) -> Any:
 
 def join_group(host: str, port: int, rank: int, size: int) -> Any:
     """Join, from a worker, the group of the trainers' rank 0 by `open_group`."""
-    return open_group(_find(host, port), rank, size)
+    return open_group(_store_at(host, port), rank, size)
+
+
+def _store_at(host: str, port: int) -> dist.TCPStore:
+    return dist.TCPStore(host, port, timeout=MEET_TIMEOUT)
 
 
 class GlooReceiver:
@@ -326,7 +318,3 @@ class GlooReceiver:
             flat = memory.take(message.num_bytes)
             posted[sender] = (flat, self._group.recv([flat], sender, place))
         return posted
-
-
-def _find(host: str, port: int) -> Any:
-    return dist.TCPStore(host, port, timeout=MEET_TIMEOUT)

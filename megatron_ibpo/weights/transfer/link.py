@@ -1,5 +1,5 @@
-"""Orders for a weight update, which the driver gives, and its calls to the engines that a rank owns: call
-all, then wait for all. Needs no torch."""
+"""The driver's order for a weight update, and the update's calls to the engines that a rank owns: call all,
+then wait for all. Needs no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -8,6 +8,7 @@ call that ends NCCL's waiting. Not run on GPUs.
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -29,20 +30,16 @@ def say_lost(store: dist.Store) -> None:
 
 def run_join(join: Callable[[], T], device: int, store: dist.Store, timeout: float) -> T | None:
     """Return the result of `join`, called on GPU number `device`; None once the store reports a lost member,
-    or after `timeout` seconds. NCCL itself would wait forever; the thread that called it then does.
-
-    Raises:
-        Exception: what `join` raised. The others hear at once that this one is lost.
-    """
-    results: list[T] = []
-    failed: list[Exception] = []
+    or after `timeout` seconds. NCCL itself would wait forever; the thread that called it then does. Raises
+    what `join` raised; the others hear at once that this one is lost."""
+    outcome: Future[T] = Future()
 
     def work() -> None:
         try:
             with torch.accelerator.device_index(device):  # a thread starts with the first
-                results.append(join())
+                outcome.set_result(join())
         except Exception as error:
-            failed.append(error)
+            outcome.set_exception(error)
             say_lost(store)
 
     joining = threading.Thread(target=work, name="NCCL join", daemon=True)
@@ -50,23 +47,14 @@ def run_join(join: Callable[[], T], device: int, store: dist.Store, timeout: flo
     deadline = time.monotonic() + timeout
     while joining.is_alive() and not is_lost(store) and time.monotonic() < deadline:
         joining.join(LOOK_EVERY_S)
-    if failed:
-        raise failed[0]
-    return results[0] if results else None
+    return outcome.result() if outcome.done() else None
 
 
 @contextmanager
 def ends_when_lost(store: dist.Store, group: Any, timeout: float) -> Iterator[threading.Event]:
-    """End all waiting in `group` when the store reports a lost member, when the store is gone with trainer
-    rank 0, or after `timeout` seconds. After that, data sent is lost, data received is undefined, and neither
-    raises.
-
-    Args:
-        group: vLLM's PyNcclCommunicator.
-
-    Yields:
-        an event: set if the group was ended.
-    """
+    """End all waiting in `group`, vLLM's PyNcclCommunicator, when the store reports a lost member, when it is
+    gone with trainer rank 0, or after `timeout` seconds, and set the event that this yields. After that, data
+    sent is lost, data received is undefined, and neither raises."""
     lost, over = threading.Event(), threading.Event()
     deadline = time.monotonic() + timeout
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pkgutil import resolve_name
-from typing import Protocol
+from typing import Protocol, cast
 
 from megatron_ibpo.basics.distributed import World
+from megatron_ibpo.weights import WeightPlanError, listed
 from megatron_ibpo.weights.layout.regions import WeightSource
 from megatron_ibpo.weights.transfer.link import EngineLink, Failures, Sent, UpdateOrder, ask, without
 from megatron_ibpo.weights.transfer.wire import compare_checksums
-from megatron_ibpo.weights.weight_errors import WeightPlanError, listed
 
 
 class Transport(Protocol):
@@ -45,8 +45,7 @@ def open_transport(
         bucket_bytes: the update uses at most twice this much memory beside the model.
         timeout: seconds that a step of an update may take.
     """
-    transport: Transport = resolve_name(path)(world, workers_per_engine, bucket_bytes, timeout)
-    return transport
+    return cast(Transport, resolve_name(path)(world, workers_per_engine, bucket_bytes, timeout))
 
 
 def update_engines(
@@ -58,17 +57,13 @@ def update_engines(
     engines: Sequence[int],
     make_room: Callable[[], None] = lambda: None,
 ) -> Sent:
-    """Give idle `engines` the weights of `source`; collective.
-
-    An engine that fails on the way is left without a version, so that it refuses to sample.
+    """Give idle `engines` the weights of `source`; collective. Return what this rank sent, and the failures
+    that it saw. An engine that fails on the way is left without a version, so that it refuses to sample.
 
     Args:
         links: those of `engines` that this rank owns.
         make_room: collective; lets the ranks give memory back after the weights are sent, before sleeping
             engines wake their caches.
-
-    Returns:
-        what this rank sent, and the failures that it saw.
 
     Raises:
         WeightPlanError: on every rank: an engine lacks something of its model.
@@ -77,69 +72,35 @@ def update_engines(
     failures: Failures = {}
     if order.sleeping:
         ask(links, failures, order.timeout, "wake", "weights")
-    send = _send_in_one_call if transport.in_one_call else _send_in_steps
-    sent, receipts = send(transport, world, source, order, links, engines, failures)
+    must_repeat = True
+    while must_repeat:
+        if not transport.in_one_call:
+            ask(links, failures, order.timeout, "start_weight_update", order.check)
+        failed = {engine for part in world.all_gather(list(failures)) for engine in part}
+        present = [engine for engine in engines if engine not in failed]
+        sent = transport.send(source, without(links, failures), present, order)
+        failures = sent.failures | failures  # the earlier failure is the cause
+        must_repeat = sent.must_repeat
+    if transport.in_one_call:
+        by_engine = sent.receipts.items()
+        _refuse_incomplete(world, {engine: [names for names, _ in workers] for engine, workers in by_engine})
+        receipts = {engine: [sums for _, sums in workers] for engine, workers in by_engine}
+    else:
+        _refuse_incomplete(world, ask(links, failures, order.timeout, "missing_weights"))
+        receipts = ask(links, failures, order.timeout, "finish_weight_update", order.version)
     if order.sleeping:
         make_room()
         ask(links, failures, order.timeout, "wake", "kv_cache")
     if order.check:
-        sums: dict[str, int] = {}
-        for part in world.all_gather(sent.sums):
-            sums |= part
+        sums = {name: number for part in world.all_gather(sent.sums) for name, number in part.items()}
         for workers in receipts.values():
             compare_checksums(sums, workers)
     return replace(sent, failures=failures)
 
 
-Checksums = Mapping[int, Sequence[Mapping[str, int]]]
-"""Checksums of each worker of this rank's engines, by tensor."""
-
-
-def _send_in_one_call(
-    transport: Transport,
-    world: World,
-    source: WeightSource,
-    order: UpdateOrder,
-    links: Mapping[int, EngineLink],
-    engines: Sequence[int],
-    failures: Failures,
-) -> tuple[Sent, Checksums]:
-    """Send the weights to engines that take the update by themselves; add to `failures`."""
-    sent = transport.send(source, without(links, failures), engines, order)
-    failures |= {engine: error for engine, error in sent.failures.items() if engine not in failures}
-    receipts = sent.receipts.items()
-    _refuse_incomplete(world, {engine: [missing for missing, _ in workers] for engine, workers in receipts})
-    return sent, {engine: [sums for _, sums in workers] for engine, workers in receipts}
-
-
-def _send_in_steps(
-    transport: Transport,
-    world: World,
-    source: WeightSource,
-    order: UpdateOrder,
-    links: Mapping[int, EngineLink],
-    engines: Sequence[int],
-    failures: Failures,
-) -> tuple[Sent, Checksums]:
-    """Start the update on every engine, send the weights, and finish it; add to `failures`."""
-    must_repeat = True
-    while must_repeat:
-        ask(links, failures, order.timeout, "start_weight_update", order.check)
-        failed = {engine for part in world.all_gather(list(failures)) for engine in part}
-        present = [engine for engine in engines if engine not in failed]
-        sent = transport.send(source, without(links, failures), present, order)
-        # the earlier failure is the cause
-        failures |= {engine: error for engine, error in sent.failures.items() if engine not in failures}
-        must_repeat = sent.must_repeat
-    _refuse_incomplete(world, ask(links, failures, order.timeout, "missing_weights"))
-    return sent, ask(links, failures, order.timeout, "finish_weight_update", order.version)
-
-
 def _refuse_incomplete(world: World, missing: Mapping[int, Sequence[Sequence[str]]]) -> None:
     """Refuse engines with `missing` tensors, which are those that each of their workers lacks."""
-    mine = {
-        engine: sorted({name for worker in workers for name in worker}) for engine, workers in missing.items()
-    }
+    mine = {engine: sorted(set().union(*workers)) for engine, workers in missing.items()}
     for part in world.all_gather(mine):
         for engine, names in part.items():
             if names:

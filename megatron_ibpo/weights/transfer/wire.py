@@ -1,10 +1,8 @@
-"""Messages between trainers and the workers of an engine before a weight update, and the rehearsal that they
-are about: the parts of each tensor that a model's loader takes.
+"""Messages between trainers and the workers of an engine before a weight update, checksums of what both sides
+hold, and the rehearsal: a tensor-parallel worker copies its shard out of every tensor that it gets, and which
+part that is is learnt from tensors of zeros that record reads.
 
-Messages go through vLLM pickled: vLLM's processes pass bytes on unchanged. Checksums of one pass over a
-tensor in place compare what both sides hold. A tensor-parallel worker copies its shard out of every tensor
-that it gets. Which part that is shows only in the copying itself, and is learnt from tensors of zeros that
-record reads.
+Messages go through vLLM pickled: vLLM's processes pass bytes on unchanged.
 """
 
 import math
@@ -15,9 +13,9 @@ from typing import Any
 
 import torch
 
+from megatron_ibpo.weights import WeightMismatchError, WeightPlanError, listed
 from megatron_ibpo.weights.layout import regions
 from megatron_ibpo.weights.layout.regions import Box, Message, Need, Sender, TensorMeta
-from megatron_ibpo.weights.weight_errors import WeightMismatchError, WeightPlanError, listed
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,8 @@ CHUNK_WORDS = 16 * 1024**2
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return Σ (wᵢ + 1)·(2i + 1)·c mod 2⁶⁴ over the tensor's bytes taken as 32-bit words wᵢ.
-
-    Each word has its own odd multiplier, so that any single wrong word, and values that changed places,
-    change the sum.
-    """
+    """Return Σ (wᵢ + 1)·(2i + 1)·c mod 2⁶⁴ over the tensor's bytes taken as 32-bit words wᵢ. Each word has
+    its own odd multiplier, so that any single wrong word, and values that changed places, change the sum."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if padding := -data.numel() % 4:
         data = torch.cat([data, data.new_zeros(padding)])
@@ -95,17 +90,11 @@ def part_checksums(message: Message, flat: torch.Tensor, metas: Sequence[TensorM
 
 
 def compare_checksums(sent: Mapping[str, int], receipts: Sequence[Mapping[str, int]]) -> None:
-    """Compare what was sent with what the workers received.
-
-    Args:
-        receipts: receipts of one engine's workers, which may have received different parts.
-
-    Raises:
-        WeightMismatchError: a worker received something other than was sent, or no worker received it; names
-            the first.
-    """
+    """Compare what was sent with the receipts of one engine's workers, which may have received different
+    parts. Raises WeightMismatchError if a worker received something other than was sent, or none received
+    it."""
     wrong = {name for receipt in receipts for name in receipt if sent.get(name) != receipt[name]}
-    wrong |= sent.keys() - {name for receipt in receipts for name in receipt}
+    wrong |= sent.keys() - set().union(*receipts)
     if wrong:
         raise WeightMismatchError(
             f"{len(wrong)} of {len(sent)} tensors of a weight update reached the engine changed or not at "
@@ -146,11 +135,9 @@ class _Reads:
 
 
 class Rehearsal:
-    """Zeros under the names and shapes of tensors to come, and a record of what was read of them.
-
-    A plain copy is recorded with its bounds and with its target precision, in which the tensor may then
-    travel. Any other operation on values counts as reading all of its operand.
-    """
+    """Zeros under the names and shapes of tensors to come, and a record of what was read of them. A plain
+    copy is recorded with its bounds and its target precision, in which the tensor may then travel. Any other
+    operation on values counts as reading all of its operand."""
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
         self._reads = [_Reads(meta) for meta in metas]

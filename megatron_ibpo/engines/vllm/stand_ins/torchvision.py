@@ -16,8 +16,7 @@ __version__ = "0.28.0"
 __path__: list[str] = []  # it has submodules, and no files for them
 
 
-class ImageReadMode(Enum):
-    RGB = 3
+ImageReadMode = Enum("ImageReadMode", {"RGB": 3})
 
 
 class InterpolationMode(Enum):
