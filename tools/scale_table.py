@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from megatron_ibpo.plan.search import FittingLayout, search
 from simulated_engines import StepTime
 from simulated_fleet import Fleet, bound, simulate
 
@@ -26,7 +27,6 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.models.cost import weight_count
 from megatron_ibpo.plan.prediction import Setting, StepTimes
 from megatron_ibpo.plan.roofline import decode_seconds
-from megatron_ibpo.plan.search import FittingLayout, search
 from megatron_ibpo.plan.workload import fitted, median_length
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling.ahead import Pace

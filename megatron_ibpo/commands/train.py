@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
 from megatron_ibpo.config import COMMON_FLAGS, Config
 from megatron_ibpo.data.hub import prepare_upload, upload_export, with_local_copies
-from megatron_ibpo.run.checks import check_installed, check_settings
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_installed, check_settings, parse_config
 from megatron_ibpo.run.stop_request import StopRequest
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ from megatron_ibpo.data.prompts import in_environment
 from megatron_ibpo.data.row_prompts import prompts_of_rows
 from megatron_ibpo.engines.registry import sampling_precision
 from megatron_ibpo.evaluate.accuracy import Evaluation, interval_over_prompts, unknown_as_nan
-from megatron_ibpo.evaluate.benchmark_files import checksums
-from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
+from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows, checksums
 from megatron_ibpo.evaluate.stored_samples import (
     FINISHED,
     UNFINISHED,
@@ -312,7 +311,6 @@ def results_of_set(set_evaluation: SetEvaluation) -> dict[str, Any]:
         for name, values in evaluation.by_prompt.items()
         if any(value is not None for value in values)
     }
-    intervals["accuracy"] = (evaluation.accuracy_low, evaluation.accuracy_high)
     return {
         "measures": evaluation.metrics(),
         "intervals": {name: list(bounds) for name, bounds in intervals.items()},

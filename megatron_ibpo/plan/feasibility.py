@@ -7,6 +7,7 @@ Settings of --model-override that change memory in ways this does not count are 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config, RolloutConfig
@@ -19,7 +20,6 @@ from megatron_ibpo.models.lora import check_lora
 from megatron_ibpo.plan.memory import (
     GIB,
     EngineMemory,
-    HostMemory,
     RankMemory,
     engine_memory,
     host_memory,
@@ -61,8 +61,8 @@ class Plan:
     """Memory of a rank of each pipeline stage; all its ranks have the same."""
     needs: EngineNeeds
     engine: EngineMemory
-    host: HostMemory
-    """Memory of the node that needs most."""
+    host: dict[str, int]
+    """Main memory of the node that needs most: bytes by purpose."""
     placement: Placement
 
 
@@ -223,19 +223,14 @@ def peaks(plan: Plan, stage: int) -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True)
-class Tightest:
+class Tightest(NamedTuple):
     """The moment of a step that leaves the least room."""
 
     phase: str
     rank: int
     used_bytes: int
-    usable: int
-
-    @property
-    def free_bytes(self) -> int:
-        """Free bytes; below 0 if it does not fit."""
-        return self.usable - self.used_bytes
+    free_bytes: int
+    """Below 0 if it does not fit."""
 
 
 def tightest(plan: Plan) -> Tightest:
@@ -245,7 +240,8 @@ def tightest(plan: Plan) -> Tightest:
         for stage in range(len(plan.stages))
         for phase, used_bytes in peaks(plan, stage).items()
     )
-    return Tightest(phase, plan.census.ranks(-stage).start, used_bytes, usable_bytes(plan.config))
+    rank, free_bytes = plan.census.ranks(-stage).start, usable_bytes(plan.config) - used_bytes
+    return Tightest(phase, rank, used_bytes, free_bytes)
 
 
 def usable_bytes(config: Config) -> int:

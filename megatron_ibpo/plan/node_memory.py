@@ -13,12 +13,10 @@ from megatron_ibpo.basics.text import listed
 from megatron_ibpo.cluster.placement import Engines, Node, Placement, plan_placement
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines.registry import engine_needs
-from megatron_ibpo.engines.settings import EngineNeeds
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.models.lora import TrainedWeights
-from megatron_ibpo.plan.memory import GIB, engine_memory, node_memory, rank_state
-from megatron_ibpo.plan.parameter_count import Census, census_by_names
-from megatron_ibpo.policy.overrides import Overrides, read_overrides
+from megatron_ibpo.plan.memory import GIB, MOVED_OUT, engine_memory, node_memory, rank_state
+from megatron_ibpo.plan.parameter_count import Census, take_census
+from megatron_ibpo.policy.overrides import read_overrides
 
 TRAINER_PROGRAM_BYTES = int(0.4 * GIB)
 """Bytes of a trainer's process without its model: 406 MiB with a tiny one (`tests/soak.sh`)."""
@@ -31,7 +29,7 @@ _TRAINERS = "weights, gradients and optimizer state of the trainers"
 _ENGINES = "weights and KV caches of the engines"
 _PROGRAMS = "the programs"
 _ADVICE = {
-    "trainers' state while engines sample": "--no-offload-train leaves trainers' state on the GPUs",
+    MOVED_OUT: "--no-offload-train leaves trainers' state on the GPUs",
     "a checkpoint being written": "without --use-distributed-optimizer none is gathered on one rank",
     "the reference policy": "--kl-coef 0 needs no reference policy",
     "the optimizer": "--no-optimizer-cpu-offload keeps the optimizer's state on the GPUs",
@@ -43,28 +41,22 @@ _ADVICE = {
 
 
 def check_main_memory(
-    config: Config,
-    shape: ModelShape,
-    overrides: Overrides,
-    needs: EngineNeeds,
-    weights: TrainedWeights,
-    placement: Placement,
-    memory: Mapping[int, int],
+    config: Config, shape: ModelShape, placement: Placement, memory: Mapping[int, int]
 ) -> None:
     """Refuse a run that holds more in main memory than a node has.
 
     Args:
         config: configuration with all device-dependent settings resolved.
-        needs: of an engine on such a device (`engines.registry.engine_needs`).
         memory: node with trainers or engines, by its index in the placement → its bytes.
 
     Raises:
         ValueError: for each node with too little memory: the needs, what it has, and what to change.
     """
-    census = census_by_names(shape, config, overrides.chunks, weights, len(placement.trainers))
+    census = take_census(shape, config, len(placement.trainers))
+    kv_cache_flag = engine_needs(config, on_gpu=placement.on_gpu).kv_cache_flag
     problems = [
-        _refusal(placement.nodes[node].address, memory[node], parts, needs.kv_cache_flag)
-        for node, parts in _needed(config, shape, overrides, needs, census, placement).items()
+        _refusal(placement.nodes[node].address, memory[node], parts, kv_cache_flag)
+        for node, parts in _needed(config, shape, census, placement).items()
         if sum(parts.values()) > memory[node]
     ]
     if problems:
@@ -85,8 +77,7 @@ def memory_on_cpus(config: Config, shape: ModelShape, census: Census) -> dict[st
     processes = 2 * ranks + (rollout.rollout_num_gpus or 0)  # as many as the run's own Ray counts
     machine = Node("here", "here", cpus=processes, gpus=0)
     placement = plan_placement([machine], num_trainers=ranks, engines=engines, on_gpu=False)
-    overrides, needs = read_overrides(config), engine_needs(config, on_gpu=False)
-    (parts,) = _needed(config, shape, overrides, needs, census, placement).values()
+    (parts,) = _needed(config, shape, census, placement).values()
     return parts
 
 
@@ -102,30 +93,25 @@ def _refusal(address: str, memory_bytes: int, parts: Mapping[str, int], kv_cache
 
 
 def _needed(
-    config: Config,
-    shape: ModelShape,
-    overrides: Overrides,
-    needs: EngineNeeds,
-    census: Census,
-    placement: Placement,
+    config: Config, shape: ModelShape, census: Census, placement: Placement
 ) -> dict[int, dict[str, int]]:
     """Return, for each node with any of the run's processes, the bytes by purpose."""
     ranks: dict[int, list[int]] = {}
     for rank, slot in enumerate(placement.trainers):
         ranks.setdefault(slot.node, []).append(rank)
     engines = Counter(slot.node for slot in placement.engines)
-    on_gpu = placement.on_gpu
+    on_gpu, overrides = placement.on_gpu, read_overrides(config)
     stages = [rank_state(config, overrides, part, census) for part in census.stages]
-    engine = engine_memory(shape, config, needs, census, gpu_bytes=0)
+    engine = engine_memory(shape, config, engine_needs(config, on_gpu=on_gpu), census, gpu_bytes=0)
     engine_bytes = config.rollout.rollout_num_gpus_per_engine * (engine.weights + engine.kv_cache)
     needed = {}
     for node in sorted({*ranks, *engines}):
         node_ranks = ranks.get(node, [])
-        parts = node_memory(config, census, stages, node_ranks).named()
+        parts = node_memory(config, census, stages, node_ranks)
         if not on_gpu:
             # trainers hold here what they would hold on GPUs, and nothing moves out
             states = [stages[census.place(rank).pipeline].state for rank in node_ranks]
-            parts |= {"trainers' state while engines sample": 0, _TRAINERS: sum(states)}
+            parts |= {MOVED_OUT: 0, _TRAINERS: sum(states)}
             parts[_ENGINES] = engines[node] * engine_bytes
         # the program of an engine with GPUs has never been measured
         programs = len(node_ranks) * TRAINER_PROGRAM_BYTES

@@ -169,11 +169,11 @@ def in_short(plan: Plan) -> str:
     fullest = ", ".join(
         f"{phase} {max(phases[phase] for phases in by_stage) / GIB:.1f}" for phase in by_stage[0]
     )
-    disk = _disk_bytes(plan.config, plan.census)
+    node, disk = sum(plan.host.values()), _disk_bytes(plan.config, plan.census)
     gpus = f"{counted(plan.world_size, 'GPU')} of {plan.config.run.dry_run_gpu_memory_gib:g} GiB"
     return (
         f"Needs {gpus}, of which {usable_bytes(plan.config) / GIB:.1f} can be used. GiB of the fullest: "
-        f"{fullest}. GiB of a node's main memory: {plan.host.total / GIB:,.0f}; of disk: {disk / GIB:,.0f}."
+        f"{fullest}. GiB of a node's main memory: {node / GIB:,.0f}; of disk: {disk / GIB:,.0f}."
     )
 
 
@@ -307,7 +307,7 @@ def _remarks(plan: Plan) -> list[str]:
     shared = f" x CP {context}" if context > 1 else ""
     expert_dp = f", expert DP {census.expert_data_parallel}" if plan.shape.is_moe else ""
     sharding = "sharded over these" if config.parallel.use_distributed_optimizer else "not sharded"
-    host_parts = "; ".join(f"{name} {_gib(size)}" for name, size in plan.host.named().items() if size)
+    host_parts = "; ".join(f"{name} {_gib(size)}" for name, size in plan.host.items() if size)
     engine_place = ", on the trainers' GPUs; asleep while those train" if rollout.colocate else ""
     if not rollout.colocate:
         nodes = [f"{node}: {engines}" for node, _, engines in plan.placement.rows() if engines != "–"]
@@ -320,7 +320,8 @@ def _remarks(plan: Plan) -> list[str]:
         _kv_cache(plan),
         f"weight update: {_gib(sent)} GiB to each engine, in buckets of "
         f"{rollout.update_weight_buffer_size / 1024**2:.0f} MiB",
-        f"main memory of a node: {_gib(plan.host.total)} GiB{f' ({host_parts})' if host_parts else ''}",
+        f"main memory of a node: {_gib(sum(plan.host.values()))} GiB"
+        + (f" ({host_parts})" if host_parts else ""),
         _disk(config, census),
         "* estimated, for Transformer Engine, flash attention and flash-linear-attention; the rest is "
         "counted",

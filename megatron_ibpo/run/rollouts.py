@@ -37,9 +37,8 @@ from megatron_ibpo.evaluate import (
 from megatron_ibpo.journal import ClosedBatch, LostStepError
 from megatron_ibpo.report import load_groups, rollout_path
 from megatron_ibpo.rewards import Verifier
-from megatron_ibpo.run.inputs import Judges
+from megatron_ibpo.run.inputs import Judges, RunData
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig
-from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.episodes import Episodes
 from megatron_ibpo.sampling.groups import (
@@ -58,57 +57,28 @@ T = TypeVar("T")
 
 
 class Engines(Protocol):
-    """The engines of a run, as the loop and the sampler use them: those of a cluster (`cluster.Engines`), or
-    one in this process."""
+    """The engines of a run, as the loop and the sampler use them: those of a cluster
+    (`cluster.engines.Engines` says what each method does), or one in this process."""
 
     @property
-    def version(self) -> int:
-        """Policy version of the engines' weights."""
-
+    def version(self) -> int: ...
     @property
-    def prefix_caching(self) -> bool:
-        """True if engines compute the shared prefix of a prompt's requests once."""
-
-    def clients(self) -> Sequence[AsyncEngine]:
-        """Return all engines, by index."""
-
-    async def revive(self, index: int) -> AsyncEngine:
-        """Replace a dead engine by a new one, return it once it has the present weights; EngineError if
-        impossible."""
-
+    def prefix_caching(self) -> bool: ...
     @property
-    def count(self) -> int:
-        """Total number of engines."""
-
+    def count(self) -> int: ...
     @property
-    def alive(self) -> int:
-        """Number of engines that can take requests."""
-
+    def alive(self) -> int: ...
     @property
-    def reproducible(self) -> bool:
-        """True if an idle engine computes the same requests in the same batches every time."""
-
-    def sleep(self) -> None:
-        """Release shared devices to the trainers."""
-
-    def wake(self) -> None:
-        """Get ready to sample again."""
-
-    def admit(self) -> None:
-        """Admit engines that are up again, while the trainers are idle."""
-
-    def update_weights(self, version: int) -> dict[str, float]:
-        """Load the trainers' weights as policy `version`, and return metrics of the update."""
-
-    def meet_trainers(self) -> None:
-        """Connect to trainers that have just started."""
-
-    def idle(self, index: int) -> IdleEngine:
-        """Return one engine for the caller's exclusive use."""
-
-    def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]:
-        """Provide a fresh engine with the weights of `hf_dir` as version 0, in place of the engine at
-        `index`."""
+    def reproducible(self) -> bool: ...
+    def clients(self) -> Sequence[AsyncEngine]: ...
+    async def revive(self, index: int) -> AsyncEngine: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+    def admit(self) -> None: ...
+    def update_weights(self, version: int) -> dict[str, float]: ...
+    def meet_trainers(self) -> None: ...
+    def idle(self, index: int) -> IdleEngine: ...
+    def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]: ...
 
 
 @contextmanager

@@ -43,11 +43,8 @@ def write_findings(path: Path, findings: Findings, tables: Mapping[str, Any]) ->
 
 def read_findings(path: Path) -> Findings:
     """Read a file of `write_findings`, or the results of a study from before there were tasks and grids. A
-    file whose name ends in .gz is gzipped.
-
-    Raises:
-        ValueError: the file cannot be read or holds no results of a study.
-    """
+    file whose name ends in .gz is gzipped. Raises ValueError if the file cannot be read or holds no results
+    of a study."""
     try:
         content = json.loads(_text(path))
         return Findings(

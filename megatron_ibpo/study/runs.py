@@ -46,11 +46,8 @@ def summary(run: PlannedRun) -> dict[str, Any] | None:
 
 
 def is_finished(run: PlannedRun) -> bool:
-    """Return whether this very run was completed before.
-
-    Raises:
-        ConfigError: its directory holds a finished run with another configuration.
-    """
+    """Return whether this very run was completed before. Raises ConfigError if its directory holds a finished
+    run with another configuration."""
     run_summary = summary(run)
     if run_summary is None or run_summary["status"] != "finished":
         return False

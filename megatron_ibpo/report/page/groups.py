@@ -256,11 +256,8 @@ def sample_files(directory: Path) -> dict[str, Path]:
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """Return the problems of a set, in order; an unfinished last line is left out.
-
-    Raises:
-        ValueError: a line is not a sample; the text names it.
-    """
+    """Return the problems of a set, in order; an unfinished last line is left out. Raises ValueError: a line
+    is not a sample; the text names it."""
     problems: dict[int, Problem] = {}
     check_user_file(path)
     with path.open("rb") as file:
@@ -292,11 +289,8 @@ def index_of_set(problems: list[Problem]) -> list[dict[str, Any]]:
 
 
 def group_of_set(path: Path, problem: Problem) -> dict[str, Any]:
-    """Return a problem with the text of every sample.
-
-    Raises:
-        ValueError: the file has changed and a line is no longer a sample.
-    """
+    """Return a problem with the text of every sample. Raises ValueError if the file has changed and a line is
+    no longer a sample."""
     samples = list(_samples_of(path, problem))
     prompt = samples[0]["prompt"]
     return {
@@ -344,11 +338,8 @@ class Results:
 
 
 def results_of(directory: Path) -> Results:
-    """Return the results of an evaluation; an unfinished set's are empty.
-
-    Raises:
-        ValueError: its file does not hold results.
-    """
+    """Return the results of an evaluation; an unfinished set's are empty. Raises ValueError if its file does
+    not hold results."""
     content = read_results(directory)
     try:
         sets = {str(name): _set(entry) for name, entry in content.get("sets", {}).items()}
