@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron_ibpo.plan.search import FittingLayout, search
 from simulated_engines import StepTime
 from simulated_fleet import Fleet, bound, simulate
 
@@ -25,7 +24,7 @@ from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.commands.search import described
 from megatron_ibpo.config import Config
 from megatron_ibpo.models.cost import weight_count
-from megatron_ibpo.plan.prediction import Setting, StepTimes
+from megatron_ibpo.plan.prediction import FittingLayout, Setting, StepTimes, search
 from megatron_ibpo.plan.roofline import decode_seconds
 from megatron_ibpo.plan.workload import fitted, median_length
 from megatron_ibpo.run.settings import parse_config

@@ -265,15 +265,6 @@ def samples_path(directory: Path, name: str) -> Path:
     return directory / f"{name}.samples.jsonl"
 
 
-def read_samples(directory: Path, name: str) -> list[EvalSample]:
-    """Return the samples of a set, in the order in which they were made. Raises KeptError if there are none,
-    or a line is not a sample."""
-    path = samples_path(directory, name)
-    if not path.is_file():
-        raise KeptError(f"{path}: no such file")
-    return _read(path, None)
-
-
 def read_results(directory: Path) -> dict[str, Any]:
     """Return the content of results.json; empty if there is none. Raises KeptError if it was not written by
     an evaluation."""
@@ -311,12 +302,8 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, own_hash: str | None) -> list[EvalSample]:
-    """Return the samples of all finished lines.
-
-    Args:
-        own_hash: hash of the settings that every line must have been made with; None accepts any.
-    """
+def _read(path: Path, own_hash: str) -> list[EvalSample]:
+    """Return the samples of all finished lines, which must have been made with the settings of this hash."""
     samples = []
     for location, line in record_lines(path):
         try:
@@ -324,7 +311,7 @@ def _read(path: Path, own_hash: str | None) -> list[EvalSample]:
             sample = EvalSample(**{item.name: row[item.name] for item in fields(EvalSample)})
         except (ValueError, TypeError, KeyError) as error:
             raise KeptError(f"{location}: no sample of an evaluation: {error!r:.200}") from error
-        if own_hash is not None and row.get("settings") != own_hash:
+        if row.get("settings") != own_hash:
             raise KeptError(f"{location}: made by other settings than results.json says; remove the file")
         samples.append(sample)
     return samples

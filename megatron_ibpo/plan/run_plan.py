@@ -24,6 +24,7 @@ from megatron_ibpo.plan.feasibility import (
     Plan,
     full_contexts,
     make_plan,
+    memory_on_cpus,
     not_counted,
     peaks,
     ranks_per_node,
@@ -33,7 +34,6 @@ from megatron_ibpo.plan.feasibility import (
 )
 from megatron_ibpo.plan.hardware import read_hardware
 from megatron_ibpo.plan.memory import GIB, RankMemory, kv_bytes, state_bytes_per_sequence, sync_bytes
-from megatron_ibpo.plan.node_memory import memory_on_cpus
 from megatron_ibpo.plan.parameter_count import Census
 from megatron_ibpo.plan.prediction import lines, setting_of
 from megatron_ibpo.report.display import open_console, run_sizes, sizes_table

@@ -113,13 +113,6 @@ def save_groups(
     write_whole(path, text + "\n")
 
 
-def load_groups(path: Path) -> tuple[int, list[Group]]:
-    """Return (step, groups) as they were saved, by this version or the one before it. Raises ValueError if
-    the file is missing or is not what `save_groups` writes."""
-    recorded = load_step(path)
-    return recorded.step, recorded.groups
-
-
 def load_step(path: Path) -> RecordedStep:
     """Return a step as it was saved, by this version or the ones before it. Raises ValueError if the file is
     missing or is not what `save_groups` writes."""

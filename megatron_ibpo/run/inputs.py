@@ -33,7 +33,7 @@ from megatron_ibpo.environments.chat import PlainChat, TemplateChat, open_chat
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.evaluate import EvalSet, open_eval_sets
 from megatron_ibpo.journal import Journal, Recovered, read_journal
-from megatron_ibpo.report import load_groups, rollout_path
+from megatron_ibpo.report import load_step, rollout_path
 from megatron_ibpo.report.run_dir import CONFIG_FILE, holds_work
 from megatron_ibpo.rewards import (
     CHECKED_AT_START,
@@ -305,7 +305,7 @@ def _check_recording(directory: Path | None, vocab_size: int) -> None:
     if directory is None:
         return
     path = min(directory.glob("step_*.json"), default=rollout_path(directory, 1))
-    for group in load_groups(path)[1]:
+    for group in load_step(path).groups:
         for response in group.responses:
             if any(not 0 <= number < vocab_size for number in response.token_ids.tolist()):
                 raise ValueError(

@@ -105,7 +105,7 @@ def preflight(resolved: ResolvedConfig, memory: Mapping[int, int]) -> Callable[[
     Raises:
         ValueError: what is missing, where, and what to change.
     """
-    from megatron_ibpo.plan.node_memory import check_main_memory  # these import torch
+    from megatron_ibpo.plan.feasibility import check_main_memory  # these import torch
     from megatron_ibpo.plan.prediction import forecast
 
     config, shape = resolved.config, resolved.shape

@@ -35,7 +35,7 @@ from megatron_ibpo.evaluate import (
     evaluate,
 )
 from megatron_ibpo.journal import ClosedBatch, LostStepError
-from megatron_ibpo.report import load_groups, rollout_path
+from megatron_ibpo.report import load_step, rollout_path
 from megatron_ibpo.rewards import Verifier
 from megatron_ibpo.run.inputs import Judges, RunData
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig
@@ -152,8 +152,8 @@ class RecordedRollouts:
         self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
     ) -> list[Group]:
         """Return groups as `LiveRollouts`. Raises ValueError if the recording is incomplete."""
-        _, groups = load_groups(rollout_path(self.directory, step + 1))
-        return replay(groups, self.operator, context)
+        recorded = load_step(rollout_path(self.directory, step + 1))
+        return replay(recorded.groups, self.operator, context)
 
     def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
         return (self.groups(step, context(step)) for step in steps)

@@ -18,8 +18,8 @@ import torch
 from megatron_ibpo.basics.records import Group, Sample, TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines.registry import samples_in_trainer
+from megatron_ibpo.plan.feasibility import memory_on_cpus
 from megatron_ibpo.plan.memory import GIB
-from megatron_ibpo.plan.node_memory import memory_on_cpus
 from megatron_ibpo.plan.parameter_count import take_census
 from megatron_ibpo.run import saving
 from megatron_ibpo.run import steps as loop

@@ -14,7 +14,7 @@ from megatron_ibpo.cluster.placement import Engines, Node, PlacementError, main_
 from megatron_ibpo.config import Config, ParallelConfig, RolloutConfig
 from megatron_ibpo.engines.registry import on_device
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.plan.node_memory import check_main_memory
+from megatron_ibpo.plan.feasibility import check_main_memory
 from megatron_ibpo.weights.layout.export import metadata_of
 from support.paths import ROOT
 from support.published_recipes import NEXT_80B, configured

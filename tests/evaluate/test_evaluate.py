@@ -13,8 +13,9 @@ from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import EvalSampling
 from megatron_ibpo.evaluate import Corrector, KeptError, KeptSamples, complete_samples, eval_sample, evaluate
 from megatron_ibpo.evaluate import accuracy as measures
-from megatron_ibpo.evaluate.stored_samples import read_results, read_samples, samples_path
+from megatron_ibpo.evaluate.stored_samples import read_results, samples_path
 from support.credit_cases import plain
+from support.eval_samples import read_samples
 from support.samples import sample_of
 
 
