@@ -169,25 +169,15 @@ def evaluate(
     ]
     samples = list(ask([*sampled_requests, *greedy_requests]))
     if corrector is not None:
-        samples_by_key = by_key(samples)
-        of_prompts = {
-            prompt.index: [
-                samples_by_key["sampled", prompt.index, number] for number in range(sampling.samples)
-            ]
-            for prompt in prompts
-        }
+        per_prompt = [samples[i * sampling.samples : (i + 1) * sampling.samples] for i in range(len(prompts))]
         corrections = [
             correction
-            for prompt in prompts
-            for correction in correction_requests(prompt, of_prompts[prompt.index], corrector, sampling, seed)
+            for prompt, of_prompt in zip(prompts, per_prompt, strict=True)
+            for correction in correction_requests(prompt, of_prompt, corrector, sampling, seed)
         ]
         samples += ask(corrections) if corrections else []
     order = [prompt.index for prompt in prompts]
     return summarised(samples, order, has_answers=has_answers, corrects=corrector is not None), samples
-
-
-def by_key(samples: Sequence[EvalSample]) -> dict[Key, EvalSample]:
-    return {sample.key: sample for sample in samples}
 
 
 def summarised(
@@ -202,7 +192,7 @@ def summarised(
     Raises:
         ValueError: no response at all could be scored.
     """
-    samples_by_key = by_key(samples)
+    samples_by_key = {sample.key: sample for sample in samples}
     number = sum(sample.kind == "sampled" for sample in samples) // len(order)
     sampled = [[samples_by_key["sampled", index, n] for n in range(number)] for index in order]
     greedy = [samples_by_key["greedy", index, 0] for index in order]

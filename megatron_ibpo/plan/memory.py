@@ -300,8 +300,12 @@ def _checkpoint_copies(config: Config, census: Census, places: Sequence[Place]) 
         checkpoint = checkpoint_bytes(census.trained, bf16=bool(config.model.bf16))
         return config.algorithm.num_models * checkpoint * len(places) // census.world_size
     weights = census.trained * _trainer_element(config) * len(places) // census.world_size
-    gathered = sum(_gathers(census, place) for place in places)
-    sent = sum(_shard(census, census.stages[place.pipeline]) for place in places)
+    parts = [(place, census.stages[place.pipeline]) for place in places]
+    gathered = sum(
+        part.trained_dense * (place.data == 0) + part.trained_experts * (place.expert_data == 0)
+        for place, part in parts
+    )
+    sent = sum(_shard(census, part) for _, part in parts)
     stored = config.algorithm.num_models * (weights + _GATHERED_BYTES * gathered)
     return stored + _GATHERING_BYTES * (gathered + sent)
 
@@ -310,12 +314,6 @@ def _shard(census: Census, part: StagePart) -> int:
     """Return the number of parameters whose optimizer state a rank has when data-parallel ranks share it."""
     experts = -(-part.trained_experts // census.expert_data_parallel)
     return -(-part.trained_dense // census.data_parallel) + experts
-
-
-def _gathers(census: Census, place: Place) -> int:
-    """Return the number of parameters whose optimizer state is gathered on this rank."""
-    part = census.stages[place.pipeline]
-    return part.trained_dense * (place.data == 0) + part.trained_experts * (place.expert_data == 0)
 
 
 def _engine_weights(shape: ModelShape, total: int, size: int, needs: EngineNeeds) -> int:

@@ -57,21 +57,16 @@ def plan_run(config: Config, console: Console | None = None) -> int:
             config, config.run.dry_run_world_size or environment_number("WORLD_SIZE", 1, least=1)
         )
         if isinstance(plan, Plan):
-            _check_with_megatron(plan)
+            from megatron_ibpo.policy.model import check_model  # these import Megatron
+            from megatron_ibpo.policy.process_start import hush_megatron
+
+            hush_megatron()
+            check_model(plan.shape, plan.config)  # refuses settings of --model-override
     except (ModelConfigError, ValueError) as error:
         console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return REFUSED
     _print_plan(plan, console, "" if has_gpu or isinstance(plan, Misfit) else _on_this_machine(plan, config))
     return REFUSED if plan.problems else FITS
-
-
-def _check_with_megatron(plan: Plan) -> None:
-    """Raise ValueError if Megatron refuses a setting of --model-override."""
-    from megatron_ibpo.policy.model import check_model  # imports Megatron
-    from megatron_ibpo.policy.process_start import hush_megatron
-
-    hush_megatron()
-    check_model(plan.shape, plan.config)
 
 
 def _on_this_machine(plan: Plan, config: Config) -> str:
@@ -193,13 +188,14 @@ def _places_table(plan: Plan) -> Table:
             table.add_row(*["…"] * 10, f"{rank - previous - 1:,} ranks, placed alike")
             table.add_section()
         previous = rank
+        engine, number = divmod(rank, plan.config.rollout.rollout_num_gpus_per_engine)
         table.add_row(
             *map(str, (rank // per_node, rank % per_node, rank, place.tensor, place.pipeline)),
             *map(str, (place.expert if plan.shape.is_moe else "-", place.data)),
             str(place.expert_data) if plan.shape.is_moe else "-",
             f"{first[place.pipeline]}–{first[place.pipeline + 1] - 1}",
             f"{census.stages[place.pipeline].parameters:,}",
-            _engine_beside(plan, rank),
+            f"{engine}, as rank {number}" if plan.placement.colocated else "–",
         )
     return table
 
@@ -213,17 +209,13 @@ def _shown_ranks(census: Census, per_node: int) -> list[int]:
     return [node * per_node + gpu for node in nodes for gpu in range(per_node)]
 
 
-def _engine_beside(plan: Plan, rank: int) -> str:
-    if not plan.placement.colocated:
-        return "–"
-    engine, number = divmod(rank, plan.config.rollout.rollout_num_gpus_per_engine)
-    return f"{engine}, as rank {number}"
-
-
 def _memory_table(plan: Plan) -> Table:
     census = plan.census
     _, buffers = sync_bytes(census, plan.config)
-    columns = _distinct(plan.stages)
+    of_memory: dict[RankMemory, list[int]] = {}
+    for stage, memory in enumerate(plan.stages):
+        of_memory.setdefault(memory, []).append(stage)
+    columns = list(of_memory.values())  # stages with the same memory share one
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("")
     for stages in columns:
@@ -272,14 +264,6 @@ def _memory_table(plan: Plan) -> Table:
     total("sampling")
     row("usable", lambda _: usable_bytes(plan.config))
     return table
-
-
-def _distinct(memories: Sequence[RankMemory]) -> list[list[int]]:
-    """Group stages with the same memory, in order."""
-    groups: dict[RankMemory, list[int]] = {}
-    for stage, memory in enumerate(memories):
-        groups.setdefault(memory, []).append(stage)
-    return list(groups.values())
 
 
 def _ranks_name(parts: Sequence[range]) -> str:

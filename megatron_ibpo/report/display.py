@@ -81,7 +81,9 @@ class ProgressDisplay:
         self._step = step
         values = "  ".join(f"{label} {metrics[k]:.4g}" for k, label in METRIC_LABELS.items() if k in metrics)
         sampling = "  ".join(_sampling(metrics))
-        total, stages, eta = sum(seconds.values()), _stages(seconds), _clock(self._eta_seconds())
+        total, stages = sum(seconds.values()), _stages(seconds)
+        per_step = (time.monotonic() - self._start) / max(1, step - self._first_step)
+        eta = _clock(per_step * (self._num_steps - step))
         if not self.console.is_terminal:
             words = [f"step {step}/{self._num_steps}", values, sampling]
             words += [f"{total:.1f} s ({stages})", f"eta {eta}"]
@@ -100,10 +102,6 @@ class ProgressDisplay:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def _eta_seconds(self) -> float:
-        per_step = (time.monotonic() - self._start) / max(1, self._step - self._first_step)
-        return per_step * (self._num_steps - self._step)
 
 
 def _sampling(metrics: Mapping[str, float]) -> list[str]:

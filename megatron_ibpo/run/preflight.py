@@ -202,7 +202,9 @@ def check_user_code(config: Config) -> str | None:
     sources = [read_spec(spec).location for spec in config.data.prompt_data]
     files = [source for source in sources if not source.startswith((SCHEME, OWN_SCHEME))]
     hf_dir = config.model.hf_dir
-    if not (files or _has_user_code(config)):
+    rewards = [config.data.rm_type, *config.data.reward_weights]
+    names_code = any(map(is_import_path, rewards)) or bool(credit_functions(config.algorithm))
+    if not (files or names_code or config.environment.environment is not None):
         return None
     has_tokenizer = any((hf_dir / name).exists() for name in TOKENIZER_FILES)
     if not sources or not has_tokenizer or not all(Path(file).exists() for file in files):
@@ -221,12 +223,3 @@ def check_user_code(config: Config) -> str | None:
             environments = stack.enter_context(EnvironmentPool(config.environment))
         try_user_code(config, foundation.max_context, data, pool, environments, trains=True, logs=None)
     return None
-
-
-def _has_user_code(config: Config) -> bool:
-    rewards = [config.data.rm_type, *config.data.reward_weights]
-    return (
-        any(map(is_import_path, rewards))
-        or config.environment.environment is not None
-        or bool(credit_functions(config.algorithm))
-    )

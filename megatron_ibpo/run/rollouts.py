@@ -212,7 +212,12 @@ class LiveRollouts:
         self.sampler.version = self.fleet.version
         memory = self.memory
         if memory is not None and (closed := memory.batch(step + 1)) is not None:
-            return self._replayed(closed, memory, context)
+            # an earlier process sampled these, but did not save the training on them
+            recorded = self._recorded(closed, memory, context)
+            self._under_way.close(closed)
+            self.sampled = [sample for group in recorded for sample in group.samples]
+            self.metrics = {"groups_replayed": float(len(recorded))}
+            return recorded
         groups = GroupSampler(self.sampler, self.foundation.method.operator, self._rules(), memory)
         sample = self._sample_synchronous if self._pace is None else self._sample_ahead
         batch = sample(step, groups, context, meanwhile)
@@ -221,14 +226,6 @@ class LiveRollouts:
         if memory is not None:
             self._under_way.close(memory.close(step + 1, batch))
         return batch.groups
-
-    def _replayed(self, closed: ClosedBatch, memory: JournalMemory, context: CreditContext) -> list[Group]:
-        """Return groups that an earlier process sampled, but did not save the training on."""
-        groups = self._recorded(closed, memory, context)
-        self._under_way.close(closed)
-        self.sampled = [sample for group in groups for sample in group.samples]
-        self.metrics = {"groups_replayed": float(len(groups))}
-        return groups
 
     def _recorded(self, closed: ClosedBatch, memory: JournalMemory, context: CreditContext) -> list[Group]:
         """Return a batch from the journal."""

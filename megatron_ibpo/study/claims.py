@@ -288,7 +288,9 @@ def _line(curves_SM: Sequence[Sequence[Points]]) -> dict[str, Any] | None:
     if any(len(curve) < _FEWEST_EVALUATIONS for pair in curves_SM for curve in pair):
         return None
     amount = min(curve[-1][0] for pair in curves_SM for curve in pair)
-    accuracy_SM = np.array([[_accuracy_at(curve, amount) for curve in pair] for pair in curves_SM])
+    accuracy_SM = np.array(
+        [[np.interp(amount, *zip(*curve, strict=True)) for curve in pair] for pair in curves_SM]
+    )
     return {
         "amount": float(amount),
         "seeds": len(curves_SM),
@@ -296,11 +298,6 @@ def _line(curves_SM: Sequence[Sequence[Points]]) -> dict[str, Any] | None:
         "baseline_accuracy": asdict(estimate(accuracy_SM[:, 1])),
         "difference": asdict(estimate(accuracy_SM[:, 0] - accuracy_SM[:, 1])),
     }
-
-
-def _accuracy_at(curve: Points, amount: float) -> float:
-    amounts, accuracies = zip(*curve, strict=True)
-    return float(np.interp(amount, amounts, accuracies))
 
 
 def _curve(study: Study, run: RunResult, currency: str) -> Points:
