@@ -110,7 +110,7 @@ def evaluate_policy(policy: Policy) -> None:
     check_installed()
     # imported late, so that wrong flags are reported at once
     from megatron_ibpo.report import Stages
-    from megatron_ibpo.report.evaluation_report import report_evaluation
+    from megatron_ibpo.report.run_report import report_evaluation
     from megatron_ibpo.run.on_cluster import open_evaluation
 
     for number in (signal.SIGTERM, signal.SIGHUP):

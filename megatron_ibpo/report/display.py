@@ -1,7 +1,9 @@
 """Display of a run on the terminal: its named sizes, each with its meaning, and the progress of the steps."""
 
+import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console, Group
@@ -125,6 +127,37 @@ def _clock(seconds: float) -> str:
     minutes, full_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{full_seconds:02d}" if hours else f"{minutes}:{full_seconds:02d}"
+
+
+PROGRAM = "megatron_ibpo"
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._show(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
+@contextmanager
+def warnings_shown(show: Callable[[str], None]) -> Iterator[None]:
+    """Pass every warning of the program to `show`, from any thread, with the time of day.
+
+    Otherwise Python would print them to stderr, without the time and beside the display.
+    """
+    handler = _ConsoleHandler(show)
+    logger = logging.getLogger(PROGRAM)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def run_sizes(

@@ -28,7 +28,7 @@ PRELOADED = [
     __name__,
     "megatron_ibpo.run.in_one_process",
     "megatron_ibpo.run.open",
-    "megatron_ibpo.report.run_curves",
+    "megatron_ibpo.report.plots",
     "transformers.tokenization_utils_tokenizers",
 ]
 """Modules imported once, in the process that all children are forked from; it saves each seven seconds."""

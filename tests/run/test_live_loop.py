@@ -252,7 +252,7 @@ TWO = ("--num-rollout", "2", "--save-interval", "1")  # of runs that are stepped
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """Drawing takes a second."""
-    monkeypatch.setattr("megatron_ibpo.report.run_curves.plot_curves", lambda *_, **__: False)
+    monkeypatch.setattr("megatron_ibpo.report.plots.plot_curves", lambda *_, **__: False)
 
 
 def rows_of(config):
