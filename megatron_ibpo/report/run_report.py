@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -76,7 +75,7 @@ class Report:
         method = config.algorithm.advantage_estimator if command == "train" else command
         self._title, self._command = f"{method}, {model}", command
         self._started = time.time() if started is None else started
-        self._seconds = Counter[str]()  # by stage
+        self._seconds: dict[str, float] = {}  # by stage
         self._log = MetricsLog(
             self._run_dir,
             completed_steps=completed_steps,
@@ -159,7 +158,7 @@ class Report:
         """
         from megatron_ibpo.report.plots import plot_curves  # slow to import, and for the driver only
 
-        self._seconds.update(seconds or {})
+        self._count(seconds or {})
         self._finished = True
         self._display.close()
         summary = {"status": status} | summarise(
@@ -222,11 +221,15 @@ class Report:
         self, kind: Any, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]
     ) -> None:
         self._log.append(kind, step, dict(metrics), dict(seconds))
-        self._seconds.update(seconds)  # last: a row that found no room is recorded again
+        self._count(seconds)  # last: a row that found no room is recorded again
 
     def _since(self, deaths: Mapping[str, int]) -> dict[str, int]:
         """Return the deaths that no row has counted yet."""
         return {name: count - self._deaths_told.get(name, 0) for name, count in deaths.items()}
+
+    def _count(self, seconds: Mapping[str, float]) -> None:
+        for name, value in seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + value
 
 
 def _write_summary(summary: dict[str, Any], path: Path) -> bool:

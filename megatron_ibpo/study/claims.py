@@ -289,7 +289,7 @@ def _line(curves_SM: Sequence[Sequence[Points]]) -> dict[str, Any] | None:
         return None
     amount = min(curve[-1][0] for pair in curves_SM for curve in pair)
     accuracy_SM = np.array(
-        [[np.interp(amount, *zip(*curve, strict=True)) for curve in pair] for pair in curves_SM]
+        [[np.interp(amount, *np.transpose(curve)) for curve in pair] for pair in curves_SM]
     )
     return {
         "amount": float(amount),
