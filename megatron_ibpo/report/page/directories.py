@@ -249,12 +249,12 @@ class EvaluationSource:
 
     def overview(self) -> dict[str, Any]:
         _inside(self._directory, self._directory / RESULTS_FILE)
-        results = results_of(self._directory)
+        status, policy, sets = results_of(self._directory)
         return {
             "name": self.name,
             "kind": "evaluation",
-            "title": f"evaluation of {Path(results.policy).name}" if results.policy else "evaluation",
-            "facts": [results.status] if results.status else [],
+            "title": f"evaluation of {Path(policy).name}" if policy else "evaluation",
+            "facts": [status] if status else [],
             "steps": 0,
             "planned": None,
             "alarms": [],
@@ -263,7 +263,7 @@ class EvaluationSource:
             ],
             "settings": {},
             "last": {},
-            "sets": results.sets,
+            "sets": sets,
         }
 
     def series(self, first: int | None, last: int | None) -> dict[str, Any]:

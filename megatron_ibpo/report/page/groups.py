@@ -327,19 +327,9 @@ def _samples_of(path: Path, problem: Problem) -> Iterator[dict[str, Any]]:
             yield _sample(file.readline(), f"{path}, byte {place}")
 
 
-@dataclass(frozen=True)
-class Results:
-    """The content of results.json."""
-
-    status: str
-    policy: str
-    sets: dict[str, dict[str, Any]]
-    """Set → "measures" (name → number), "intervals" (name → [low, high]), "notes" (texts)."""
-
-
-def results_of(directory: Path) -> Results:
-    """Return the results of an evaluation; an unfinished set's are empty. Raises ValueError if its file does
-    not hold results."""
+def results_of(directory: Path) -> tuple[str, str, dict[str, dict[str, Any]]]:
+    """Return (status, policy, set → "measures" (name → number), "intervals" (name → [low, high]) and "notes")
+    of an evaluation; an unfinished set's are empty. Raises ValueError if its file does not hold results."""
     content = read_results(directory)
     try:
         sets = {str(name): _set(entry) for name, entry in content.get("sets", {}).items()}
@@ -347,7 +337,7 @@ def results_of(directory: Path) -> Results:
         raise ValueError(
             f"{directory / RESULTS_FILE}: not the results of an evaluation: {error!r:.200}"
         ) from error
-    return Results(str(content.get("status", "")), str(content.get("policy", "")), sets)
+    return str(content.get("status", "")), str(content.get("policy", "")), sets
 
 
 def _set(entry: dict[str, Any]) -> dict[str, Any]:
