@@ -29,7 +29,7 @@ from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.engines.registry import on_device, start_instrument
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.report import load_groups
+from megatron_ibpo.report import load_step
 
 TIMEOUT = 400.0
 TIE = 1e-4
@@ -58,7 +58,7 @@ class Arguments:
 def correction_requests(directory: Path, most: int) -> list[SampleRequest]:
     """Return requests for the recorded corrections, spread evenly over the recording."""
     files = sorted(directory.glob("step_*.json"))
-    groups = [group for file in files for group in load_groups(file)[1]]
+    groups = [group for file in files for group in load_step(file).groups]
     samples = [correction.response for group in groups for correction in group.corrections]
     if not samples:
         raise ValueError(f"--rollouts {directory}: no correction in {len(files)} files step_*.json")

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_ibpo.basics.entry_point import run_tool
-from megatron_ibpo.report.run_curves import STYLE
+from megatron_ibpo.report.plots import STYLE
 from megatron_ibpo.report.run_dir import atomic_path
 
 NAMES = {"ibpo": "IBPO", "gspo": "GSPO"}

@@ -14,7 +14,7 @@ from published_runs import shape_of
 
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.plan.hardware import Hardware, read_hardware
-from megatron_ibpo.plan.prediction import step_times
+from megatron_ibpo.plan.prediction import Setting
 from megatron_ibpo.plan.roofline import collective_seconds, engine_slots, pass_time, sample, update_seconds
 from megatron_ibpo.plan.workload import (
     Basis,
@@ -134,15 +134,16 @@ def _step(facts: Mapping[str, Any], basis: Basis) -> dict[str, float]:
         passes_without_gradient=facts["passes_without_gradient"],
         staleness=facts["staleness"],
     )
-    times = step_times(
-        basis,
-        layout_of(facts),
-        engine_of(facts, facts["engine_tensor"]),
-        task,
+    setting = Setting(
+        basis=basis,
+        layout=layout_of(facts),
+        engine=engine_of(facts, facts["engine_tensor"]),
+        task=task,
         engine_gpus=facts["engine_gpus"],
         colocated=facts["colocated"],
         transport=None if facts["colocated"] else "resharded",
     )
+    times = setting.times()
     return {
         "step_seconds": times.total,
         "generation_seconds": times.sampling,

@@ -24,9 +24,8 @@ from megatron_ibpo.basics.versions import machine
 from megatron_ibpo.commands.search import described
 from megatron_ibpo.config import Config
 from megatron_ibpo.models.cost import weight_count
-from megatron_ibpo.plan.prediction import Setting, StepTimes
+from megatron_ibpo.plan.prediction import FittingLayout, Setting, StepTimes, search
 from megatron_ibpo.plan.roofline import decode_seconds
-from megatron_ibpo.plan.search import FittingLayout, search
 from megatron_ibpo.plan.workload import fitted, median_length
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling.ahead import Pace

@@ -22,8 +22,8 @@ from megatron_ibpo.engines.lean import LeanEngine, checkpoint_weights
 from megatron_ibpo.models import ModelShape
 from megatron_ibpo.rewards import open_verifier
 from megatron_ibpo.run.cost import CostMeter
+from megatron_ibpo.run.inputs import training_prompts
 from megatron_ibpo.run.resolve import Foundation, read_foundation
-from megatron_ibpo.run.run_data import training_prompts
 from megatron_ibpo.run.settings import parse_config
 from megatron_ibpo.sampling import Sampler, scorer
 from megatron_ibpo.study.plan import Study, Task

@@ -21,8 +21,8 @@ import tyro
 from megatron_ibpo.basics.entry_point import command, parsed
 from megatron_ibpo.report import jsonable
 from megatron_ibpo.report.display import open_console
-from megatron_ibpo.study.audit_run import audit_responses
 from megatron_ibpo.study.credit_audit import audit, audit_page, plot_audit
+from megatron_ibpo.study.instruments import audit_responses
 
 
 @dataclass

@@ -30,7 +30,15 @@ from rich.text import Text
 from megatron_ibpo.basics.entry_point import command, parsed
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.text import counted
-from megatron_ibpo.config import Config, DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, as_specs, rm_type_in
+from megatron_ibpo.config import (
+    Config,
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RolloutConfig,
+    as_specs,
+    rm_type_in,
+)
 from megatron_ibpo.data import PassRates, Tokenizer, load_tokenizer, open_pass_rates
 from megatron_ibpo.data.files import chosen_files, each_row
 from megatron_ibpo.data.generated import SCHEME, generated_prompts

@@ -32,8 +32,7 @@ from megatron_ibpo.basics.entry_point import DONE, command, guarded, parsed
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, ConfigError, path_of_user
 from megatron_ibpo.data.hub import with_local_copies
-from megatron_ibpo.run.checks import check_evaluation, check_installed
-from megatron_ibpo.run.settings import parse_config, with_engine
+from megatron_ibpo.run.settings import check_evaluation, check_installed, parse_config, with_engine
 from megatron_ibpo.weights.formats.run_state import CONFIG, HF_FILES, find_stored, newest_step
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def evaluate_policy(policy: Policy) -> None:
     check_installed()
     # imported late, so that wrong flags are reported at once
     from megatron_ibpo.report import Stages
-    from megatron_ibpo.report.evaluation_report import report_evaluation
+    from megatron_ibpo.report.run_report import report_evaluation
     from megatron_ibpo.run.on_cluster import open_evaluation
 
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -31,8 +31,7 @@ from megatron_ibpo.data.pass_rates import (
     rate_record,
     read_pass_rates,
 )
-from megatron_ibpo.run.checks import check_installed, check_settings
-from megatron_ibpo.run.settings import parse_config, with_engine
+from megatron_ibpo.run.settings import check_installed, check_settings, parse_config, with_engine
 
 FLAGS = (
     "hf_checkpoint", "prompt_data", "rm_type", "apply_chat_template", "pass_rates", "n_samples_per_prompt",
@@ -113,8 +112,8 @@ def measure(config: Config, path: Path) -> None:
 
 def _prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:
     """Return the prompts of training, without the filter."""
+    from megatron_ibpo.run.inputs import training_prompts
     from megatron_ibpo.run.resolve import read_foundation
-    from megatron_ibpo.run.run_data import training_prompts
 
     source = training_prompts(config, tokenizer, read_foundation(config).max_context)
     if not source.num_prompts():

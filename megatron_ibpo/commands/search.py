@@ -15,10 +15,8 @@ from megatron_ibpo.commands.choose_recipe import choose_recipe
 from megatron_ibpo.config import write_config
 from megatron_ibpo.data.hub import local_model
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.plan.prediction import lines
-from megatron_ibpo.plan.search import FittingLayout, search
-from megatron_ibpo.run.checks import check_settings
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.plan.prediction import FittingLayout, lines, search
+from megatron_ibpo.run.settings import check_settings, parse_config
 
 
 @dataclass

@@ -15,8 +15,7 @@ from functools import partial
 from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
 from megatron_ibpo.config import Config
 from megatron_ibpo.data.hub import prepare_upload, upload_export, with_local_copies
-from megatron_ibpo.run.checks import check_installed
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_installed, parse_config
 from megatron_ibpo.run.stop_request import StopRequest
 
 FLAGS = (

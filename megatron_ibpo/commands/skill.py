@@ -23,7 +23,7 @@ from megatron_ibpo.config.paths import REPOSITORY
 from megatron_ibpo.report.run_dir import write_whole
 from megatron_ibpo.run.operator_skill import premise, skill_json, skill_table
 from megatron_ibpo.run.settings import parse_config
-from megatron_ibpo.study.single_engine import skill_of_checkpoint
+from megatron_ibpo.study.instruments import skill_of_checkpoint
 
 DEFAULT_RECIPE = REPOSITORY / "examples/recipes/tiny_qwen3_study.yaml"
 

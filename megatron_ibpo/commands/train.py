@@ -11,8 +11,7 @@ from megatron_ibpo.basics.entry_point import DONE, INTERRUPTED, command, guarded
 from megatron_ibpo.config import Config
 from megatron_ibpo.config.flags import COMMON_FLAGS
 from megatron_ibpo.data.hub import prepare_upload, upload_export, with_local_copies
-from megatron_ibpo.run.checks import check_installed, check_settings
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_installed, check_settings, parse_config
 from megatron_ibpo.run.stop_request import StopRequest
 
 if TYPE_CHECKING:

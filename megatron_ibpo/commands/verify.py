@@ -15,8 +15,7 @@ from megatron_ibpo.basics.entry_point import command
 from megatron_ibpo.config import ConfigError, nearest
 from megatron_ibpo.data.hub import with_local_copies
 from megatron_ibpo.report.run_dir import write_whole
-from megatron_ibpo.run.checks import check_installed, check_settings
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_installed, check_settings, parse_config
 
 
 def split_flags(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -169,25 +169,15 @@ def evaluate(
     ]
     samples = list(ask([*sampled_requests, *greedy_requests]))
     if corrector is not None:
-        samples_by_key = by_key(samples)
-        of_prompts = {
-            prompt.index: [
-                samples_by_key["sampled", prompt.index, number] for number in range(sampling.samples)
-            ]
-            for prompt in prompts
-        }
+        per_prompt = [samples[i * sampling.samples : (i + 1) * sampling.samples] for i in range(len(prompts))]
         corrections = [
             correction
-            for prompt in prompts
-            for correction in correction_requests(prompt, of_prompts[prompt.index], corrector, sampling, seed)
+            for prompt, of_prompt in zip(prompts, per_prompt, strict=True)
+            for correction in correction_requests(prompt, of_prompt, corrector, sampling, seed)
         ]
         samples += ask(corrections) if corrections else []
     order = [prompt.index for prompt in prompts]
     return summarised(samples, order, has_answers=has_answers, corrects=corrector is not None), samples
-
-
-def by_key(samples: Sequence[EvalSample]) -> dict[Key, EvalSample]:
-    return {sample.key: sample for sample in samples}
 
 
 def summarised(
@@ -202,7 +192,7 @@ def summarised(
     Raises:
         ValueError: no response at all could be scored.
     """
-    samples_by_key = by_key(samples)
+    samples_by_key = {sample.key: sample for sample in samples}
     number = sum(sample.kind == "sampled" for sample in samples) // len(order)
     sampled = [[samples_by_key["sampled", index, n] for n in range(number)] for index in order]
     greedy = [samples_by_key["greedy", index, 0] for index in order]
@@ -212,8 +202,8 @@ def summarised(
         raise ValueError(f"evaluation: the verifier failed on every response; the first error: {first}")
     responses = [response for of_prompt in sampled for response in of_prompt]
     lack_answers = [response.finish_reason == "stop" and not response.answer for response in responses]
-    low, high = interval(correct_PS)
     measures = {"accuracy": _means(correct_PS), "greedy_accuracy": greedy_P}
+    low, high = interval_over_prompts(measures["accuracy"])
     if number > 1:
         measures |= _of_several(correct_PS, sampled, has_answers)
     corrections_PS: Outcomes | None = None
@@ -341,36 +331,22 @@ def known_mean(values: Outcomes) -> float | None:
     return float(scored.mean()) if scored.size else None
 
 
-def interval(correct_PS: Outcomes) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of all outcomes: Wilson's for one sample per prompt. For more,
-    prompts are resampled (percentile bootstrap), because samples of a prompt are not independent."""
-    if correct_PS.shape[1] == 1:
-        scored = correct_PS[~np.isnan(correct_PS)]
-        return wilson(float(scored.mean()), len(scored))
-    hits_P = np.nansum(correct_PS, axis=1)
-    known_P = (~np.isnan(correct_PS)).sum(axis=1)
-    draw = np.random.default_rng(0).integers(len(hits_P), size=(_RESAMPLES, len(hits_P)))
-    num_scored = known_P[draw].sum(axis=1)
-    means = hits_P[draw].sum(axis=1)[num_scored > 0] / num_scored[num_scored > 0]
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
-
-
 def interval_over_prompts(values_P: Outcomes) -> tuple[float, float]:
-    """Return the 95 % interval of a measure's mean over prompts. If all values are 0 or 1, it is Wilson's, so
-    that a few prompts without a failure do not look certain. Otherwise prompts are resampled (percentile
-    bootstrap)."""
+    """Return the 95 % interval of a measure's mean over prompts. If all values are 0 or 1, as of one sample
+    per prompt, it is Wilson's, so that a few prompts without a failure do not look certain. Otherwise prompts
+    are resampled (percentile bootstrap), because samples of a prompt are not independent."""
     scored = values_P[~np.isnan(values_P)]
     if np.isin(scored, (0.0, 1.0)).all():
         return wilson(float(scored.mean()), len(scored))
     draw = np.random.default_rng(0).integers(len(scored), size=(_RESAMPLES, len(scored)))
-    low, high = np.quantile(scored[draw].mean(axis=1), [0.025, 0.975])
+    means = scored[draw].mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 
-def wilson(share: float, count: int) -> tuple[float, float]:
+def wilson(share: float, count: float) -> tuple[float, float]:
     """Return Wilson's score interval, 95 %, of a share of `count` independent trials."""
     z2 = 1.959964**2
     center = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = math.sqrt(z2 * (share * (1 - share) + z2 / (4 * count)) / count) / (1 + z2 / count)
-    return center - half, center + half
+    return max(0.0, center - half), min(1.0, center + half)

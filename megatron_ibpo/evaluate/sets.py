@@ -2,7 +2,7 @@
 of an evaluation by set and by problem."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -31,8 +31,7 @@ from megatron_ibpo.data.prompts import in_environment
 from megatron_ibpo.data.row_prompts import prompts_of_rows
 from megatron_ibpo.engines.registry import sampling_precision
 from megatron_ibpo.evaluate.accuracy import Evaluation, interval_over_prompts, unknown_as_nan
-from megatron_ibpo.evaluate.benchmark_files import checksums
-from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows
+from megatron_ibpo.evaluate.benchmarks import BENCHMARKS, BenchmarkRows, checksums
 from megatron_ibpo.evaluate.stored_samples import (
     FINISHED,
     UNFINISHED,
@@ -130,7 +129,13 @@ def open_eval_sets(config: Config, tokenizer: Tokenizer, max_context: int, *, ib
         for spec in specs
     ]
     sets += [
-        _at_temperature(eval_set, temperature)
+        replace(
+            eval_set,
+            name=f"{eval_set.name}@{temperature:g}",
+            is_named=True,
+            sampling=replace(eval_set.sampling, temperature=temperature),
+            notes=(),
+        )
         for eval_set in sets
         for temperature in config.run.eval_other_temperatures
     ]
@@ -189,16 +194,6 @@ def _open(
         sampling=sampling,
         answer=_answer_of(prompts, config.data) if config.environment.environment is None else None,
         notes=tuple(notes),
-    )
-
-
-def _at_temperature(eval_set: EvalSet, temperature: float) -> EvalSet:
-    return replace(
-        eval_set,
-        name=f"{eval_set.name}@{temperature:g}",
-        is_named=True,
-        sampling=replace(eval_set.sampling, temperature=temperature),
-        notes=(),
     )
 
 
@@ -272,17 +267,14 @@ def _unused_fields(spec: str, data: DataConfig) -> list[str]:
     if "://" in location or not location.endswith(".jsonl"):
         return []
     used = fields_read(data.input_key, data.label_key)
-    unused = list(dict.fromkeys(name for name in _field_names(Path(location)) if name not in used))
+    unused: dict[str, None] = {}
+    for _, read in islice(each_row([Path(location)], ()), _ROWS_FOR_FIELDS):
+        with suppress(DataError):  # reported elsewhere
+            unused |= dict.fromkeys(name for name in read() if name not in used)
     if not unused:
         return []
     fields = listed([repr(name)[:60] for name in unused], most=10)
     return [f"{location}: fields that are not used: {fields}"]
-
-
-def _field_names(path: Path) -> Iterator[str]:
-    for _, read in islice(each_row([path], ()), _ROWS_FOR_FIELDS):
-        with suppress(DataError):  # reported elsewhere
-            yield from read()
 
 
 def finish_results(
@@ -312,7 +304,6 @@ def results_of_set(set_evaluation: SetEvaluation) -> dict[str, Any]:
         for name, values in evaluation.by_prompt.items()
         if any(value is not None for value in values)
     }
-    intervals["accuracy"] = (evaluation.accuracy_low, evaluation.accuracy_high)
     return {
         "measures": evaluation.metrics(),
         "intervals": {name: list(bounds) for name, bounds in intervals.items()},

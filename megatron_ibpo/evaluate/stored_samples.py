@@ -159,7 +159,7 @@ class KeptError(ValueError):
     """A directory whose samples cannot be continued; the message gives the reason and what to do."""
 
 
-class KeptSamples:
+class KeptSamples(ExitStack):
     """The samples of an evaluation, read at its start and appended to during it. A context manager."""
 
     def __init__(self, directory: Path, policy: str, settings: Mapping[str, Settings]) -> None:
@@ -172,12 +172,12 @@ class KeptSamples:
         Raises:
             KeptError: existing samples were made with other settings, or were not written by this class.
         """
+        super().__init__()
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self._settings = dict(settings)
         self._found: dict[str, dict[Key, EvalSample]] = {}
         self._files: dict[str, io.FileIO] = {}
-        self._stack = ExitStack()
         self.num_added = 0
         """Number of samples that this process made."""
         stored = read_results(directory)
@@ -206,15 +206,6 @@ class KeptSamples:
         append_record(self._files[sample.set], {**asdict(sample), "settings": own_hash})
         self.num_added += 1
 
-    def close(self) -> None:
-        self._stack.close()
-
-    def __enter__(self) -> "KeptSamples":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _check(self, name: str, settings: Settings, stored: Mapping[str, Any]) -> None:
         path = samples_path(self.directory, name)
         entry = stored.get("sets", {}).get(name)
@@ -240,7 +231,7 @@ class KeptSamples:
         lines = ({**asdict(sample), "settings": own_hash} for sample in scored.values())
         unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         unfinished.replace(path)
-        self._files[name] = self._stack.enter_context(open_records(path))
+        self._files[name] = self.enter_context(open_records(path))
         return scored
 
 
@@ -274,24 +265,9 @@ def samples_path(directory: Path, name: str) -> Path:
     return directory / f"{name}.samples.jsonl"
 
 
-def read_samples(directory: Path, name: str) -> list[EvalSample]:
-    """Return the samples of a set, in the order in which they were made.
-
-    Raises:
-        KeptError: there are none, or a line is not a sample.
-    """
-    path = samples_path(directory, name)
-    if not path.is_file():
-        raise KeptError(f"{path}: no such file")
-    return _read(path, None)
-
-
 def read_results(directory: Path) -> dict[str, Any]:
-    """Return the content of results.json; empty if there is none.
-
-    Raises:
-        KeptError: it was not written by an evaluation.
-    """
+    """Return the content of results.json; empty if there is none. Raises KeptError if it was not written by
+    an evaluation."""
     path = directory / RESULTS_FILE
     if not path.exists():
         return {}
@@ -326,12 +302,8 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, own_hash: str | None) -> list[EvalSample]:
-    """Return the samples of all finished lines.
-
-    Args:
-        own_hash: hash of the settings that every line must have been made with; None accepts any.
-    """
+def _read(path: Path, own_hash: str) -> list[EvalSample]:
+    """Return the samples of all finished lines, which must have been made with the settings of this hash."""
     samples = []
     for location, line in record_lines(path):
         try:
@@ -339,7 +311,7 @@ def _read(path: Path, own_hash: str | None) -> list[EvalSample]:
             sample = EvalSample(**{item.name: row[item.name] for item in fields(EvalSample)})
         except (ValueError, TypeError, KeyError) as error:
             raise KeptError(f"{location}: no sample of an evaluation: {error!r:.200}") from error
-        if own_hash is not None and row.get("settings") != own_hash:
+        if row.get("settings") != own_hash:
             raise KeptError(f"{location}: made by other settings than results.json says; remove the file")
         samples.append(sample)
     return samples

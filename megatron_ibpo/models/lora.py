@@ -10,8 +10,7 @@ as one tensor, PEFT gives each expert one pair for both, and so does this module
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ibpo.config import ConfigError, ModelConfig, ParallelConfig, nearest
@@ -143,32 +142,6 @@ def lora_entries(shape: ModelShape, lora: Lora) -> Iterator[Entry]:
     for entry in weight_map(shape).values():
         for pair in pairs(entry, lora):
             yield from (pair.a, pair.b)
-
-
-@dataclass(frozen=True)
-class TrainedWeights:
-    """The weights that a run trains."""
-
-    elements: Mapping[str, int]
-    """Tensor of the model, by its name in the checkpoint → number of its elements."""
-    adapters: tuple[Entry, ...] = ()
-    """The adapters, which alone are trained; empty: all of the model is."""
-
-    @property
-    def parameters(self) -> int:
-        """Number of the model's parameters, without adapters."""
-        return sum(self.elements.values())
-
-    @property
-    def trained(self) -> int:
-        """Number of parameters that are trained."""
-        return sum(math.prod(entry.shape) for entry in self.adapters) or self.parameters
-
-
-def adapter_entries(model: ModelConfig, shape: ModelShape) -> tuple[Entry, ...]:
-    """Return all adapters of a run; empty without --lora-rank. Raises ConfigError as `chosen_lora` does."""
-    lora = chosen_lora(model, shape)
-    return () if lora is None else tuple(lora_entries(shape, lora))
 
 
 def is_adapter(name: str) -> bool:

@@ -42,6 +42,8 @@ _GATHERED_BYTES = 12
 _GATHERING_BYTES = 4
 """Bytes per parameter in transit, while one of these is gathered; the sender and the receiver each hold as
 many (`policy.gathering`)."""
+MOVED_OUT = "trainers' state while engines sample"
+"""Purpose of main memory, pinned, for what leaves the GPUs."""
 _LOSS_CHUNK_BYTES = 4 * 64 * 1024**2
 """fp32 statistics of the loss, which processes the logits in chunks."""
 
@@ -133,33 +135,6 @@ class EngineMemory:
         return self.weights + self.loading + self.asleep
 
 
-@dataclass(frozen=True)
-class HostMemory:
-    """Large parts of a node's main memory, in bytes; programs, data and Ray's object store come on top."""
-
-    trainers: int
-    """State that trainers move to pinned memory while engines sample."""
-    checkpoint: int
-    """Copies of the checkpoint being written while training continues."""
-    reference: int
-    """Weights of the reference policy (--kl-coef)."""
-    optimizer: int
-    """Optimizer state kept there at all times (--optimizer-cpu-offload)."""
-
-    @property
-    def total(self) -> int:
-        return sum(self.named().values())
-
-    def named(self) -> dict[str, int]:
-        """Return the parts by name, for display."""
-        return {
-            "trainers' state while engines sample": self.trainers,
-            "a checkpoint being written": self.checkpoint,
-            "the reference policy": self.reference,
-            "the optimizer": self.optimizer,
-        }
-
-
 def rank_state(config: Config, overrides: Overrides, part: StagePart, census: Census) -> RankState:
     """Return the state of a trainer rank, which does not depend on its micro-batches."""
     optimizer = overrides.optimizer_bytes
@@ -179,13 +154,15 @@ def rank_memory(
 ) -> RankMemory:
     """Return the memory of a trainer rank with micro-batches of up to `max_tokens` tokens."""
     element, stages = _trainer_element(config), config.parallel.pipeline_model_parallel_size
-    layers = _layers(shape, config.parallel, overrides, part)
+    pieces = pipeline_layers(shape.num_layers, config.parallel, overrides.chunks)[part.pipeline]
+    layers = [layer for piece in pieces for layer in piece]
+    widest = max(kept_elements(shape, config.parallel, layer) for layer in layers)
     groups = communicators(shape, config, census)
     return RankMemory(
         **vars(rank_state(config, overrides, part, census)),
-        activations=_activations(shape, config, overrides, part, layers, max_tokens),
+        activations=_activations(shape, config, overrides, part, layers, widest, max_tokens),
         logits=_logits(shape, config, max_tokens, element) if part.pipeline == stages - 1 else 0,
-        without_gradient=_without_gradient(shape, config, part, layers.widest, max_tokens),
+        without_gradient=_without_gradient(shape, config, part, widest, max_tokens),
         second_gradients=0 if config.run.gradient_meter_interval is None else part.trained * 4,
         process=CONTEXT_BYTES + len(groups) * COMMUNICATOR_BYTES,
         copies=config.algorithm.num_models * _weight_copies(shape, config.parallel, overrides.model, part),
@@ -278,17 +255,18 @@ def engine_memory(
 
 def host_memory(
     config: Config, census: Census, stages: Sequence[RankState], ranks_per_node: int
-) -> HostMemory:
-    """Return the memory of the node that needs most, among nodes with as many ranks each."""
+) -> dict[str, int]:
+    """Return `node_memory` of the node that needs most, among nodes with as many ranks each."""
     firsts = range(0, census.world_size, ranks_per_node)
     nodes = [node_memory(config, census, stages, range(rank, rank + ranks_per_node)) for rank in firsts]
-    return max(nodes, key=lambda node: node.total)
+    return max(nodes, key=lambda node: sum(node.values()))
 
 
 def node_memory(
     config: Config, census: Census, stages: Sequence[RankState], ranks: Sequence[int]
-) -> HostMemory:
-    """Return the memory of a node with GPUs and these trainers. Sleeping engines keep nothing there.
+) -> dict[str, int]:
+    """Return the large parts of the main memory of a node with GPUs and these trainers: bytes by purpose, for
+    display. Sleeping engines keep nothing there; programs, data and Ray's object store come on top.
 
     Args:
         stages: state of a rank of each pipeline stage.
@@ -296,12 +274,14 @@ def node_memory(
     places = [census.place(rank) for rank in ranks]
     states = [stages[place.pipeline] for place in places]
     reference = config.loss.kl_coef > 0
-    return HostMemory(
-        trainers=sum((rank.weights + rank.optimizer) * rank.moves_out for rank in states),
-        checkpoint=_checkpoint_copies(config, census, places) if config.run.save else 0,
-        reference=sum(map(partial(_reference, config, census), states, places)) if reference else 0,
-        optimizer=sum(rank.host_optimizer for rank in states),
-    )
+    return {
+        MOVED_OUT: sum((rank.weights + rank.optimizer) * rank.moves_out for rank in states),
+        "a checkpoint being written": _checkpoint_copies(config, census, places) if config.run.save else 0,
+        "the reference policy": sum(
+            map(partial(_reference, config, census), states, places) if reference else ()
+        ),
+        "the optimizer": sum(rank.host_optimizer for rank in states),
+    }
 
 
 def _reference(config: Config, census: Census, rank: RankState, place: Place) -> int:
@@ -320,8 +300,12 @@ def _checkpoint_copies(config: Config, census: Census, places: Sequence[Place]) 
         checkpoint = checkpoint_bytes(census.trained, bf16=bool(config.model.bf16))
         return config.algorithm.num_models * checkpoint * len(places) // census.world_size
     weights = census.trained * _trainer_element(config) * len(places) // census.world_size
-    gathered = sum(_gathers(census, place) for place in places)
-    sent = sum(_shard(census, census.stages[place.pipeline]) for place in places)
+    parts = [(place, census.stages[place.pipeline]) for place in places]
+    gathered = sum(
+        part.trained_dense * (place.data == 0) + part.trained_experts * (place.expert_data == 0)
+        for place, part in parts
+    )
+    sent = sum(_shard(census, part) for _, part in parts)
     stored = config.algorithm.num_models * (weights + _GATHERED_BYTES * gathered)
     return stored + _GATHERING_BYTES * (gathered + sent)
 
@@ -330,12 +314,6 @@ def _shard(census: Census, part: StagePart) -> int:
     """Return the number of parameters whose optimizer state a rank has when data-parallel ranks share it."""
     experts = -(-part.trained_experts // census.expert_data_parallel)
     return -(-part.trained_dense // census.data_parallel) + experts
-
-
-def _gathers(census: Census, place: Place) -> int:
-    """Return the number of parameters whose optimizer state is gathered on this rank."""
-    part = census.stages[place.pipeline]
-    return part.trained_dense * (place.data == 0) + part.trained_experts * (place.expert_data == 0)
 
 
 def _engine_weights(shape: ModelShape, total: int, size: int, needs: EngineNeeds) -> int:
@@ -376,54 +354,41 @@ def _trainer_element(config: Config) -> int:
     return 2 if config.model.bf16 else 4
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """The layers of a pipeline stage, in all its chunks."""
-
-    kept_by_layer: list[float]
-    """Elements per token that each keeps for its backward pass."""
-    widest: float
-    """Elements per token of the largest, with nothing recomputed."""
-    keys: float
-    """Keys and values per token in a layer of the model; 0 if no ranks share sequences."""
-    with_experts: int
-
-
-def _layers(shape: ModelShape, parallel: ParallelConfig, overrides: Overrides, part: StagePart) -> _Layers:
-    ranges = pipeline_layers(shape.num_layers, parallel, overrides.chunks)[part.pipeline]
-    stage_layers = [layer for layers in ranges for layer in layers]
-    tensor = parallel.tensor_model_parallel_size
-    shares = parallel.context_parallel_size > 1
-    return _Layers(
-        kept_by_layer=[
-            kept_elements(shape, parallel, layer, overrides.recomputed_modules) for layer in stage_layers
-        ],
-        widest=max(kept_elements(shape, parallel, layer) for layer in stage_layers),
-        keys=max(kv_elements(shape, layer, tensor) for layer in range(shape.num_layers)) if shares else 0,
-        with_experts=sum(shape.has_experts(layer) for layer in stage_layers),
-    )
-
-
 def _activations(
-    shape: ModelShape, config: Config, overrides: Overrides, part: StagePart, layers: _Layers, tokens: int
+    shape: ModelShape,
+    config: Config,
+    overrides: Overrides,
+    part: StagePart,
+    layers: Sequence[int],
+    widest: float,
+    tokens: int,
 ) -> int:
-    """Return the peak bytes kept for the backward pass, plus the working memory of the present layer."""
-    stages = config.parallel.pipeline_model_parallel_size
-    element = _trainer_element(config)
-    in_flight = _in_flight(overrides, stages, part.pipeline)
-    layer_bytes = [elements * tokens * element for elements in layers.kept_by_layer]
-    working = 2.0 * (layers.widest * tokens * element)  # a layer's tensors and their gradients
-    working += _gathered(shape, config.parallel, tokens) * element
-    # keys, values and their gradients: those in use by attention, and those arriving from another rank
-    working += 2 * 2 * tokens * layers.keys * element
+    """Return the peak bytes kept for the backward pass, plus the working memory of the present layer.
+
+    Args:
+        layers: of the stage, in all its chunks.
+        widest: elements per token of the largest layer, with nothing recomputed.
+    """
+    parallel, element = config.parallel, _trainer_element(config)
+    tensor_ranks = parallel.tensor_model_parallel_size
+    in_flight = _in_flight(overrides, parallel.pipeline_model_parallel_size, part.pipeline)
+    recomputed = overrides.recomputed_modules
+    layer_bytes = [kept_elements(shape, parallel, layer, recomputed) * tokens * element for layer in layers]
+    working = 2.0 * (widest * tokens * element)  # a layer's tensors and their gradients
+    working += _gathered(shape, parallel, tokens) * element
+    if parallel.context_parallel_size > 1:
+        # keys, values and their gradients: those in use by attention, and those arriving from another rank
+        keys = max(kv_elements(shape, layer, tensor_ranks) for layer in range(shape.num_layers))
+        working += 2 * 2 * tokens * keys * element
     # Autograd gives a weight's gradient in its own dtype, before it is added to the fp32 buffer: that of the
     # largest weight, or of all experts of a layer, whose first matrices are two thirds of them.
     if config.model.lora_rank is None:
-        working += max(part.largest, part.experts // max(1, layers.with_experts) * 2 // 3) * element
+        working += (
+            max(part.largest, part.experts // max(1, sum(map(shape.has_experts, layers))) * 2 // 3) * element
+        )
     if config.model.recompute_granularity != "full":
         return int(in_flight * sum(layer_bytes) + working)
-    tensor = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-    input_bytes = shape.hidden_size * tokens * element / tensor
+    input_bytes = shape.hidden_size * tokens * element / (tensor_ranks if parallel.sequence_parallel else 1)
     chunk = min(config.model.recompute_num_layers, part.layers)
     if config.model.recompute_method == "block":
         return int(in_flight * (chunk * input_bytes + sum(layer_bytes[chunk:])) + working)

@@ -1,15 +1,14 @@
-"""Parameters of every pipeline stage's ranks, counted by the weight map or by a checkpoint's headers."""
+"""Parameters of every pipeline stage's ranks, counted by the weight map."""
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.models import ModelShape, padded_vocab_size, pipeline_layers
-from megatron_ibpo.models.lora import Lora, TrainedWeights, chosen_lora, lora_entries
+from megatron_ibpo.models.lora import Lora, chosen_lora, lora_entries
 from megatron_ibpo.models.weight_map import Entry, weight_map
 from megatron_ibpo.policy.overrides import read_overrides
 
@@ -155,70 +154,27 @@ def take_census(shape: ModelShape, config: Config, world_size: int) -> Census:
         stage_groups = [group for group in model if group.place in places]
         base = _on_rank(stage_groups, parallel)
         added = _on_rank([a for a in adapters if a.place in places], parallel)
-        largest = max(group.largest // group.ranks(parallel) for group in stage_groups)
-        parts.append(_part(stage, len(layers), base, added, largest, adapted=lora is not None))
-    unpadded = _model(shape, mtp, None)
-    total = sum(group.elements for group in unpadded)
-    trained = total if lora is None else sum(group.elements for group in adapters)
-    return Census(total, trained, max(group.largest for group in unpadded), parts, parallel, world_size)
+        parts.append(
+            StagePart(
+                pipeline=stage,
+                dense=base[False] + added[False],
+                experts=base[True] + added[True],
+                frozen_dense=0 if lora is None else base[False],
+                frozen_experts=0 if lora is None else base[True],
+                layers=len(layers),
+                largest=max(group.largest // group.ranks(parallel) for group in stage_groups),
+            )
+        )
+    total, trained = count_parameters(shape, config)
+    largest = max(group.largest for group in _model(shape, mtp, None))
+    return Census(total, trained, largest, parts, parallel, world_size)
 
 
-def census_by_names(
-    shape: ModelShape, config: Config, chunks: int, weights: TrainedWeights, world_size: int
-) -> Census:
-    """Return `take_census` without Megatron, from a checkpoint's headers, for the driver, which builds no
-    model.
-
-    Args:
-        chunks: pieces of the model that each rank holds (`Overrides.chunks`).
-
-    Tensors that tensor-parallel ranks have copies of (norms, routers) count as if they were cut, an error of
-    some thousandths of a model. Tied embeddings count on both ends of a pipeline.
-    """
-    parallel = config.parallel
-    stage_of = {
-        layer: stage
-        for stage, pieces in enumerate(pipeline_layers(shape.num_layers, parallel, chunks))
-        for layers in pieces
-        for layer in layers
-    }
-    last = parallel.pipeline_model_parallel_size - 1
-    dense, experts = Counter[int](), Counter[int]()
-    for name, count in weights.elements.items():
-        stage = _stage(name, stage_of, last)
-        (experts if ".experts." in name else dense)[stage] += count
-        if shape.tie_word_embeddings and last and "embed_tokens" in name:
-            dense[last] += count
-    layers_of, adapters = Counter(stage_of.values()), _grouped(weights.adapters)
-    parts, largest = [], max(weights.elements.values())
-    expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
-    for stage in range(last + 1):
-        dense_on_rank = dense[stage] // parallel.tensor_model_parallel_size
-        base = Counter({False: dense_on_rank, True: experts[stage] // expert_ranks})
-        added = _on_rank([group for group in adapters if stage_of[group.place] == stage], parallel)
-        parts.append(_part(stage, layers_of[stage], base, added, largest, adapted=bool(adapters)))
-    return Census(weights.parameters, weights.trained, largest, parts, parallel, world_size)
-
-
-def _stage(name: str, stage_of: Mapping[int, int], last: int) -> int:
-    if (layer := re.search(r"\blayers\.(\d+)\.", name)) is not None:
-        return stage_of[int(layer[1])]
-    return 0 if "embed_tokens" in name else last
-
-
-def _part(
-    stage: int, layers: int, base: Counter[bool], added: Counter[bool], largest: int, *, adapted: bool
-) -> StagePart:
-    """Return a stage with these elements of the model and of adapters on each rank (`_on_rank`)."""
-    return StagePart(
-        pipeline=stage,
-        dense=base[False] + added[False],
-        experts=base[True] + added[True],
-        frozen_dense=base[False] if adapted else 0,
-        frozen_experts=base[True] if adapted else 0,
-        layers=layers,
-        largest=largest,
-    )
+def count_parameters(shape: ModelShape, config: Config) -> tuple[int, int]:
+    """Return (parameters of the model, each counted once, without adapters; those that are trained)."""
+    total = sum(group.elements for group in _model(shape, config.model.mtp_num_layers, None))
+    lora = chosen_lora(config.model, shape)
+    return total, total if lora is None else sum(group.elements for group in _adapters(shape, lora))
 
 
 def _on_rank(groups: Iterable[_Parameters], parallel: ParallelConfig) -> Counter[bool]:

@@ -1,27 +1,29 @@
-"""The predicted time of a run: seconds per step by stage, and GPU-hours; and its forecast before the first
-step, in the stages that a run measures.
+"""The predicted time of a run: seconds per step by stage, and GPU-hours; its forecast before the first step,
+in the stages that a run measures; and the search for layouts whose memory fits, ranked by predicted time.
 
 Stages of a step are predicted by the roofline, and add up. Engines that sample ahead work in parallel with
 the trainer: the slower of both counts, and several steps share the wait for the longest response.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import numpy as np
 
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.credit import find_operator
 from megatron_ibpo.engines.registry import engine_needs
-from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models import ModelShape, check_layout, read_hf_config
+from megatron_ibpo.plan.feasibility import Misfit, Plan, make_plan
 from megatron_ibpo.plan.hardware import Hardware, kind_of, read_hardware
 from megatron_ibpo.plan.roofline import checkpoint_seconds, decode_seconds, pass_time, sample, update_seconds
 from megatron_ibpo.plan.workload import (
     Basis,
     Engine,
     Layout,
-    PassTime,
     Sampled,
     Task,
     fitted,
@@ -57,8 +59,6 @@ class StepTimes:
     """Stage → its largest part."""
     sampled: Sampled
     corrected: Sampled
-    passes: PassTime
-    """One epoch of the update."""
 
     def stages(self) -> dict[str, float]:
         """Return the seconds by stage, in the order of a step."""
@@ -66,64 +66,64 @@ class StepTimes:
         return {name: getattr(self, name) for name in names}
 
 
-def step_times(
-    basis: Basis,
-    layout: Layout,
-    engine: Engine,
-    task: Task,
-    *,
-    engine_gpus: int,
-    colocated: bool,
-    transport: Literal["gathered", "resharded", "ipc"] | None = None,
-) -> StepTimes:
-    """Return the times of one step in the steady state.
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """All inputs of a prediction."""
 
-    Args:
-        engine_gpus: GPUs of all engines; the trainer's own if colocated.
-        transport: kind of weight update; None: ipc if colocated, otherwise gathered.
+    basis: Basis
+    layout: Layout
+    engine: Engine
+    task: Task
+    engine_gpus: int
+    """GPUs of all engines; the trainer's own if colocated."""
+    colocated: bool
+    transport: Literal["gathered", "resharded", "ipc"] | None = None
+    """Kind of weight update; None: ipc if colocated, otherwise gathered."""
+    factor: float = 1.0
+    """90 % error factor of a step's time."""
 
-    Raises:
-        ValueError: an engine cannot hold the weights and a sequence.
-    """
-    basis = replace(basis, reached=basis.reached.within_a_loop())
-    engines = max(1, engine_gpus // engine.tensor)
-    ahead = task.staleness > 0 and not colocated
-    stream = task.staleness + 1 if ahead else 1
-    first = _phase(basis, engine, task, task.count / engines, task.prompt, task.group, stream)
-    prompt_tokens = task.prompt + task.correction_prompt
-    second = _phase(basis, engine, task, task.count * task.corrections / engines, prompt_tokens, 1, stream)
-    corrections = second.seconds - min(first.tail, second.seconds)
-    scoring = pass_time(basis, replace(layout, recompute="none"), task.batch, backward=False)
-    passes = pass_time(basis, layout, task.batch, steps=task.updates)
-    log_probs = task.passes_without_gradient * scoring.total
-    update = task.epochs * passes.total
-    weights = update_seconds(
-        basis,
-        transport or ("ipc" if colocated else "gathered"),
-        engine_tensor=engine.tensor,
-        gpus=layout.gpus + (0 if colocated else engine_gpus),
-    )
-    switching = 2 * checkpoint_seconds(basis, layout) if colocated else 0.0
-    sampling, training = first.seconds + corrections, log_probs + update
-    working = max(sampling, training) if ahead else sampling + training
-    return StepTimes(
-        sampling=first.seconds,
-        corrections=corrections,
-        log_probs=log_probs,
-        update=update,
-        weights=weights,
-        switching=switching,
-        other=basis.reached.step,
-        total=working + weights + switching + basis.reached.step,
-        bound={
-            "sampling": _sampling_bound(basis, engine, task, first),
-            "log_probs": scoring.largest(),
-            "update": passes.largest(),
-        },
-        sampled=first,
-        corrected=second,
-        passes=passes,
-    )
+    @property
+    def gpus(self) -> int:
+        """GPUs of trainers and engines."""
+        return self.layout.gpus + (0 if self.colocated else self.engine_gpus)
+
+    def times(self) -> StepTimes:
+        """Return the times of one step in the steady state. Raises ValueError if an engine cannot hold the
+        weights and a sequence."""
+        basis = replace(self.basis, reached=self.basis.reached.within_a_loop())
+        layout, engine, task, colocated = self.layout, self.engine, self.task, self.colocated
+        engines = max(1, self.engine_gpus // engine.tensor)
+        ahead = task.staleness > 0 and not colocated
+        stream = task.staleness + 1 if ahead else 1
+        first = _phase(basis, engine, task, task.count / engines, task.prompt, task.group, stream)
+        count, prompt_tokens = task.count * task.corrections / engines, task.prompt + task.correction_prompt
+        second = _phase(basis, engine, task, count, prompt_tokens, 1, stream)
+        corrections = second.seconds - min(first.tail, second.seconds)
+        scoring = pass_time(basis, replace(layout, recompute="none"), task.batch, backward=False)
+        passes = pass_time(basis, layout, task.batch, steps=task.updates)
+        log_probs, update = task.passes_without_gradient * scoring.total, task.epochs * passes.total
+        transport = self.transport or ("ipc" if colocated else "gathered")
+        weights = update_seconds(basis, transport, engine_tensor=engine.tensor, gpus=self.gpus)
+        switching = 2 * checkpoint_seconds(basis, layout) if colocated else 0.0
+        sampling, training = first.seconds + corrections, log_probs + update
+        working = max(sampling, training) if ahead else sampling + training
+        return StepTimes(
+            sampling=first.seconds,
+            corrections=corrections,
+            log_probs=log_probs,
+            update=update,
+            weights=weights,
+            switching=switching,
+            other=basis.reached.step,
+            total=working + weights + switching + basis.reached.step,
+            bound={
+                "sampling": _sampling_bound(basis, engine, task, first),
+                "log_probs": scoring.largest(),
+                "update": passes.largest(),
+            },
+            sampled=first,
+            corrected=second,
+        )
 
 
 def _phase(
@@ -154,46 +154,9 @@ def _sampling_bound(basis: Basis, engine: Engine, task: Task, sampled: Sampled) 
     return max(parts, key=parts.__getitem__)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """All inputs of a prediction."""
-
-    basis: Basis
-    layout: Layout
-    engine: Engine
-    task: Task
-    engine_gpus: int
-    colocated: bool
-    factor: float
-    """90 % error factor of a step's time."""
-
-    def times(self) -> StepTimes:
-        """Return the times of a step.
-
-        Raises:
-            ValueError: an engine cannot hold the weights and a sequence.
-        """
-        return step_times(
-            self.basis,
-            self.layout,
-            self.engine,
-            self.task,
-            engine_gpus=self.engine_gpus,
-            colocated=self.colocated,
-        )
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of trainers and engines."""
-        return self.layout.gpus + (0 if self.colocated else self.engine_gpus)
-
-
 def setting_of(config: Config, shape: ModelShape, world_size: int, hardware: Hardware) -> Setting:
     """Return the setting of a configuration whose device and context are resolved (`plan.feasibility`).
-
-    Raises:
-        ValueError: a mean length exceeds the longest.
-    """
+    Raises ValueError if a mean length exceeds the longest."""
     rollout, needs = config.rollout, engine_needs(config)
     engine = Engine(
         tensor=rollout.rollout_num_gpus_per_engine,
@@ -229,11 +192,8 @@ def _layout_of(config: Config, world_size: int) -> Layout:
 
 
 def task_of(config: Config) -> Task:
-    """Return the work of a step, with the usual lengths.
-
-    Raises:
-        ValueError: a mean length exceeds the longest.
-    """
+    """Return the work of a step, with the usual lengths. Raises ValueError if a mean length exceeds the
+    longest."""
     rollout, longest = config.rollout, config.rollout.rollout_max_response_len
     mean = config.run.dry_run_response_len or max(1, longest // 2)
     if mean > longest:
@@ -317,3 +277,134 @@ def compared(times: StepTimes) -> dict[str, float]:
     training = times.log_probs + times.update + times.switching
     waiting = times.total - training - times.weights - times.other
     return {SAMPLING: max(0.0, waiting), TRAINING: training, WEIGHTS: times.weights, STEP: times.total}
+
+
+# ------------------------------------------------------------------------------------ search for a layout
+
+SIZES = (1, 2, 4, 8)
+"""Sizes of tensor and pipeline parallelism; context parallelism and engines may also have 16."""
+SHARES = (0.25, 0.5, 0.75)
+"""Shares of the GPUs for engines with their own GPUs."""
+STALENESS = (0, 1, 4)
+"""Steps that engines with their own GPUs sample ahead."""
+_RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
+_TRAINERS = 12
+"""Number of fastest trainer layouts to combine with every kind of engines."""
+
+
+@dataclass(frozen=True)
+class FittingLayout:
+    """A layout that fits."""
+
+    config: Config
+    seconds: float
+    """Seconds per step."""
+    setting: Setting
+    plan: Plan
+
+
+def search(config: Config, gpus: int, hardware: str, most: int = 8) -> list[FittingLayout]:
+    """Return the fastest layouts that fit, fastest first.
+
+    Args:
+        config: model, batch and lengths; its layout is replaced.
+
+    Raises:
+        ValueError: no such hardware, or nothing fits.
+    """
+    shape, kind = read_hf_config(config.model.hf_dir), read_hardware(hardware)
+    run = replace(
+        config.run,
+        dry_run_hardware=kind.name,
+        dry_run_gpu_memory_gib=kind.memory_gib,
+        dry_run_gpus_per_node=min(8, kind.linked, gpus),
+    )
+    timed = [
+        (setting.times().total, number, setting, candidate)
+        for number, (setting, candidate) in enumerate(
+            _candidates(replace(config, run=run), shape, kind, gpus)
+        )
+    ]
+    fitting: list[FittingLayout] = []
+    problems: list[str] = []
+    for seconds, _, setting, candidate in sorted(timed, key=lambda entry: entry[:2]):
+        plan = make_plan(candidate, setting.layout.gpus, shape)
+        if isinstance(plan, Misfit) or plan.problems:
+            problems = problems or plan.problems
+            continue
+        fitting.append(FittingLayout(candidate, seconds, setting, plan))
+        if len(fitting) == most:
+            break
+    if not fitting:
+        reason = f": {problems[0]}" if problems else ""
+        raise ValueError(
+            f"no layout of {display_name(config.model.hf_dir)} fits {gpus} GPUs of {kind.name}{reason}"
+        )
+    return fitting
+
+
+def _candidates(
+    config: Config, shape: ModelShape, hardware: Hardware, gpus: int
+) -> Iterator[tuple[Setting, Config]]:
+    """Yield engines of every kind with the trainer's fastest layouts, where both have room."""
+    for engine_gpus in (0, *(int(gpus * share) for share in SHARES if gpus * share >= 1)):
+        trainers = _trainers(config, shape, hardware, gpus - engine_gpus)
+        for trainer, size, staleness in product(trainers, (*SIZES, 16), STALENESS if engine_gpus else (0,)):
+            if size > (engine_gpus or gpus) or (engine_gpus or gpus) % size:
+                continue
+            rollout = replace(
+                trainer.rollout,
+                colocate=not engine_gpus,
+                rollout_num_gpus=engine_gpus or None,
+                rollout_num_gpus_per_engine=size,
+                max_staleness=staleness,
+            )
+            candidate = replace(trainer, rollout=rollout)
+            setting = setting_of(candidate, shape, gpus - engine_gpus, hardware)
+            try:
+                setting.times()
+            except ValueError:  # an engine does not hold weights and a sequence
+                continue
+            yield setting, candidate
+
+
+def _trainers(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) -> list[Config]:
+    """Return the fastest trainer layouts whose training fits by itself."""
+    timed = []
+    for number, candidate in enumerate(_layouts(config, shape, gpus)):
+        setting = setting_of(candidate, shape, gpus, hardware)
+        task = setting.task
+        passes = pass_time(setting.basis, setting.layout, task.batch, steps=task.updates)
+        timed.append((passes.total, number, candidate))
+    fitting = []
+    for _, _, candidate in sorted(timed, key=lambda entry: entry[:2]):
+        plan = make_plan(candidate, gpus, shape)
+        if not any(problem.startswith("training takes") for problem in plan.problems):
+            fitting.append(candidate)
+        if len(fitting) == _TRAINERS:
+            break
+    return fitting
+
+
+def _layouts(config: Config, shape: ModelShape, gpus: int) -> Iterator[Config]:
+    experts = (*SIZES, 16, 32, 64) if shape.is_moe else (1,)
+    for tensor, pipeline, context, expert in product(SIZES, SIZES, (*SIZES, 16), experts):
+        parallel = replace(
+            config.parallel,
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=1,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+            use_distributed_optimizer=True,
+        )
+        if tensor > gpus or check_layout(shape, parallel, gpus, 1):
+            continue
+        for recompute, offload in product(_RECOMPUTE, (False, True)):
+            model = replace(config.model, recompute_granularity=recompute)
+            optimizer = replace(
+                config.optimizer, optimizer_cpu_offload=offload, use_precision_aware_optimizer=offload
+            )
+            yield replace(config, parallel=parallel, model=model, optimizer=optimizer)

@@ -64,8 +64,7 @@ def pass_time(
     products, attention, memory = work.products(), work.attention(), work.memory()
     computing = products + attention + memory
     tensor, expert, context = work.tensor(), work.expert(), work.context(attention)
-    waiting = work.waiting(computing)
-    busy = computing + tensor + expert + context + waiting
+    busy = computing + tensor + expert + context
     return PassTime(
         products=products,
         attention=attention,
@@ -76,7 +75,6 @@ def pass_time(
         pipeline=work.pipeline(busy),
         data=work.data(computing) if backward else 0.0,
         optimizer=steps * optimizer_seconds(basis, layout) if backward else 0.0,
-        layers=waiting,
     )
 
 
@@ -139,12 +137,6 @@ class _Pass:
         bytes_each = 2 * (1 + self.repeated) + (2 + _GRADIENT_BYTES if self.backward else 0)
         moved += sum(layout.parameters(basis.shape)) * self.micro_batches * bytes_each
         return moved / (basis.hardware.memory_bandwidth * basis.reached.memory)
-
-    def waiting(self, computing: float) -> float:
-        """Return the time by which starting a layer's operations, `train_layer`, exceeds computing them."""
-        layers = self.basis.shape.num_layers / self.layout.pipeline
-        least = self.basis.reached.train_layer * layers * self.micro_batches * self.passes
-        return max(0.0, least - computing)
 
     def tensor(self) -> float:
         """Return the time of sequence parallelism, which gathers and scatters four times in the forward pass
@@ -355,11 +347,8 @@ def prompt_seconds(basis: Basis, engine: Engine, tokens: float) -> float:
 
 
 def engine_slots(basis: Basis, engine: Engine, tokens: float) -> int:
-    """Return the number of sequences of `tokens` tokens that run at once.
-
-    Raises:
-        ValueError: memory cannot hold one of them with the weights.
-    """
+    """Return the number of sequences of `tokens` tokens that run at once. Raises ValueError if memory cannot
+    hold one of them with the weights."""
     count, hardware = weight_count(basis.shape), basis.hardware
     matrices = count.layers + count.experts
     weights = matrices * engine.weight_bytes + 2 * (count.total - matrices)

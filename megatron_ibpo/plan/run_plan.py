@@ -23,6 +23,7 @@ from megatron_ibpo.plan.feasibility import (
     Plan,
     full_contexts,
     make_plan,
+    memory_on_cpus,
     not_counted,
     peaks,
     ranks_per_node,
@@ -32,7 +33,6 @@ from megatron_ibpo.plan.feasibility import (
 )
 from megatron_ibpo.plan.hardware import read_hardware
 from megatron_ibpo.plan.memory import GIB, RankMemory, kv_bytes, state_bytes_per_sequence, sync_bytes
-from megatron_ibpo.plan.node_memory import memory_on_cpus
 from megatron_ibpo.plan.parameter_count import Census
 from megatron_ibpo.plan.prediction import lines, setting_of
 from megatron_ibpo.report.display import open_console, run_sizes, sizes_table
@@ -56,21 +56,16 @@ def plan_run(config: Config, console: Console | None = None) -> int:
             config, config.run.dry_run_world_size or environment_number("WORLD_SIZE", 1, least=1)
         )
         if isinstance(plan, Plan):
-            _check_with_megatron(plan)
+            from megatron_ibpo.policy.model import check_model  # these import Megatron
+            from megatron_ibpo.policy.process_start import hush_megatron
+
+            hush_megatron()
+            check_model(plan.shape, plan.config)  # refuses settings of --model-override
     except (ModelConfigError, ValueError) as error:
         console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return REFUSED
     _print_plan(plan, console, "" if has_gpu or isinstance(plan, Misfit) else _on_this_machine(plan, config))
     return REFUSED if plan.problems else FITS
-
-
-def _check_with_megatron(plan: Plan) -> None:
-    """Raise ValueError if Megatron refuses a setting of --model-override."""
-    from megatron_ibpo.policy.model import check_model  # imports Megatron
-    from megatron_ibpo.policy.process_start import hush_megatron
-
-    hush_megatron()
-    check_model(plan.shape, plan.config)
 
 
 def _on_this_machine(plan: Plan, config: Config) -> str:
@@ -168,11 +163,11 @@ def in_short(plan: Plan) -> str:
     fullest = ", ".join(
         f"{phase} {max(phases[phase] for phases in by_stage) / GIB:.1f}" for phase in by_stage[0]
     )
-    disk = _disk_bytes(plan.config, plan.census)
+    node, disk = sum(plan.host.values()), _disk_bytes(plan.config, plan.census)
     gpus = f"{counted(plan.world_size, 'GPU')} of {plan.config.run.dry_run_gpu_memory_gib:g} GiB"
     return (
         f"Needs {gpus}, of which {usable_bytes(plan.config) / GIB:.1f} can be used. GiB of the fullest: "
-        f"{fullest}. GiB of a node's main memory: {plan.host.total / GIB:,.0f}; of disk: {disk / GIB:,.0f}."
+        f"{fullest}. GiB of a node's main memory: {node / GIB:,.0f}; of disk: {disk / GIB:,.0f}."
     )
 
 
@@ -192,13 +187,14 @@ def _places_table(plan: Plan) -> Table:
             table.add_row(*["…"] * 10, f"{rank - previous - 1:,} ranks, placed alike")
             table.add_section()
         previous = rank
+        engine, number = divmod(rank, plan.config.rollout.rollout_num_gpus_per_engine)
         table.add_row(
             *map(str, (rank // per_node, rank % per_node, rank, place.tensor, place.pipeline)),
             *map(str, (place.expert if plan.shape.is_moe else "-", place.data)),
             str(place.expert_data) if plan.shape.is_moe else "-",
             f"{first[place.pipeline]}–{first[place.pipeline + 1] - 1}",
             f"{census.stages[place.pipeline].parameters:,}",
-            _engine_beside(plan, rank),
+            f"{engine}, as rank {number}" if plan.placement.colocated else "–",
         )
     return table
 
@@ -212,17 +208,13 @@ def _shown_ranks(census: Census, per_node: int) -> list[int]:
     return [node * per_node + gpu for node in nodes for gpu in range(per_node)]
 
 
-def _engine_beside(plan: Plan, rank: int) -> str:
-    if not plan.placement.colocated:
-        return "–"
-    engine, number = divmod(rank, plan.config.rollout.rollout_num_gpus_per_engine)
-    return f"{engine}, as rank {number}"
-
-
 def _memory_table(plan: Plan) -> Table:
     census = plan.census
     _, buffers = sync_bytes(census, plan.config)
-    columns = _distinct(plan.stages)
+    of_memory: dict[RankMemory, list[int]] = {}
+    for stage, memory in enumerate(plan.stages):
+        of_memory.setdefault(memory, []).append(stage)
+    columns = list(of_memory.values())  # stages with the same memory share one
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("")
     for stages in columns:
@@ -273,14 +265,6 @@ def _memory_table(plan: Plan) -> Table:
     return table
 
 
-def _distinct(memories: Sequence[RankMemory]) -> list[list[int]]:
-    """Group stages with the same memory, in order."""
-    groups: dict[RankMemory, list[int]] = {}
-    for stage, memory in enumerate(memories):
-        groups.setdefault(memory, []).append(stage)
-    return list(groups.values())
-
-
 def _ranks_name(parts: Sequence[range]) -> str:
     """Return the name of the ranks of some stages."""
     first, last, count = parts[0].start, parts[-1].stop - 1, sum(map(len, parts))
@@ -306,7 +290,7 @@ def _remarks(plan: Plan) -> list[str]:
     shared = f" x CP {context}" if context > 1 else ""
     expert_dp = f", expert DP {census.expert_data_parallel}" if plan.shape.is_moe else ""
     sharding = "sharded over these" if config.parallel.use_distributed_optimizer else "not sharded"
-    host_parts = "; ".join(f"{name} {_gib(size)}" for name, size in plan.host.named().items() if size)
+    host_parts = "; ".join(f"{name} {_gib(size)}" for name, size in plan.host.items() if size)
     engine_place = ", on the trainers' GPUs; asleep while those train" if rollout.colocate else ""
     if not rollout.colocate:
         nodes = [f"{node}: {engines}" for node, _, engines in plan.placement.rows() if engines != "–"]
@@ -319,7 +303,8 @@ def _remarks(plan: Plan) -> list[str]:
         _kv_cache(plan),
         f"weight update: {_gib(sent)} GiB to each engine, in buckets of "
         f"{rollout.update_weight_buffer_size / 1024**2:.0f} MiB",
-        f"main memory of a node: {_gib(plan.host.total)} GiB{f' ({host_parts})' if host_parts else ''}",
+        f"main memory of a node: {_gib(sum(plan.host.values()))} GiB"
+        + (f" ({host_parts})" if host_parts else ""),
         _disk(config, census),
         "* estimated, for Transformer Engine, flash attention and flash-linear-attention; the rest is "
         "counted",

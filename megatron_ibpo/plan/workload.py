@@ -38,8 +38,6 @@ class Coefficients:
     """Share of the memory bandwidth that trainers and engines reach."""
     link: float = 0.6
     """Share of a link's or network's bandwidth that exchanges between GPUs reach."""
-    train_layer: float = 2e-4
-    """Least seconds of a trainer's pass over one layer."""
     prefill: float = 0.5
     """Share of the peak that an engine's products reach."""
     engine_layer: float = 5e-5
@@ -73,7 +71,7 @@ class Coefficients:
 
 
 _RATES = ("matmul", "experts", "attention", "memory", "link", "prefill", "host")
-_SECONDS = ("train_layer", "engine_layer", "engine_sequence")
+_SECONDS = ("engine_layer", "engine_sequence")
 COEFFICIENT_NAMES = tuple(field.name for field in fields(Coefficients))
 
 
@@ -102,11 +100,8 @@ _POINTS = 512
 
 
 def log_normal(mean: float, longest: float, count: int, sigma: float = SIGMA) -> np.ndarray:
-    """Return `count` quantiles of lengths in order, none above `longest`, with the given mean.
-
-    Raises:
-        ValueError: the mean is not between 1 and the longest.
-    """
+    """Return `count` quantiles of lengths in order, none above `longest`, with the given mean. Raises
+    ValueError if the mean is not between 1 and the longest."""
     if not 1 <= mean <= longest:
         raise ValueError(f"a mean length of {mean:g} is not between 1 and the longest, {longest:g}")
     median = median_length(mean, longest, sigma)
@@ -320,8 +315,6 @@ class PassTime:
     data: float
     """Gradients and weights between data-parallel ranks, except where computation hides them."""
     optimizer: float
-    layers: float
-    """Time in which computation waits to be started."""
 
     @property
     def total(self) -> float:

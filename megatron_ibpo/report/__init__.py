@@ -9,7 +9,7 @@ from megatron_ibpo.report.metrics_log import (
     read_rows,
     save_outcomes,
 )
-from megatron_ibpo.report.rollout_data import load_groups, rollout_path, save_groups
+from megatron_ibpo.report.rollout_data import load_step, rollout_path, save_groups
 from megatron_ibpo.report.run_dir import jsonable, prepare_run_dir
 from megatron_ibpo.report.run_report import Report
 from megatron_ibpo.report.stages import Stages
@@ -21,8 +21,8 @@ __all__ = [
     "Stages",
     "check_reward_errors",
     "jsonable",
-    "load_groups",
     "load_outcomes",
+    "load_step",
     "metrics_by_task",
     "outcomes_path",
     "prepare_run_dir",

@@ -4,6 +4,7 @@ progress of a step, all of them on the page of a run."""
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,14 +63,74 @@ class Alarm:
     """Reason, with the numbers of its last step."""
 
 
-@dataclass(frozen=True)
-class _Finding:
-    """A rule's result for each step that it can judge."""
+class _Trend(NamedTuple):
+    """A rule about the mean of a metric over WINDOW steps, and that of the first WINDOW steps."""
 
-    steps: Array
-    active: npt.NDArray[np.bool_]
-    reason: Callable[[int], str]
-    """Return the reason for the n-th of these steps."""
+    name: str
+    metric: str
+    holds: Callable[[Array, float], npt.NDArray[np.bool_]]
+    reason: Callable[[float, float], str]
+
+
+_TRENDS = (
+    _Trend(
+        "entropy collapse",
+        "entropy",
+        lambda recent, start: recent < ENTROPY_SHARE * start,
+        lambda recent, start: (
+            f"{recent:.3g} nats per token over the last {WINDOW} steps, {recent / start:.0%} of the "
+            f"{start:.3g} of the first {WINDOW}: the responses of a group become alike"
+        ),
+    ),
+    _Trend(
+        "length drift",
+        "response_length",
+        lambda recent, start: (
+            ((recent >= LENGTH_FACTOR * start) | (recent <= start / LENGTH_FACTOR)) & (start > 0)
+        ),
+        lambda recent, start: (
+            f"{recent:,.0f} tokens per response over the last {WINDOW} steps, {recent / start:.2g} times the "
+            f"{start:,.0f} of the first {WINDOW}"
+        ),
+    ),
+    _Trend(
+        "trainer and engine differ",
+        "logprob_diff_k3",
+        lambda recent, _: recent > MISMATCH_BOUND,
+        lambda recent, _: (
+            f"log-probs of trainer and engine are {recent:.3g} nats per token apart (k3) over the last "
+            f"{WINDOW} steps, more than {MISMATCH_BOUND:g}: the engine does not sample from the policy that "
+            "is trained"
+        ),
+    ),
+    _Trend(
+        "reward saturates",
+        "accuracy",
+        lambda recent, _: (recent >= SATURATED_ACCURACY) | (recent <= 1 - SATURATED_ACCURACY),
+        lambda recent, _: (
+            f"{recent:.1%} of the responses of the last {WINDOW} steps are right: the problems are too "
+            f"{'easy' if recent > 0.5 else 'hard'} to learn from"
+        ),
+    ),
+    _Trend(
+        "reference leakage",
+        "reference_leakage_rate",
+        lambda recent, _: recent >= LEAKAGE_SHARE,
+        lambda recent, _: (
+            f"{recent:.1%} of the corrections of the last {WINDOW} steps only quote the reference's answer"
+        ),
+    ),
+)
+_DEAD_GROUPS = _Trend(
+    "dead groups",
+    "degenerate_groups",
+    lambda recent, _: recent >= DEAD_GROUPS_SHARE,
+    lambda recent, _: (
+        f"{recent:.0%} of the groups of the last {WINDOW} steps have equal rewards and give no gradient; "
+        "take harder or easier problems, or --dynamic-sampling"
+    ),
+)
+"""Of groups as shares of all."""
 
 
 def run_alarms(columns: Columns, *, groups_per_step: int | None) -> list[Alarm]:
@@ -81,23 +142,16 @@ def run_alarms(columns: Columns, *, groups_per_step: int | None) -> list[Alarm]:
         columns: rows of the steps.
         groups_per_step: prompts per step; None: no alarm about dead groups.
     """
-    findings: list[tuple[str, str, _Finding]] = [
-        ("verifier fails", "reward_errors", _verifier_fails(columns)),
-        ("truncation", "truncated_responses", _truncation(columns)),
-        ("entropy collapse", "entropy", _entropy_collapse(columns)),
-        ("length drift", "response_length", _length_drift(columns)),
-        ("trainer and engine differ", "logprob_diff_k3", _mismatch(columns)),
-        ("differs beyond rounding", "logprob_diff_abs_mean", _rounding(columns)),
-        ("reward saturates", "accuracy", _saturation(columns)),
-        ("reference leakage", "reference_leakage_rate", _leakage(columns)),
-    ]
-    if groups_per_step:
-        findings.append(("dead groups", "degenerate_groups", _dead_groups(columns, groups_per_step)))
     alarms = [
-        Alarm(name, metric, since, until if until < finding.steps[-1] else None, reason)
-        for name, metric, finding in findings
-        for since, until, reason in _spells(finding)
+        *_share(columns, "verifier fails", "reward_errors", REWARD_ERROR_SHARE, _failed),
+        *_share(columns, "truncation", "truncated_responses", TRUNCATED_SHARE, _cut_off),
+        *_rounding(columns),
     ]
+    for trend in _TRENDS:
+        alarms += _over_window(trend, *columns.values(trend.metric))
+    if groups_per_step:
+        steps, dead = columns.values(_DEAD_GROUPS.metric)
+        alarms += _over_window(_DEAD_GROUPS, steps, dead / groups_per_step)
     return sorted(alarms, key=lambda alarm: (alarm.until is not None, -(alarm.until or alarm.since)))
 
 
@@ -204,118 +258,59 @@ def _beyond_rounding(difference: float, bound: float) -> str:
     )
 
 
-def _verifier_fails(columns: Columns) -> _Finding:
-    steps, errors, responses = _of_responses(columns, "reward_errors")
-    active = errors / responses >= REWARD_ERROR_SHARE
-    return _Finding(steps, active, lambda n: _failed(int(errors[n]), int(responses[n])))
+def _share(
+    columns: Columns, name: str, metric: str, share: float, reason: Callable[[int, int], str]
+) -> list[Alarm]:
+    """Return the spells in which a count is at least a share of a step's responses; these are their tokens
+    over their mean length."""
+    series = columns.values(metric, "tokens_responses", "response_length")
+    steps, counts, tokens, length = (values[series[3] > 0] for values in series)
+    responses = np.round(tokens / length)
+    active = counts / responses >= share
+    return _spells(name, metric, steps, active, lambda n: reason(int(counts[n]), int(responses[n])))
 
 
-def _truncation(columns: Columns) -> _Finding:
-    steps, truncated, responses = _of_responses(columns, "truncated_responses")
-    active = truncated / responses >= TRUNCATED_SHARE
-    return _Finding(steps, active, lambda n: _cut_off(int(truncated[n]), int(responses[n])))
-
-
-def _of_responses(columns: Columns, name: str) -> tuple[Array, Array, Array]:
-    """Return (steps, counts, responses of the step); responses are their tokens over their mean length."""
-    steps, counts, tokens, length = columns.values(name, "tokens_responses", "response_length")
-    has_length = length > 0
-    return steps[has_length], counts[has_length], np.round(tokens[has_length] / length[has_length])
-
-
-def _entropy_collapse(columns: Columns) -> _Finding:
-    steps, recent, start = _recent(*columns.values("entropy"))
-    return _Finding(
+def _rounding(columns: Columns) -> list[Alarm]:
+    metric = "logprob_diff_abs_mean"
+    steps, difference, bound = columns.values(metric, "logprob_diff_bound")
+    return _spells(
+        "differs beyond rounding",
+        metric,
         steps,
-        recent < ENTROPY_SHARE * start,
-        lambda n: (
-            f"{recent[n]:.3g} nats per token over the last {WINDOW} steps, {recent[n] / start:.0%} of the "
-            f"{start:.3g} of the first {WINDOW}: the responses of a group become alike"
-        ),
+        difference > bound,
+        lambda n: _beyond_rounding(float(difference[n]), float(bound[n])),
     )
 
 
-def _length_drift(columns: Columns) -> _Finding:
-    steps, recent, start = _recent(*columns.values("response_length"))
-    active = (recent >= LENGTH_FACTOR * start) | (recent <= start / LENGTH_FACTOR)
-    return _Finding(
-        steps,
-        active & (start > 0),
-        lambda n: (
-            f"{recent[n]:,.0f} tokens per response over the last {WINDOW} steps, {recent[n] / start:.2g} "
-            f"times the {start:,.0f} of the first {WINDOW}"
-        ),
-    )
-
-
-def _mismatch(columns: Columns) -> _Finding:
-    steps, recent, _ = _recent(*columns.values("logprob_diff_k3"))
-    return _Finding(
-        steps,
-        recent > MISMATCH_BOUND,
-        lambda n: (
-            f"log-probs of trainer and engine are {recent[n]:.3g} nats per token apart (k3) over the last "
-            f"{WINDOW} steps, more than {MISMATCH_BOUND:g}: the engine does not sample from the policy "
-            "that is trained"
-        ),
-    )
-
-
-def _rounding(columns: Columns) -> _Finding:
-    steps, difference, bound = columns.values("logprob_diff_abs_mean", "logprob_diff_bound")
-    return _Finding(
-        steps, difference > bound, lambda n: _beyond_rounding(float(difference[n]), float(bound[n]))
-    )
-
-
-def _saturation(columns: Columns) -> _Finding:
-    steps, recent, _ = _recent(*columns.values("accuracy"))
-    return _Finding(
-        steps,
-        (recent >= SATURATED_ACCURACY) | (recent <= 1 - SATURATED_ACCURACY),
-        lambda n: (
-            f"{recent[n]:.1%} of the responses of the last {WINDOW} steps are right: the problems are too "
-            f"{'easy' if recent[n] > 0.5 else 'hard'} to learn from"
-        ),
-    )
-
-
-def _leakage(columns: Columns) -> _Finding:
-    steps, recent, _ = _recent(*columns.values("reference_leakage_rate"))
-    return _Finding(
-        steps,
-        recent >= LEAKAGE_SHARE,
-        lambda n: (
-            f"{recent[n]:.1%} of the corrections of the last {WINDOW} steps only quote the reference's answer"
-        ),
-    )
-
-
-def _dead_groups(columns: Columns, groups_per_step: int) -> _Finding:
-    steps, recent, _ = _recent(*columns.values("degenerate_groups"))
-    return _Finding(
-        steps,
-        recent / groups_per_step >= DEAD_GROUPS_SHARE,
-        lambda n: (
-            f"{recent[n] / groups_per_step:.0%} of the groups of the last {WINDOW} steps have equal "
-            "rewards and give no gradient; take harder or easier problems, or --dynamic-sampling"
-        ),
-    )
-
-
-def _recent(steps: Array, values: Array) -> tuple[Array, Array, float]:
-    """Return (steps from the WINDOW-th on, mean of the WINDOW values up to each, the first of these)."""
+def _over_window(trend: _Trend, steps: Array, values: Array) -> list[Alarm]:
     if len(values) < WINDOW:
-        return np.empty(0), np.empty(0), np.nan
+        return []
     means = np.lib.stride_tricks.sliding_window_view(values, WINDOW).mean(axis=1)
-    return steps[WINDOW - 1 :], means, float(means[0])
+    start = float(means[0])
+    return _spells(
+        trend.name,
+        trend.metric,
+        steps[WINDOW - 1 :],
+        trend.holds(means, start),
+        lambda n: trend.reason(float(means[n]), start),
+    )
 
 
-def _spells(finding: _Finding) -> list[tuple[int, int, str]]:
-    """Return (first step, last step, reason at the last) of each spell."""
+def _spells(
+    name: str, metric: str, steps: Array, active: npt.NDArray[np.bool_], reason: Callable[[int], str]
+) -> list[Alarm]:
+    """Return an alarm for each spell of steps in which a rule is active.
+
+    Args:
+        steps: those that the rule can judge.
+        reason: gives the reason at the n-th of these steps.
+    """
     spells: list[tuple[int, int, int]] = []
-    for number in np.flatnonzero(finding.active).tolist():
-        step = int(finding.steps[number])
+    for number in np.flatnonzero(active).tolist():
+        step = int(steps[number])
         since = spells.pop()[0] if spells and step - spells[-1][1] < WINDOW else step
         spells.append((since, step, number))
-    return [(since, until, finding.reason(number)) for since, until, number in spells]
+    return [
+        Alarm(name, metric, since, until if until < steps[-1] else None, reason(number))
+        for since, until, number in spells
+    ]

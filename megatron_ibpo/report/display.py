@@ -1,7 +1,9 @@
 """Display of a run on the terminal: its named sizes, each with its meaning, and the progress of the steps."""
 
+import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console, Group
@@ -79,46 +81,29 @@ class ProgressDisplay:
         if self._step == self._first_step:
             self._start = time.monotonic() - sum(seconds.values())  # start-up is not part of the estimate
         self._step = step
+        values = "  ".join(f"{label} {metrics[k]:.4g}" for k, label in METRIC_LABELS.items() if k in metrics)
+        sampling = "  ".join(_sampling(metrics))
+        total, stages = sum(seconds.values()), _stages(seconds)
+        per_step = (time.monotonic() - self._start) / max(1, step - self._first_step)
+        eta = _clock(per_step * (self._num_steps - step))
         if not self.console.is_terminal:
-            self.print(self._line(metrics, seconds))
+            words = [f"step {step}/{self._num_steps}", values, sampling]
+            words += [f"{total:.1f} s ({stages})", f"eta {eta}"]
+            self.print("  ".join(filter(None, words)))
             return
         if self._live is None:
             self._live = Live(console=self.console, auto_refresh=False)
             self._live.start()
-        self._live.update(self._panel(metrics, seconds), refresh=True)
+        bar = ProgressBar(total=self._num_steps, completed=step)
+        lines = [values, sampling, f"{total:.1f} s per step: {stages}"]
+        title = f"step {step} of {self._num_steps}, {eta} to go"
+        panel = Panel(Group(bar, *map(Text, filter(None, lines))), title=title, title_align="left")
+        self._live.update(panel, refresh=True)
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def _eta_seconds(self) -> float:
-        per_step = (time.monotonic() - self._start) / max(1, self._step - self._first_step)
-        return per_step * (self._num_steps - self._step)
-
-    def _line(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> str:
-        parts = [f"step {self._step}/{self._num_steps}"]
-        parts += [f"{label} {metrics[name]:.4g}" for name, label in METRIC_LABELS.items() if name in metrics]
-        parts += _sampling(metrics)
-        parts.append(f"{sum(seconds.values()):.1f} s ({_stages(seconds)})")
-        parts.append(f"eta {_clock(self._eta_seconds())}")
-        return "  ".join(parts)
-
-    def _panel(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> Panel:
-        values = Table.grid(padding=(0, 3))
-        names = [name for name in METRIC_LABELS if name in metrics]
-        for _ in names:
-            values.add_column(justify="right")
-        values.add_row(*(Text(METRIC_LABELS[name], style="dim") for name in names))
-        values.add_row(*(f"{metrics[name]:.4g}" for name in names))
-        sampling = Text("  ".join(_sampling(metrics)))
-        times = Text(f"{sum(seconds.values()):.1f} s per step: {_stages(seconds)}", style="dim")
-        bar = Table.grid(expand=True)
-        bar.add_row(ProgressBar(total=self._num_steps, completed=self._step))
-        title = f"step {self._step} of {self._num_steps}, {_clock(self._eta_seconds())} to go"
-        return Panel(
-            Group(bar, values, *([sampling] if sampling else []), times), title=title, title_align="left"
-        )
 
 
 def _sampling(metrics: Mapping[str, float]) -> list[str]:
@@ -142,6 +127,37 @@ def _clock(seconds: float) -> str:
     minutes, full_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{full_seconds:02d}" if hours else f"{minutes}:{full_seconds:02d}"
+
+
+PROGRAM = "megatron_ibpo"
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._show(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
+@contextmanager
+def warnings_shown(show: Callable[[str], None]) -> Iterator[None]:
+    """Pass every warning of the program to `show`, from any thread, with the time of day.
+
+    Otherwise Python would print them to stderr, without the time and beside the display.
+    """
+    handler = _ConsoleHandler(show)
+    logger = logging.getLogger(PROGRAM)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def run_sizes(

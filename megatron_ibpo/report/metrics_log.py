@@ -103,20 +103,14 @@ def _tracked_run(tracker: str, run_dir: Path, config: dict[str, Any] | None) -> 
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, without an unfinished one at the end.
-
-    Raises:
-        ValueError: a line is not JSON, or not a row.
-    """
+    """Return the rows of a metrics.jsonl, without an unfinished one at the end. Raises ValueError if a line
+    is not JSON, or not a row."""
     return [read_row(line, location) for location, line in record_lines(path)]
 
 
 def read_row(line: bytes, location: str) -> dict[str, Any]:
-    """Return the row on a line of a metrics.jsonl.
-
-    Raises:
-        ValueError: the line is not JSON, or not a row.
-    """
+    """Return the row on a line of a metrics.jsonl. Raises ValueError if the line is not JSON, or not a
+    row."""
     try:
         row = read_json(line)
     except ValueError as error:
@@ -281,10 +275,7 @@ def _problems(samples: Sequence[EvalSample]) -> dict[str, dict[str, list[int | N
 
 def load_outcomes(path: Path) -> dict[int, float]:
     """Return problem → share of its sampled responses that were correct; NaN if the verifier failed on all.
-
-    Raises:
-        ValueError: the file is missing or is not what `save_outcomes` writes.
-    """
+    Raises ValueError if the file is missing or is not what `save_outcomes` writes."""
     try:
         problems = json.loads(path.read_text(encoding="utf-8"))["problems"]
         return {int(index): _share(outcomes["sampled"]) for index, outcomes in problems.items()}

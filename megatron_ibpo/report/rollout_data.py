@@ -113,22 +113,9 @@ def save_groups(
     write_whole(path, text + "\n")
 
 
-def load_groups(path: Path) -> tuple[int, list[Group]]:
-    """Return (step, groups) as they were saved, by this version or the one before it.
-
-    Raises:
-        ValueError: the file is missing or is not what `save_groups` writes.
-    """
-    recorded = load_step(path)
-    return recorded.step, recorded.groups
-
-
 def load_step(path: Path) -> RecordedStep:
-    """Return a step as it was saved, by this version or the ones before it.
-
-    Raises:
-        ValueError: the file is missing or is not what `save_groups` writes.
-    """
+    """Return a step as it was saved, by this version or the ones before it. Raises ValueError if the file is
+    missing or is not what `save_groups` writes."""
     try:
         text = read_user_file(path, RECORD_BYTES)
     except OSError as error:
@@ -405,11 +392,7 @@ def keep_samples(
     explanations: Sequence[GroupExplanation] = (),
 ) -> None:
     """Write the first groups of a step with what was trained on and why, without the choices of routers and
-    sampling masks.
-
-    Raises:
-        TypeError: a prompt's metadata holds what JSON cannot keep.
-    """
+    sampling masks. Raises TypeError if a prompt's metadata holds what JSON cannot keep."""
     first = _first_groups(groups)
     trained = [sequence for sequence in sequences if sequence.group < len(first)]
     path = rollout_path(run_dir / SAMPLES, step)

@@ -111,11 +111,8 @@ def holds_work(run_dir: Path) -> bool:
 
 
 def run_settings(run_dir: Path) -> dict[str, Any]:
-    """Return the settings that a run was made with, all keys resolved.
-
-    Raises:
-        ValueError: `run_dir` is not a run's directory, or its settings cannot be read.
-    """
+    """Return the settings that a run was made with, all keys resolved. Raises ValueError if `run_dir` is not
+    a run's directory, or its settings cannot be read."""
     path = run_dir / CONFIG_FILE
     if not path.exists():
         raise ValueError(f"{run_dir.absolute()} holds no {CONFIG_FILE}: is it the directory of a run?")
@@ -126,11 +123,8 @@ def run_settings(run_dir: Path) -> dict[str, Any]:
 
 
 def run_tokenizer(run_dir: Path) -> Tokenizer:
-    """Return the tokenizer that a run was made with, from the run's own directory.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-    """
+    """Return the tokenizer that a run was made with, from the run's own directory. Raises ValueError if there
+    is none, or it cannot be read."""
     return load_tokenizer(run_dir / _TOKENIZER)
 
 
@@ -203,10 +197,8 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Hold `run_dir`, which is created, until the end of the block or of this process, however it ends.
 
     The kernel holds the lock; the file stays and only names the holder. On NFS the lock works across machines
-    if the file system supports locks; if it does not, a line says so.
-
-    Raises:
-        ConfigError: another run holds it, which is named; or it cannot be written.
+    if the file system supports locks; if it does not, a line says so. Raises ConfigError: another run holds
+    it, which is named; or it cannot be written.
     """
     path = run_dir / LOCK_FILE
     try:

@@ -1,13 +1,13 @@
-"""The report of a run: one object to which the loop reports its events."""
+"""The report of a run, one object to which the loop reports its events; and that of an evaluation on its
+own."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -19,7 +19,16 @@ from megatron_ibpo.basics.redaction import without_keys
 from megatron_ibpo.basics.text import counted
 from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.evaluate import SetEvaluation
-from megatron_ibpo.report.display import ProgressDisplay, Size, plain_table, sizes_table
+from megatron_ibpo.evaluate.sets import finish_results
+from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE, samples_path
+from megatron_ibpo.report.display import (
+    ProgressDisplay,
+    Size,
+    open_console,
+    plain_table,
+    sizes_table,
+    warnings_shown,
+)
 from megatron_ibpo.report.metrics_log import MetricsLog
 from megatron_ibpo.report.run_dir import (
     METRICS_FILE,
@@ -30,7 +39,7 @@ from megatron_ibpo.report.run_dir import (
     write_whole,
 )
 from megatron_ibpo.report.stages import Forecast, error_line
-from megatron_ibpo.report.summary import HELD_OUT_LOSS, break_even_lines, summarise
+from megatron_ibpo.report.summary import HELD_OUT_LOSS, break_even_lines, measures, summarise
 
 
 class Report:
@@ -66,7 +75,7 @@ class Report:
         method = config.algorithm.advantage_estimator if command == "train" else command
         self._title, self._command = f"{method}, {model}", command
         self._started = time.time() if started is None else started
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}  # by stage
         self._log = MetricsLog(
             self._run_dir,
             completed_steps=completed_steps,
@@ -147,7 +156,7 @@ class Report:
             status: end of the run: finished, interrupted, failed: …
             seconds: seconds after the last row (saving), by stage.
         """
-        from megatron_ibpo.report.run_curves import plot_curves  # slow to import, and for the driver only
+        from megatron_ibpo.report.plots import plot_curves  # slow to import, and for the driver only
 
         self._count(seconds or {})
         self._finished = True
@@ -311,37 +320,6 @@ def count_lines(counts: Mapping[str, int]) -> list[str]:
     return lines
 
 
-PROGRAM = "megatron_ibpo"
-
-
-class _ConsoleHandler(logging.Handler):
-    def __init__(self, show: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
-        self._show = show
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._show(self.format(record))
-        except Exception:
-            self.handleError(record)
-
-
-@contextmanager
-def warnings_shown(show: Callable[[str], None]) -> Iterator[None]:
-    """Pass every warning of the program to `show`, from any thread, with the time of day.
-
-    Otherwise Python would print them to stderr, without the time and beside the display.
-    """
-    handler = _ConsoleHandler(show)
-    logger = logging.getLogger(PROGRAM)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-
-
 _BEFORE_AND_AFTER = {
     "loss": ("training loss per token", "step"),
     HELD_OUT_LOSS: ("held-out loss per token", "evaluation"),
@@ -371,4 +349,62 @@ def supervised_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for metric, name in _TOTALS.items():
         if steps:
             table.add_row(name, "", f"{sum(row[metric] for row in steps):,}")
+    return table
+
+
+# ------------------------------------------------------------------------------ an evaluation on its own
+
+EVALUATION_PLOT = "evaluation.png"
+
+
+def report_evaluation(
+    run_dir: Path,
+    policy: str,
+    evaluated: Sequence[SetEvaluation],
+    *,
+    seconds: Mapping[str, float],
+    counts: Mapping[str, int],
+) -> None:
+    """Finish results.json, draw evaluation.png, and show the measures.
+
+    Args:
+        policy: the evaluated policy.
+        seconds: seconds of this process by stage.
+        counts: numbers of deaths.
+    """
+    from megatron_ibpo.report.plots import plot_evaluation  # slow to import
+
+    console = open_console()
+    rounded = {name: round(value, 2) for name, value in seconds.items()}
+    content = finish_results(run_dir, evaluated, {"seconds_by_stage": rounded, "counts": dict(counts)})
+    plot_evaluation(content["sets"], run_dir / EVALUATION_PLOT, title=Path(policy).name)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    for set_evaluation in evaluated:
+        say(f"{set_evaluation.set.name}: {set_evaluation.evaluation}")
+    console.print(_measures_table(content["sets"], [set_evaluation.set.name for set_evaluation in evaluated]))
+    files = [
+        RESULTS_FILE,
+        *(samples_path(run_dir, set_evaluation.set.name).name for set_evaluation in evaluated),
+        EVALUATION_PLOT,
+    ]
+    for file in files:
+        say(str(run_dir / file))
+
+
+def _measures_table(sets: Mapping[str, Any], names: Sequence[str]) -> Table:
+    """Return a table with a line per measure of each set."""
+    table = plain_table(("set", ""), ("share", "95 % interval"))
+    for name in names:
+        entry = sets[name]
+        for measure, metric in measures(entry["measures"]).items():
+            low, high = entry["intervals"][metric]
+            row = (measure_name(measure), f"{entry['measures'][metric]:.3f}", f"{low:.3f} to {high:.3f}")
+            table.add_row(name, *row)
+        for metric, words in (("truncated_share", "cut off"), ("no_answer_share", "without an answer")):
+            if metric in entry["measures"]:
+                table.add_row(name, words, f"{entry['measures'][metric]:.3f}", "")
+        table.add_section()
     return table

@@ -1,7 +1,7 @@
 """Seconds by stage of the start and of the loop, and the error of a prediction of them."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -40,10 +40,6 @@ class Stages:
             self._seconds[name] = self._seconds.get(name, 0.0) + own_seconds
             if self._inner:
                 self._inner[-1] += elapsed
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere."""
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
         """Return the seconds by stage since the last call."""
@@ -94,15 +90,10 @@ def error_line(predicted: Mapping[str, float], errors: Mapping[str, float]) -> s
 
 
 class StartLines:
-    """Shows a line as each stage of a start begins, and at the end the seconds of every stage."""
+    """Prints a line as each stage of a start begins, and at the end the seconds of every stage; at once also
+    where the output is a file."""
 
-    def __init__(self, show: Callable[[str], None] = lambda line: print(line, flush=True)) -> None:
-        """Begin to count seconds.
-
-        Args:
-            show: shows a line, at once also where the output is a file.
-        """
-        self._show = show
+    def __init__(self) -> None:
         self._began = time.monotonic()
         self._stages: list[tuple[str, float]] = []
 
@@ -110,11 +101,11 @@ class StartLines:
         """Show that a stage begins; the one before it has ended."""
         now = time.monotonic()
         self._stages.append((stage, now))
-        self._show(f"start, {now - self._began:.1f} s: {stage} …")
+        print(f"start, {now - self._began:.1f} s: {stage} …", flush=True)
 
     def end(self) -> None:
         """Show the seconds of all stages."""
         now = time.monotonic()
         ends = [*(began for _, began in self._stages[1:]), now]
         parts = (f"{stage} {end - began:.1f}" for (stage, began), end in zip(self._stages, ends, strict=True))
-        self._show(f"started in {now - self._began:.1f} s: {', '.join(parts)}")
+        print(f"started in {now - self._began:.1f} s: {', '.join(parts)}", flush=True)

@@ -222,8 +222,8 @@ def _standing(
 
 
 def _share(successes: float, trials: float) -> dict[str, float]:
-    low, high = wilson(successes / trials, int(trials))
-    return {"estimate": successes / trials, "low": max(low, 0.0), "high": min(high, 1.0)}
+    low, high = wilson(successes / trials, trials)
+    return {"estimate": successes / trials, "low": low, "high": high}
 
 
 def break_even_lines(comparison: dict[str, Any] | None) -> list[str]:

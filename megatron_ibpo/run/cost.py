@@ -52,11 +52,7 @@ class Spent:
         for name, value in stored.items():
             if type(value) not in (int, float) or not 0 <= value < math.inf:
                 raise ValueError(f"spent: {name} must be a number of at least 0, is {shown(value)}")
-        # states from before a currency was tracked: nothing was shared, nothing left out
-        older = {f"{name}_shared_prefixes": stored.get(name, 0.0) for name in ("tokens", "flops")}
-        decoding = (DECODING_PRICE - 1) * stored.get("flops_decoding", 0.0)
-        older["flops_charged"] = stored.get("flops", 0.0) + decoding
-        return cls(**older | stored)
+        return cls(**stored)
 
     def metrics(self) -> dict[str, float]:
         """Return the cost for the metrics log."""

@@ -26,11 +26,10 @@ from megatron_ibpo.engines.registry import start_timeout
 from megatron_ibpo.evaluate import KeptSamples, set_settings
 from megatron_ibpo.models import ModelShape, least_world
 from megatron_ibpo.rewards import Verifier
-from megatron_ibpo.run.inputs import Inputs, Judges, open_inputs, open_judges
+from megatron_ibpo.run.inputs import Inputs, Judges, RunData, open_inputs, open_judges
 from megatron_ibpo.run.preflight import check_inputs, check_judges
 from megatron_ibpo.run.resolve import ResolvedConfig, check_model_layout, read_foundation, resolve
 from megatron_ibpo.run.rollouts import Rollouts, open_episodes, open_rollouts
-from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.run.state import Launched, Processes, Run
 from megatron_ibpo.weights.transfer.link import UpdateOrder
 
@@ -46,22 +45,25 @@ class OnCluster:
     """Seconds to wait for nodes while the cluster has too few."""
 
     def check(self, config: Config, shape: ModelShape) -> None:
-        """Refuse a layout that cannot hold the model. If the number of trainers is not known before Ray has
-        counted GPUs, the fewest that the layout takes are assumed."""
+        """Refuse a model or a layout, as far as that shows before devices are counted: if the number of
+        trainers is not known yet, the fewest that the layout takes are assumed. Raises ValueError."""
         check_model_layout(shape, config, config.cluster.num_trainers or least_world(config.parallel))
 
     def connect(self, config: Config) -> AbstractContextManager[Callable[[], None]]:
-        """Connect to the Ray of --ray-address or RAY_ADDRESS, or start one, in a thread."""
+        """Connect to the Ray of --ray-address or RAY_ADDRESS, or start one, in a thread. The context gives a
+        function that waits for it."""
         return _starting(_ray_of(config))
 
     def place(self, config: Config, *, samples: bool = True) -> Placement:
-        """Place trainers and engines on the nodes of the cluster, once it has room for them."""
+        """Place trainers and, if the run `samples`, engines on the nodes of the cluster, once it has room for
+        them. Raises ValueError if it is too small, or settings do not suit its devices."""
         return place_run(config, samples=samples, wait=self.node_wait)
 
     def launch(
         self, resolved: ResolvedConfig, inputs: Inputs, judges: Judges, stack: ExitStack
     ) -> Launched[Processes]:
-        """Start the processes of trainers, engines and verifiers."""
+        """Start the processes of trainers, engines and verifiers. `stack` ends them. This, and `build`, raise
+        ValueError, OSError, EngineError or ProcessDiedError if one does not start."""
         config, placement = resolved.config, resolved.placement
         group = stack.enter_context(reserved(placement))
         trainers = Trainers(group, placement)
@@ -99,7 +101,7 @@ class OnCluster:
         return Launched(memory, build)
 
     def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[tuple[Trainers, str]]:
-        """Start the processes of trainers."""
+        """Start trainers, for training without sampling, and say on which nodes. Raises as `launch`."""
         placement = resolved.placement
         trainers = Trainers(stack.enter_context(reserved(placement)), placement)
         stack.callback(trainers.close)

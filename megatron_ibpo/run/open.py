@@ -15,7 +15,6 @@ from megatron_ibpo.report import Report, Stages, run_sizes
 from megatron_ibpo.report.run_dir import DiskWait
 from megatron_ibpo.report.stages import Forecast, StartLines
 from megatron_ibpo.rewards import Verifier
-from megatron_ibpo.run.checks import check_loss_of_run, doubtful_settings
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.inputs import (
     Inputs,
@@ -29,6 +28,7 @@ from megatron_ibpo.run.inputs import (
 from megatron_ibpo.run.preflight import check_inputs, check_judges, check_model, preflight
 from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation, resolve
 from megatron_ibpo.run.rollouts import open_episodes, open_rollouts
+from megatron_ibpo.run.settings import check_loss_of_run, doubtful_settings
 from megatron_ibpo.run.state import Backend, Processes, Progress, Run
 from megatron_ibpo.sampling.groups import JournalMemory
 
@@ -68,7 +68,7 @@ def open_run(config: Config, node_wait: float = 0.0, started: float | None = Non
             wait_connected()
             resolved = resolve(inputs.config, foundation, backend.place(inputs.config))
             launched = backend.launch(resolved, inputs, judges, stack)
-            forecast = preflight(resolved, inputs.weights, launched.memory)
+            forecast = preflight(resolved, launched.memory)
             starting("trainers and engines")
             processes = launched.build(point.checkpoint)
             starting("the run's records")

@@ -22,6 +22,7 @@ from megatron_ibpo.config import RolloutConfig
 from megatron_ibpo.credit import Operator, Vocabulary, part_in_prompt
 from megatron_ibpo.credit.corrections import CompareAndCorrect
 from megatron_ibpo.credit.pairing import draw, is_wrong
+from megatron_ibpo.evaluate.accuracy import wilson
 from megatron_ibpo.report import jsonable
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.requests import group_requests
@@ -100,12 +101,8 @@ def corrects(operator: Operator) -> bool:
 
 
 async def try_corrections(sampler: Sampler, prompts: Sequence[Prompt], asking: Asking) -> Trials:
-    """Answer the prompts as in training, and replace wrong responses.
-
-    Raises:
-        ValueError: a prompt leaves no room for a response.
-        EngineError: an engine died and cannot be replaced.
-    """
+    """Answer the prompts as in training, and replace wrong responses. Raises ValueError if a prompt leaves no
+    room for a response, and EngineError if an engine died and cannot be replaced."""
     seed, size = derive_seed("operator skill", asking.seed), asking.rollout.n_samples_per_prompt
     requests = group_requests(prompts, asking.rollout, seed=seed, step=0, prompt_ids=asking.prompt_ids)
     prompt_requests = [(prompts[number // size], request) for number, request in enumerate(requests)]
@@ -266,9 +263,8 @@ def success_rate(prompts: Sequence[int], successes: Sequence[bool]) -> Interval:
     clustered, plain = _variance(prompts, values), rate * (1 - rate) / number
     if clustered > plain > 0:
         number *= plain / clustered
-    middle = (rate + Z * Z / (2 * number)) / (1 + Z * Z / number)
-    half = Z / (1 + Z * Z / number) * math.sqrt(rate * (1 - rate) / number + (Z / (2 * number)) ** 2)
-    return {"estimate": rate, "low": max(0.0, middle - half), "high": min(1.0, middle + half)}
+    low, high = wilson(rate, number)
+    return {"estimate": rate, "low": low, "high": high}
 
 
 def _mean_of_prompts(prompts: Sequence[int], values: Sequence[float]) -> Interval | None:

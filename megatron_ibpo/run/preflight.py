@@ -22,7 +22,6 @@ from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.models import ModelShape, read_hf_config
-from megatron_ibpo.models.lora import TrainedWeights
 from megatron_ibpo.report.run_dir import locked, prepare_run_dir
 from megatron_ibpo.report.stages import Forecast
 from megatron_ibpo.rewards import (
@@ -33,10 +32,16 @@ from megatron_ibpo.rewards import (
     named_rm_types,
     reward_functions,
 )
-from megatron_ibpo.run.checks import check_run
-from megatron_ibpo.run.inputs import Inputs, Judges
+from megatron_ibpo.run.inputs import (
+    Inputs,
+    Judges,
+    RunData,
+    environments_of,
+    open_run_data,
+    scored_by_verifiers,
+)
 from megatron_ibpo.run.resolve import ResolvedConfig, read_foundation
-from megatron_ibpo.run.run_data import RunData, environments_of, open_run_data, scored_by_verifiers
+from megatron_ibpo.run.settings import check_run
 from megatron_ibpo.run.state import Backend
 from megatron_ibpo.run.trial import credit_functions, try_credit, try_environment, try_rewards
 from megatron_ibpo.weights.formats.checkpoint_files import has_weights
@@ -67,10 +72,10 @@ def check_inputs(inputs: Inputs, stack: ExitStack) -> None:
     """
     from megatron_ibpo.weights.formats.hugging_face import check_checkpoint  # imports torch
 
-    config = inputs.config
-    check_checkpoint(inputs.foundation.hf_dir, inputs.foundation.shape)
+    config, shape = inputs.config, inputs.foundation.shape
+    check_checkpoint(inputs.foundation.hf_dir, shape, trains=inputs.trains)
     stack.enter_context(locked(config.run.run_dir))
-    prepare_run_dir(config, checkpoint_bytes=disk_bytes(config, inputs.weights) if inputs.trains else 0)
+    prepare_run_dir(config, checkpoint_bytes=disk_bytes(config, shape) if inputs.trains else 0)
     check_servers(config.data, inputs.rm_types)
 
 
@@ -86,9 +91,7 @@ def check_judges(inputs: Inputs, judges: Judges) -> None:
     try_user_code(config, context, inputs.data, pool, environments, trains=inputs.trains, logs=logs)
 
 
-def preflight(
-    resolved: ResolvedConfig, weights: TrainedWeights, memory: Mapping[int, int]
-) -> Callable[[str], Forecast]:
+def preflight(resolved: ResolvedConfig, memory: Mapping[int, int]) -> Callable[[str], Forecast]:
     """Refuse a run for which a node's main memory is too small.
 
     Args:
@@ -100,14 +103,12 @@ def preflight(
     Raises:
         ValueError: what is missing, where, and what to change.
     """
-    from megatron_ibpo.plan.node_memory import check_main_memory  # these import torch
+    from megatron_ibpo.plan.feasibility import check_main_memory  # these import torch
     from megatron_ibpo.plan.prediction import forecast
 
     config, shape = resolved.config, resolved.shape
     if memory:
-        check_main_memory(
-            config, shape, resolved.overrides, resolved.engine_needs, weights, resolved.placement, memory
-        )
+        check_main_memory(config, shape, resolved.placement, memory)
     return partial(forecast, config, shape, resolved.world_size)
 
 
@@ -136,9 +137,12 @@ def dry_run(config: Config) -> int:
     return status
 
 
-def disk_bytes(config: Config, weights: TrainedWeights) -> int:
+def disk_bytes(config: Config, shape: ModelShape) -> int:
     """Return the most bytes that a run keeps on disk at one time."""
-    return kept_bytes(config, parameters=weights.parameters, trained=weights.trained)
+    from megatron_ibpo.plan.parameter_count import count_parameters
+
+    parameters, trained = count_parameters(shape, config)
+    return kept_bytes(config, parameters=parameters, trained=trained)
 
 
 def try_user_code(
@@ -193,7 +197,9 @@ def check_user_code(config: Config) -> str | None:
     sources = [read_spec(spec).location for spec in config.data.prompt_data]
     files = [source for source in sources if not source.startswith((SCHEME, OWN_SCHEME))]
     hf_dir = config.model.hf_dir
-    if not (files or _has_user_code(config)):
+    rewards = [config.data.rm_type, *config.data.reward_weights]
+    names_code = any(map(is_import_path, rewards)) or bool(credit_functions(config.algorithm))
+    if not (files or names_code or config.environment.environment is not None):
         return None
     has_tokenizer = any((hf_dir / name).exists() for name in TOKENIZER_FILES)
     if not sources or not has_tokenizer or not all(Path(file).exists() for file in files):
@@ -212,12 +218,3 @@ def check_user_code(config: Config) -> str | None:
             environments = stack.enter_context(EnvironmentPool(config.environment))
         try_user_code(config, foundation.max_context, data, pool, environments, trains=True, logs=None)
     return None
-
-
-def _has_user_code(config: Config) -> bool:
-    rewards = [config.data.rm_type, *config.data.reward_weights]
-    return (
-        any(map(is_import_path, rewards))
-        or config.environment.environment is not None
-        or bool(credit_functions(config.algorithm))
-    )

@@ -9,19 +9,18 @@ from megatron_ibpo.config import Config, ConfigError
 from megatron_ibpo.credit import Method, find_method
 from megatron_ibpo.data import PromptSource
 from megatron_ibpo.data.tokenizer import read_eos_token_ids
-from megatron_ibpo.engines.protocol import EngineNeeds, EngineSettings
+from megatron_ibpo.engines.protocol import EngineSettings
 from megatron_ibpo.engines.registry import (
     all_readers,
     check_model,
     check_truncation,
-    engine_needs,
     fallback_note,
     on_device,
     run_settings,
 )
 from megatron_ibpo.models import ModelShape, check_layout, read_hf_config, world_problems
 from megatron_ibpo.models.lora import check_lora
-from megatron_ibpo.policy.overrides import Overrides, read_overrides
+from megatron_ibpo.policy.overrides import read_overrides
 
 
 @dataclass(frozen=True)
@@ -59,19 +58,9 @@ class ResolvedConfig:
         return self.foundation.shape
 
     @cached_property
-    def overrides(self) -> Overrides:
-        """Values of --model-override and --optimizer-override."""
-        return read_overrides(self.config)
-
-    @cached_property
     def logprob_readers(self) -> tuple[str, ...]:
         """Settings under which the loss reads the engine's log-probs. Reading it imports torch."""
         return tuple(all_readers(self.config))
-
-    @cached_property
-    def engine_needs(self) -> EngineNeeds:
-        """Return the memory that an engine takes of its device."""
-        return engine_needs(self.config, on_gpu=self.placement.on_gpu)
 
     @property
     def world_size(self) -> int:
@@ -88,12 +77,9 @@ class ResolvedConfig:
 
 
 def read_foundation(config: Config) -> Foundation:
-    """Read the model's config.json, and build the method.
-
-    Raises:
-        ValueError: there is no usable config.json, --rollout-max-context-len exceeds the model's context or
-            leaves no room for a prompt, or a parameter of the method is out of range.
-    """
+    """Read the model's config.json, and build the method. Raises ValueError if there is no usable
+    config.json, --rollout-max-context-len exceeds the model's context or leaves no room for a prompt, or a
+    parameter of the method is out of range."""
     hf_dir, rollout = config.model.hf_dir, config.rollout
     shape = read_hf_config(hf_dir)
     limit, longest = shape.max_position_embeddings, rollout.rollout_max_response_len

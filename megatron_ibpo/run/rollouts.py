@@ -35,11 +35,10 @@ from megatron_ibpo.evaluate import (
     evaluate,
 )
 from megatron_ibpo.journal import ClosedBatch, LostStepError
-from megatron_ibpo.report import load_groups, rollout_path
+from megatron_ibpo.report import load_step, rollout_path
 from megatron_ibpo.rewards import Verifier
-from megatron_ibpo.run.inputs import Judges
+from megatron_ibpo.run.inputs import Judges, RunData
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig
-from megatron_ibpo.run.run_data import RunData
 from megatron_ibpo.sampling.ahead import Ahead, Pace
 from megatron_ibpo.sampling.episodes import Episodes
 from megatron_ibpo.sampling.groups import (
@@ -58,57 +57,28 @@ T = TypeVar("T")
 
 
 class Engines(Protocol):
-    """The engines of a run, as the loop and the sampler use them: those of a cluster (`cluster.Engines`), or
-    one in this process."""
+    """The engines of a run, as the loop and the sampler use them: those of a cluster
+    (`cluster.engines.Engines` says what each method does), or one in this process."""
 
     @property
-    def version(self) -> int:
-        """Policy version of the engines' weights."""
-
+    def version(self) -> int: ...
     @property
-    def prefix_caching(self) -> bool:
-        """True if engines compute the shared prefix of a prompt's requests once."""
-
-    def clients(self) -> Sequence[AsyncEngine]:
-        """Return all engines, by index."""
-
-    async def revive(self, index: int) -> AsyncEngine:
-        """Replace a dead engine by a new one, return it once it has the present weights; EngineError if
-        impossible."""
-
+    def prefix_caching(self) -> bool: ...
     @property
-    def count(self) -> int:
-        """Total number of engines."""
-
+    def count(self) -> int: ...
     @property
-    def alive(self) -> int:
-        """Number of engines that can take requests."""
-
+    def alive(self) -> int: ...
     @property
-    def reproducible(self) -> bool:
-        """True if an idle engine computes the same requests in the same batches every time."""
-
-    def sleep(self) -> None:
-        """Release shared devices to the trainers."""
-
-    def wake(self) -> None:
-        """Get ready to sample again."""
-
-    def admit(self) -> None:
-        """Admit engines that are up again, while the trainers are idle."""
-
-    def update_weights(self, version: int) -> dict[str, float]:
-        """Load the trainers' weights as policy `version`, and return metrics of the update."""
-
-    def meet_trainers(self) -> None:
-        """Connect to trainers that have just started."""
-
-    def idle(self, index: int) -> IdleEngine:
-        """Return one engine for the caller's exclusive use."""
-
-    def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]:
-        """Provide a fresh engine with the weights of `hf_dir` as version 0, in place of the engine at
-        `index`."""
+    def reproducible(self) -> bool: ...
+    def clients(self) -> Sequence[AsyncEngine]: ...
+    async def revive(self, index: int) -> AsyncEngine: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+    def admit(self) -> None: ...
+    def update_weights(self, version: int) -> dict[str, float]: ...
+    def meet_trainers(self) -> None: ...
+    def idle(self, index: int) -> IdleEngine: ...
+    def fresh(self, index: int, hf_dir: Path) -> AbstractContextManager[IdleEngine]: ...
 
 
 @contextmanager
@@ -182,8 +152,8 @@ class RecordedRollouts:
         self, step: int, context: CreditContext, meanwhile: Callable[[], None] | None = None
     ) -> list[Group]:
         """Return groups as `LiveRollouts`. Raises ValueError if the recording is incomplete."""
-        _, groups = load_groups(rollout_path(self.directory, step + 1))
-        return replay(groups, self.operator, context)
+        recorded = load_step(rollout_path(self.directory, step + 1))
+        return replay(recorded.groups, self.operator, context)
 
     def past(self, steps: range, context: Callable[[int], CreditContext]) -> Iterator[list[Group]]:
         return (self.groups(step, context(step)) for step in steps)
@@ -242,7 +212,12 @@ class LiveRollouts:
         self.sampler.version = self.fleet.version
         memory = self.memory
         if memory is not None and (closed := memory.batch(step + 1)) is not None:
-            return self._replayed(closed, memory, context)
+            # an earlier process sampled these, but did not save the training on them
+            recorded = self._recorded(closed, memory, context)
+            self._under_way.close(closed)
+            self.sampled = [sample for group in recorded for sample in group.samples]
+            self.metrics = {"groups_replayed": float(len(recorded))}
+            return recorded
         groups = GroupSampler(self.sampler, self.foundation.method.operator, self._rules(), memory)
         sample = self._sample_synchronous if self._pace is None else self._sample_ahead
         batch = sample(step, groups, context, meanwhile)
@@ -251,14 +226,6 @@ class LiveRollouts:
         if memory is not None:
             self._under_way.close(memory.close(step + 1, batch))
         return batch.groups
-
-    def _replayed(self, closed: ClosedBatch, memory: JournalMemory, context: CreditContext) -> list[Group]:
-        """Return groups that an earlier process sampled, but did not save the training on."""
-        groups = self._recorded(closed, memory, context)
-        self._under_way.close(closed)
-        self.sampled = [sample for group in groups for sample in group.samples]
-        self.metrics = {"groups_replayed": float(len(groups))}
-        return groups
 
     def _recorded(self, closed: ClosedBatch, memory: JournalMemory, context: CreditContext) -> list[Group]:
         """Return a batch from the journal."""

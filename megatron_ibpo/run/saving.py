@@ -19,12 +19,8 @@ T = TypeVar("T")
 
 def save_if_due(run: Run) -> None:
     """Start a Megatron checkpoint after the last step and every --save-interval steps or
-    --save-interval-minutes; continue one in progress. Export every --export-interval steps.
-
-    Raises:
-        OSError, CheckpointError: a save failed.
-        DiskFullError: the disk was full for longer than --disk-wait.
-    """
+    --save-interval-minutes; continue one in progress. Export every --export-interval steps. Raises OSError or
+    CheckpointError if a save failed, and DiskFullError if the disk was full for longer than --disk-wait."""
     settings, step = run.config.run, run.progress.step
     if not settings.save:
         if _journal_is_full(run):

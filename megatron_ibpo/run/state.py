@@ -21,10 +21,9 @@ from megatron_ibpo.report import Report, Stages
 from megatron_ibpo.report.run_dir import DiskWait
 from megatron_ibpo.rewards import Pool
 from megatron_ibpo.run.cost import CostMeter
-from megatron_ibpo.run.inputs import Inputs, Judges
+from megatron_ibpo.run.inputs import Inputs, Judges, RunData
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig
 from megatron_ibpo.run.rollouts import Engines, Rollouts
-from megatron_ibpo.run.run_data import RunData
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -151,31 +150,15 @@ class Launched(Generic[T_co]):
 
 
 class Backend(Protocol):
-    """A way to start the processes of a run: on a cluster, or all in the driver's own process."""
+    """A way to start the processes of a run: on a cluster (`on_cluster.OnCluster` says what each method
+    does), or all in the driver's own process."""
 
-    def check(self, config: Config, shape: ModelShape) -> None:
-        """Refuse a model or a layout, as far as that shows before devices are counted. Raises ValueError if
-        this back end cannot run it."""
-
-    def connect(self, config: Config) -> AbstractContextManager[Callable[[], None]]:
-        """Connect to the cluster in the background. The context gives a function that waits for it."""
-
-    def place(self, config: Config, *, samples: bool = True) -> Placement:
-        """Return the place of every process.
-
-        Args:
-            samples: False for training without engines.
-
-        Raises:
-            ValueError: the cluster is too small, or settings do not suit its devices.
-        """
-
+    def check(self, config: Config, shape: ModelShape) -> None: ...
+    def connect(self, config: Config) -> AbstractContextManager[Callable[[], None]]: ...
+    def place(self, config: Config, *, samples: bool = True) -> Placement: ...
     def launch(
         self, resolved: ResolvedConfig, inputs: Inputs, judges: Judges, stack: ExitStack
-    ) -> Launched[Processes]:
-        """Start the processes of trainers, engines and verifiers. `stack` ends them. This, and `build`, raise
-        ValueError, OSError, EngineError or ProcessDiedError if one does not start."""
-
-    def launch_trainers(self, resolved: ResolvedConfig, stack: ExitStack) -> Launched[tuple[RankCalls, str]]:
-        """Start trainers, for training without sampling, and say on which nodes. `stack` ends them; raises as
-        `launch`."""
+    ) -> Launched[Processes]: ...
+    def launch_trainers(
+        self, resolved: ResolvedConfig, stack: ExitStack
+    ) -> Launched[tuple[RankCalls, str]]: ...

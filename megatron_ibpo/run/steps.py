@@ -20,8 +20,8 @@ from megatron_ibpo.data.hub import prepare_upload, upload_export, with_local_cop
 from megatron_ibpo.engines.registry import check_recorded
 from megatron_ibpo.run import observers, saving
 from megatron_ibpo.run import open as opening
-from megatron_ibpo.run.checks import check_installed, check_settings
 from megatron_ibpo.run.saving import admit_engines, remember, sleep_engines, surviving, wake_engines
+from megatron_ibpo.run.settings import check_installed, check_settings
 from megatron_ibpo.run.state import Run, context
 from megatron_ibpo.run.stop_request import StopRequest
 
@@ -178,12 +178,8 @@ class OpenRun:
         return self
 
     def __next__(self) -> Step:
-        """Return the next step, after training it.
-
-        Raises:
-            StopIteration: all steps are done.
-            ValueError: the run is closed.
-        """
+        """Return the next step, after training it. Raises StopIteration: all steps are done, and ValueError
+        if the run is closed."""
         if self._is_closed:
             raise ValueError(
                 "this run is closed: open it again, with its directory as `load`, to train further"

@@ -26,7 +26,6 @@ from megatron_ibpo.config.config import flag
 from megatron_ibpo.data import DataError, PromptSource, Tokenizer, load_tokenizer, open_sources
 from megatron_ibpo.data.demonstrations import Demonstration, DemonstrationReader
 from megatron_ibpo.models import forward_flops
-from megatron_ibpo.models.lora import TrainedWeights, adapter_entries
 from megatron_ibpo.policy.group import About, Policy
 from megatron_ibpo.policy.overrides import check_overrides
 from megatron_ibpo.report import Report, Size, Stages, prepare_run_dir, run_sizes
@@ -57,11 +56,8 @@ _METRICS_OF_SAMPLING = {
 
 def supervised(config: Config) -> tuple[Config, list[str]]:
     """Return the configuration with the likelihood as its loss and without sampling and credit, and the flags
-    of settings that have no effect. So a recipe for RL serves with its model, layout and optimizer.
-
-    Raises:
-        ConfigError: a setting that only `ibpo train` supports, or one that is invalid.
-    """
+    of settings that have no effect. So a recipe for RL serves with its model, layout and optimizer. Raises
+    ConfigError for a setting that only `ibpo train` supports, or one that is invalid."""
     loss, rollout, run = config.loss, config.rollout, config.run
     chosen = replace(
         config,
@@ -163,12 +159,9 @@ class SupervisedRun:
         self.evaluated = self.step
 
     def save_if_due(self) -> None:
-        """Begin a checkpoint at the end and every --save-interval steps or --save-interval-minutes.
-
-        Raises:
-            OSError, CheckpointError: a save failed.
-            DiskFullError: the disk was full for longer than --disk-wait.
-        """
+        """Begin a checkpoint at the end and every --save-interval steps or --save-interval-minutes. Raises
+        OSError or CheckpointError if a save failed, and DiskFullError if the disk was full for longer than
+        --disk-wait."""
         run = self.config.run
         with self.stages("save"):
             if run.save and (self.done() or is_time_to_save(run, self.step, self.saved_at)):
@@ -212,11 +205,8 @@ def sequences_of(rows: Sequence[Prompt]) -> list[TrainSequence]:
 
 @contextmanager
 def open_supervised(requested_config: Config) -> Iterator[SupervisedRun]:
-    """Open a supervised run; close it, with all its processes, on the way out.
-
-    Raises:
-        ValueError, OSError, ProcessDiedError: says what is wrong, where, and what to do.
-    """
+    """Open a supervised run; close it, with all its processes, on the way out. Raises ValueError, OSError,
+    ProcessDiedError: says what is wrong, where, and what to do."""
     started = time.time()
     config, idle = supervised(requested_config)
     backend, stages, starting = choose_backend(config, 0.0), Stages(), StartLines()
@@ -228,14 +218,14 @@ def open_supervised(requested_config: Config) -> Iterator[SupervisedRun]:
             check_model(config, foundation.shape, backend)
             wait_connected = stack.enter_context(backend.connect(config))
             starting("data")
-            config, rows, held_out, weights, notes = _open_inputs(config, foundation, point.step)
+            config, rows, held_out, notes = _open_inputs(config, foundation, point.step)
             stack.enter_context(locked(config.run.run_dir))
-            prepare_run_dir(requested_config, checkpoint_bytes=disk_bytes(config, weights))
+            prepare_run_dir(requested_config, checkpoint_bytes=disk_bytes(config, foundation.shape))
             starting("places of the processes")
             wait_connected()
             resolved = resolve(config, foundation, backend.place(config, samples=False))
             launched = backend.launch_trainers(resolved, stack)
-            preflight(resolved, weights, launched.memory)
+            preflight(resolved, launched.memory)
             starting("trainers")
             trainers, placement_note = launched.build(point.checkpoint)
             about = trainers.call_all("about")[0]
@@ -265,15 +255,14 @@ def open_supervised(requested_config: Config) -> Iterator[SupervisedRun]:
 
 def _open_inputs(
     config: Config, foundation: Foundation, step: int
-) -> tuple[Config, PromptSource, list[TrainSequence], TrainedWeights, tuple[str, ...]]:
+) -> tuple[Config, PromptSource, list[TrainSequence], tuple[str, ...]]:
     """Read and check the rows and the headers of the weights. Return the settled configuration, the rows, the
-    held-out sequences, the weights, and notes for the user.
+    held-out sequences, and notes for the user.
 
     Args:
         step: completed steps; rows of the next one are tried.
     """
-    # these import torch, which takes a second
-    from megatron_ibpo.weights.formats.hugging_face import check_checkpoint, trained_elements
+    from megatron_ibpo.weights.formats.hugging_face import check_checkpoint  # imports torch: a second
 
     hf_dir, shape, context = foundation.hf_dir, foundation.shape, foundation.max_context
     tokenizer = load_tokenizer(hf_dir, embedding_rows=shape.vocab_size)
@@ -281,9 +270,8 @@ def _open_inputs(
     config = settle(config, foundation, rows)
     held_out, notes = _held_out(config, tokenizer, context)
     sequences_of(rows.batch(step, 1))
-    weights = TrainedWeights(trained_elements(hf_dir, shape), adapter_entries(config.model, shape))
     check_checkpoint(hf_dir, shape)
-    return config, rows, held_out, weights, (*rows.notes, *notes)
+    return config, rows, held_out, (*rows.notes, *notes)
 
 
 def _sizes(resolved: ResolvedConfig, about: About) -> list[Size]:

@@ -4,6 +4,7 @@ methods after an equal amount of what they spend, in several currencies."""
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
@@ -82,14 +83,11 @@ def _differences_per_seed(claim: PublishedClaim, study: Study, runs: Sequence[Ru
     return [fmean(differences[seed] for differences in by_task) for seed in seeds]
 
 
-def _accuracy(method: _Runs, baseline: _Runs, _: float) -> dict[int, float]:
+def _accuracy(
+    of_run: Callable[[RunResult], float], method: _Runs, baseline: _Runs, _: float
+) -> dict[int, float]:
     both = method.keys() & baseline.keys()
-    return {seed: method[seed].accuracy[-1][1] - baseline[seed].accuracy[-1][1] for seed in both}
-
-
-def _greedy_accuracy(method: _Runs, baseline: _Runs, _: float) -> dict[int, float]:
-    both = method.keys() & baseline.keys()
-    return {seed: method[seed].greedy - baseline[seed].greedy for seed in both}
+    return {seed: of_run(method[seed]) - of_run(baseline[seed]) for seed in both}
 
 
 def _cost(method: _Runs, baseline: _Runs, threshold: float) -> dict[int, float]:
@@ -114,8 +112,8 @@ def _correction_success(method: _Runs, baseline: _Runs, threshold: float) -> dic
 
 
 _MEASURES: dict[str, Callable[[_Runs, _Runs, float], dict[int, float]]] = {
-    "accuracy": _accuracy,
-    "greedy accuracy": _greedy_accuracy,
+    "accuracy": partial(_accuracy, lambda run: run.accuracy[-1][1]),
+    "greedy accuracy": partial(_accuracy, lambda run: run.greedy),
     "cost to threshold": _cost,
     "correction success": _correction_success,
 }
@@ -124,12 +122,8 @@ _MEASURES: dict[str, Callable[[_Runs, _Runs, float], dict[int, float]]] = {
 def read_claims(
     raw: Any, methods: Mapping[str, Any], tasks: Sequence[str], location: str
 ) -> tuple[PublishedClaim, ...]:
-    """Return the claims of a study file.
-
-    Raises:
-        ValueError: a claim with missing or unknown keys, or with a method or task that the study does not
-            have.
-    """
+    """Return the claims of a study file. Raises ValueError if a claim has missing or unknown keys, or a
+    method or task that the study does not have."""
     claims = []
     for number, entry in enumerate(raw, start=1):
         try:
@@ -180,11 +174,8 @@ class Comparison:
 
 
 def compare_all(findings: Findings) -> Comparison:
-    """Return all tables. The baseline must have runs.
-
-    Raises:
-        ValueError: it has none, or runs of a task were tested on different problems.
-    """
+    """Return all tables. The baseline must have runs. Raises ValueError if it has none, or runs of a task
+    were tested on different problems."""
     study, runs = findings.study, findings.runs
     lines = compare(study, runs)
     confirmed = _differences(study, findings.confirmation)
@@ -297,7 +288,9 @@ def _line(curves_SM: Sequence[Sequence[Points]]) -> dict[str, Any] | None:
     if any(len(curve) < _FEWEST_EVALUATIONS for pair in curves_SM for curve in pair):
         return None
     amount = min(curve[-1][0] for pair in curves_SM for curve in pair)
-    accuracy_SM = np.array([[_accuracy_at(curve, amount) for curve in pair] for pair in curves_SM])
+    accuracy_SM = np.array(
+        [[np.interp(amount, *np.transpose(curve)) for curve in pair] for pair in curves_SM]
+    )
     return {
         "amount": float(amount),
         "seeds": len(curves_SM),
@@ -305,11 +298,6 @@ def _line(curves_SM: Sequence[Sequence[Points]]) -> dict[str, Any] | None:
         "baseline_accuracy": asdict(estimate(accuracy_SM[:, 1])),
         "difference": asdict(estimate(accuracy_SM[:, 0] - accuracy_SM[:, 1])),
     }
-
-
-def _accuracy_at(curve: Points, amount: float) -> float:
-    amounts, accuracies = zip(*curve, strict=True)
-    return float(np.interp(amount, amounts, accuracies))
 
 
 def _curve(study: Study, run: RunResult, currency: str) -> Points:

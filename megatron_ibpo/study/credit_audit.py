@@ -19,22 +19,18 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Group
-from rich.table import Table
 from scipy import stats
 
 from megatron_ibpo.report.display import plain_table
 
 Array = npt.NDArray[np.float64]
-
-Measure = Callable[[Array, Array], float]
-"""(scores of the steps, the value's drops over them) → their agreement."""
-Credit = Callable[["AuditedResponse"], list[Array]]
+Credit = Callable[["AuditedResponse"], Sequence[Sequence[float] | Array]]
 """Response → its token weights; several arrays if they are drawn."""
 
 RESAMPLES = 1000
+MASK = "mask"
 RANDOM = "random masks of the same size"
 SIBLING = "difference to a correct sibling, same responses"
-SIBLING_ANYWHERE = "difference to a correct sibling, wherever there is one"
 RANDOM_MASKS = 20
 
 
@@ -63,7 +59,12 @@ class AuditedResponse:
         """[n] fall of the value over each step."""
         return _drops(self.values)
 
-    @cached_property
+    @property
+    def error(self) -> int:
+        """The step over which the value falls most."""
+        return int(self.drops.argmax())
+
+    @property
     def nearness(self) -> float:
         """Mean value of the inner boundaries: how long the response could still have ended well."""
         return float(np.mean(self.values[1:-1])) if len(self.values) > 2 else 0.0
@@ -98,21 +99,15 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
         raise ValueError("no wrong responses to audit")
     located = [r for r in responses if len(r.values) > 2 and r.drops.max() >= min_drop]
     masked = [r for r in located if r.modified is not None]
-    with_sibling = [r for r in located if r.sibling is not None]
-    masked_with_sibling = [r for r in masked if r.sibling is not None]
+    with_sibling = [r for r in masked if r.sibling is not None]
     rng = np.random.default_rng(0)
-    drawn = {id(r): [rng.permutation(_mask(r)) for _ in range(RANDOM_MASKS)] for r in masked}
+    drawn = {id(r): [rng.permutation(r.modified or ()) for _ in range(RANDOM_MASKS)] for r in masked}
     credits: dict[str, Credit] = {
-        "mask": lambda r: [_mask(r)],
-        SIBLING: _sibling,
+        MASK: lambda r: [r.modified or ()],
+        SIBLING: lambda r: [r.sibling or ()],
         RANDOM: lambda r: drawn[id(r)],
-        "uniform credit": lambda r: [np.ones(r.boundaries[-1])],
     }
-    measures: dict[str, Measure] = {
-        "auc": _auc,
-        "rank_correlation": _rank,
-        "first_credited_step_is_the_error": _first_is_error,
-    }
+    mask_auc, random_auc = (partial(_agreement, credits[name], step_auc) for name in (MASK, RANDOM))
     return {
         "responses": len(responses),
         "prompts": len({r.prompt for r in responses}),
@@ -120,59 +115,37 @@ def audit(responses: Sequence[AuditedResponse], *, min_drop: float = 0.25) -> di
         "with_a_located_error": len(located),
         "located_and_masked": len(masked),
         "empty_masks": sum(not any(r.modified or ()) for r in masked),
-        "located_with_correct_sibling": len(with_sibling),
         "largest_drop": _mean(located, lambda r: float(r.drops.max())),
         "position_of_the_drop": _mean(located, _position),
         "mask": {
-            name: _scores(masked_with_sibling if name == SIBLING else masked, credit, measures)
+            name: {
+                measure: _mean(
+                    with_sibling if name == SIBLING else masked, partial(_agreement, credit, of_step)
+                )
+                for measure, of_step in (("auc", step_auc), ("first_credited_step_is_the_error", _is_first))
+            }
             for name, credit in credits.items()
         }
-        | {SIBLING_ANYWHERE: _scores(with_sibling, _sibling, measures)}
         | {"ceiling: drops of the other rollouts": {"auc": _mean(masked, _ceiling_auc)}},
-        "mask_above_random_auc": _mean(
-            masked, lambda r: _averaged(credits["mask"], _auc, r) - _averaged(credits[RANDOM], _auc, r)
-        ),
-        "mask_equals_sibling": _mean(masked_with_sibling, lambda r: float(r.modified == r.sibling)),
+        "mask_above_random_auc": _mean(masked, lambda r: mask_auc(r) - random_auc(r)),
+        "mask_equals_sibling": _mean(with_sibling, lambda r: float(r.modified == r.sibling)),
         "phi": {
             "positive": float(np.mean([r.phi > 0 for r in responses])),
             "rank_correlation": _of_prompts(responses, _phi_rank),
-            "rank_correlation_within_prompts": _of_prompts(responses, _phi_rank_within),
         },
     }
 
 
-# ------------------------------------------------------------------------------------- within a response
-
-
-def _mask(response: AuditedResponse) -> Array:
-    return np.asarray(response.modified, dtype=float)
-
-
-def _sibling(response: AuditedResponse) -> list[Array]:
-    return [np.asarray(response.sibling, dtype=float)]
-
-
-def _scores(
-    responses: Sequence[AuditedResponse], credit: Credit, measures: dict[str, Measure]
-) -> dict[str, dict[str, float] | None]:
-    return {name: _mean(responses, partial(_averaged, credit, measure)) for name, measure in measures.items()}
-
-
-def _averaged(credit: Credit, measure: Measure, response: AuditedResponse) -> float:
+def _agreement(credit: Credit, measure: Callable[[Array, int], float], response: AuditedResponse) -> float:
     """Return the mean of a measure over the masks that a credit gives a response."""
-    drops = response.drops
     shares = [step_shares(mask, response.boundaries) for mask in credit(response)]
-    return float(np.mean([measure(share, drops) for share in shares]))
+    return float(np.mean([measure(share, response.error) for share in shares]))
 
 
-def _auc(scores: Array, drops: Array) -> float:
-    return step_auc(scores, int(drops.argmax()))
-
-
-def _first_is_error(scores: Array, drops: Array) -> float:
-    """Return 1 if the first credited step is the one where the value drops most. An empty mask gives 0."""
+def _is_first(scores: Array, step: int) -> float:
+    """Return 1 if `step` is the first credited one. An empty mask gives 0."""
     credited = np.flatnonzero(scores)
-    return float(bool(credited.size) and credited[0] == drops.argmax())
+    return float(bool(credited.size) and credited[0] == step)
 
 
 def _ceiling_auc(response: AuditedResponse) -> float:
@@ -183,46 +156,15 @@ def _ceiling_auc(response: AuditedResponse) -> float:
 
 def _position(response: AuditedResponse) -> float:
     """Return where the largest drop ends, as a share of the response's tokens."""
-    return response.boundaries[int(response.drops.argmax()) + 1] / response.boundaries[-1]
-
-
-# ------------------------------------------------------------------------------------- between responses
+    return response.boundaries[response.error + 1] / response.boundaries[-1]
 
 
 def _phi_rank(responses: Sequence[AuditedResponse]) -> float:
-    return _rank(np.array([r.phi for r in responses]), np.array([r.nearness for r in responses]))
-
-
-def _phi_rank_within(responses: Sequence[AuditedResponse]) -> float:
-    """Return the same after removing the mean of each prompt's responses, as group advantages do."""
-    phi, nearness = [], []
-    for group in _by_prompt(responses):
-        if len(group) > 1:
-            phi.append(_centred([r.phi for r in group]))
-            nearness.append(_centred([r.nearness for r in group]))
-    return _rank(np.concatenate(phi), np.concatenate(nearness)) if phi else 0.0
-
-
-def _by_prompt(responses: Sequence[AuditedResponse]) -> list[list[AuditedResponse]]:
-    prompts: dict[int, list[AuditedResponse]] = {}
-    for response in responses:
-        prompts.setdefault(response.prompt, []).append(response)
-    return list(prompts.values())
-
-
-def _centred(values: Sequence[float]) -> Array:
-    return np.round(np.asarray(values) - np.mean(values), 9)
-
-
-def _rank(x: Array, y: Array) -> float:
-    """Return Spearman's rank correlation; 0 if one side is constant and so carries no information."""
-    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+    """Return Spearman's rank correlation of φ and nearness; 0 if one of them is constant."""
+    phi, nearness = ([getattr(r, name) for r in responses] for name in ("phi", "nearness"))
+    if np.ptp(phi) == 0 or np.ptp(nearness) == 0:
         return 0.0
-    # as scipy's spearmanr, without its test, which would take most of a bootstrap's time
-    return float(np.corrcoef(stats.rankdata(x), stats.rankdata(y))[0, 1])
-
-
-# --------------------------------------------------------------------------------------------- intervals
+    return float(stats.spearmanr(phi, nearness).statistic)
 
 
 def _mean(
@@ -239,8 +181,10 @@ def _of_prompts(
     responses: Sequence[AuditedResponse], statistic: Callable[[Sequence[AuditedResponse]], float]
 ) -> dict[str, float]:
     """Return a statistic of the responses and its interval from resampling whole prompts."""
-    groups = _by_prompt(responses)
-    estimate = statistic(responses)
+    prompts: dict[int, list[AuditedResponse]] = {}
+    for response in responses:
+        prompts.setdefault(response.prompt, []).append(response)
+    groups, estimate = list(prompts.values()), statistic(responses)
     if len(groups) < 2:
         return {"estimate": estimate, "low": float("nan"), "high": float("nan")}
     with warnings.catch_warnings():
@@ -258,13 +202,7 @@ def _of_prompts(
 
 # ------------------------------------------------------------------------------------------------ for display
 
-_MEASURES = {
-    "auc": "AUC",
-    "rank_correlation": "rank correlation",
-    "first_credited_step_is_the_error": "first credited step is the error",
-}
-_CREDITS = {"mask": "tokens that corrections change (the mask)"}
-_DASH = "–"
+_MEASURES = {"auc": "AUC", "first_credited_step_is_the_error": "first credited step is the error"}
 
 
 def audit_page(counts: Mapping[str, int], findings: Mapping[str, Any]) -> Group:
@@ -273,7 +211,11 @@ def audit_page(counts: Mapping[str, int], findings: Mapping[str, Any]) -> Group:
     Args:
         counts: numbers of what was sampled for them.
     """
-    return Group(*_sampled(counts, findings), "", _agreement(findings), "", *_verdicts(findings))
+    table = plain_table(("does credit lie on the error?",), [*_MEASURES.values()])
+    for name, scores in findings["mask"].items():
+        title = "tokens that corrections change (the mask)" if name == MASK else name
+        table.add_row(title, *(_number(scores.get(measure)) for measure in _MEASURES))
+    return Group(*_sampled(counts, findings), "", table, "", *_verdicts(findings))
 
 
 def _sampled(counts: Mapping[str, int], findings: Mapping[str, Any]) -> Iterator[str]:
@@ -297,13 +239,6 @@ def _sampled(counts: Mapping[str, int], findings: Mapping[str, Any]) -> Iterator
         )
 
 
-def _agreement(findings: Mapping[str, Any]) -> Table:
-    table = plain_table(("does credit lie on the error?",), [*_MEASURES.values()])
-    for name, scores in findings["mask"].items():
-        table.add_row(_CREDITS.get(name, name), *(_number(scores.get(measure)) for measure in _MEASURES))
-    return table
-
-
 def _verdicts(findings: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "AUC is the chance that the error has a larger share of credited tokens than another step of its "
@@ -320,15 +255,14 @@ def _verdicts(findings: Mapping[str, Any]) -> Iterator[str]:
     phi = findings["phi"]
     yield (
         f"A share of {phi['positive']:.2f} of the wrong responses earns a bonus (φ > 0). The rank "
-        f"correlation of φ with how near a response was to correct is {_number(phi['rank_correlation'])}, "
-        f"and {_number(phi['rank_correlation_within_prompts'])} among responses to one prompt."
+        f"correlation of φ with how near a response was to correct is {_number(phi['rank_correlation'])}."
     )
 
 
 def _number(value: Mapping[str, float | None] | None) -> str:
     """Return an estimate with its interval; a dash for what could not be measured."""
     if value is None or value["estimate"] is None:
-        return _DASH
+        return "–"
     low, high = value["low"], value["high"]
     interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
     return f"{value['estimate']:.2f}{interval}"

@@ -36,18 +36,14 @@ class Findings:
 
 def write_findings(path: Path, findings: Findings, tables: Mapping[str, Any]) -> None:
     """Write all findings as JSON, with the tables that follow from them."""
-    content = {item.name: _plain(getattr(findings, item.name)) for item in fields(findings)} | dict(tables)
-    plain = jsonable(content, shorten=lambda value: float(f"{value:.7g}"))
+    plain = jsonable(asdict(findings) | dict(tables), shorten=lambda value: float(f"{value:.7g}"))
     path.write_text(json.dumps(plain, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_findings(path: Path) -> Findings:
     """Read a file of `write_findings`, or the results of a study from before there were tasks and grids. A
-    file whose name ends in .gz is gzipped.
-
-    Raises:
-        ValueError: the file cannot be read or holds no results of a study.
-    """
+    file whose name ends in .gz is gzipped. Raises ValueError if the file cannot be read or holds no results
+    of a study."""
     try:
         content = json.loads(_text(path))
         return Findings(
@@ -80,12 +76,6 @@ def _text(path: Path) -> bytes:
     if len(text) > JSON_BYTES:
         raise UserFileError(f"it has more than {JSON_BYTES:,} bytes when unpacked")
     return text
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [asdict(item) for item in value]
-    return value if value is None or isinstance(value, int | dict) else asdict(value)
 
 
 def _study(raw: dict[str, Any]) -> Study:

@@ -2,10 +2,8 @@
 
 Each run gets its own recipe, written next to its directory.
 
-A best value at the end of its axis suggests that a better one lies beyond. The grid is then extended there by
-one value, in the ratio of the last two, and again while the best is the last. If the best is still at the end
-after a number of extensions, it is taken and marked: no claim is made about a method, or against a baseline,
-that was tuned so.
+A grid whose best value is the last of its axis is extended there, in the ratio of the last two values. If the
+best stays the last, it is taken and marked: no claim is made about a method, or against a baseline, tuned so.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +17,7 @@ import yaml
 
 from megatron_ibpo.config import Config, ConfigError, config_yaml, path_of_user
 from megatron_ibpo.credit import find_operator
-from megatron_ibpo.run.checks import check_run, doubtful_settings
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_run, doubtful_settings, parse_config
 
 Settings = dict[str, Any]
 """Recipe keys and their values."""
@@ -181,11 +178,8 @@ def point_name(point: Settings) -> str:
 
 
 def plan_tuning(study: Study, directory: Path) -> list[PlannedRun]:
-    """Return the runs that tune each method on each task; none if the study tunes nothing.
-
-    Raises:
-        ConfigError: a method's settings cannot work.
-    """
+    """Return the runs that tune each method on each task; none if the study tunes nothing. Raises ConfigError
+    if a method's settings cannot work."""
     if study.tune is None:
         return []
     return [
@@ -201,11 +195,7 @@ def plan_tuning(study: Study, directory: Path) -> list[PlannedRun]:
 def plan_point(
     study: Study, directory: Path, task: Task, method: str, point: Settings, seeds: Sequence[int]
 ) -> list[PlannedRun]:
-    """Return the runs that try one combination.
-
-    Raises:
-        ConfigError: the combination cannot work.
-    """
+    """Return the runs that try one combination. Raises ConfigError if the combination cannot work."""
     assert study.tune is not None
     parent = _of_task(directory / "tuning", task) / method / point_name(point)
     return _planned(study, "tuning", task, method, seeds, parent, point)
@@ -218,32 +208,20 @@ Chosen = Mapping[tuple[str, str], Settings]
 def plan_runs(
     study: Study,
     directory: Path,
-    phase: Phase,
-    seeds: Sequence[int],
-    methods: Sequence[str],
+    phase: Literal["pilot", "main", "confirmation"],
     chosen: Chosen | None = None,
+    methods: Sequence[str] | None = None,
 ) -> list[PlannedRun]:
-    """Return the runs of a phase, seed by seed, so that a study cut short has whole seeds.
-
-    Raises:
-        ConfigError: a method's settings cannot work.
-    """
+    """Return the runs of a phase, seed by seed, so that a study cut short has whole seeds. Raises ConfigError
+    if a method's settings cannot work."""
     tuned = chosen or {}
     folder = {"main": "runs"}.get(phase, phase)
+    seeds = {"pilot": study.pilot_seeds, "main": study.seeds, "confirmation": study.confirm_seeds}[phase]
     by_method = []
-    for task, method in product(study.tasks, methods):
+    for task, method in product(study.tasks, study.methods if methods is None else methods):
         parent, setting = _of_task(directory / folder, task) / method, tuned.get((task.name, method), {})
         by_method.append(_planned(study, phase, task, method, seeds, parent, setting))
     return [run for of_seed in zip(*by_method, strict=True) for run in of_seed]
-
-
-def plan_main(study: Study, directory: Path, chosen: Chosen | None = None) -> list[PlannedRun]:
-    """Return the runs that are compared.
-
-    Raises:
-        ConfigError: a method's settings cannot work.
-    """
-    return plan_runs(study, directory, "main", study.seeds, list(study.methods), chosen)
 
 
 def _of_task(folder: Path, task: Task) -> Path:

@@ -163,10 +163,7 @@ def _correction_success(steps: Sequence[Mapping[str, Any]]) -> list[float]:
 def comparison_skill(path: Path) -> float | None:
     """Return how much more often a correction with a correct reference succeeds than another try. The file is
     from `ibpo skill`, or from a run before its first step. None if too few prompts allowed the measurement.
-
-    Raises:
-        OSError, ValueError, TypeError, KeyError: it is not such a file.
-    """
+    Raises OSError, ValueError, TypeError, KeyError if it is not such a file."""
     ways = json.loads(read_user_file(path, JSON_BYTES))["ways"]["groups with a correct response"]
     above = ways.get("correct reference", {}).get("above_resample")
     return None if above is None else float(above["estimate"])
@@ -176,10 +173,8 @@ def compare(study: Study, results: Sequence[RunResult]) -> list[dict[str, Any]]:
     """Return one line of the table for each task and method with runs, baseline first.
 
     Methods are compared over the seeds that they and the baseline both have. Costs that were never reached
-    are infinite; the ratio of medians over seeds is given if both are finite.
-
-    Raises:
-        ValueError: the baseline has no runs, or runs of a task were tested on different problems.
+    are infinite; the ratio of medians over seeds is given if both are finite. Raises ValueError if the
+    baseline has no runs, or runs of a task were tested on different problems.
     """
     lines = [line for task in study.tasks for line in _of_task(study, task.name, results)]
     if not lines:

@@ -28,7 +28,7 @@ PRELOADED = [
     __name__,
     "megatron_ibpo.run.in_one_process",
     "megatron_ibpo.run.open",
-    "megatron_ibpo.report.run_curves",
+    "megatron_ibpo.report.plots",
     "transformers.tokenization_utils_tokenizers",
 ]
 """Modules imported once, in the process that all children are forked from; it saves each seven seconds."""
@@ -46,11 +46,8 @@ def summary(run: PlannedRun) -> dict[str, Any] | None:
 
 
 def is_finished(run: PlannedRun) -> bool:
-    """Return whether this very run was completed before.
-
-    Raises:
-        ConfigError: its directory holds a finished run with another configuration.
-    """
+    """Return whether this very run was completed before. Raises ConfigError if its directory holds a finished
+    run with another configuration."""
     run_summary = summary(run)
     if run_summary is None or run_summary["status"] != "finished":
         return False

@@ -25,6 +25,10 @@ def _are_seeds(value: Any) -> bool:
 
 
 _TEXT = "text", lambda value: isinstance(value, str)
+_ABOVE_0 = (
+    "a number above 0",
+    lambda value: (_is_integer(value) or isinstance(value, float)) and 0 < value < 1e300,
+)
 _NUMBER = "a number", lambda value: (_is_integer(value) or isinstance(value, float)) and abs(value) < 1e300
 _MAPPING = "`key: value` lines", lambda value: isinstance(value, Mapping)
 _METHODS = (
@@ -52,7 +56,7 @@ _OF_STUDY: dict[str, Kind] = {
     "name": _TEXT,
     "methods": _METHODS,
     "baseline": _TEXT,
-    "budget": _NUMBER,
+    "budget": _ABOVE_0,
     "budget_unit": _TEXT,
     "seeds": _SEEDS_OR_COUNT,
     "recipe": _TEXT,
@@ -62,7 +66,7 @@ _OF_STUDY: dict[str, Kind] = {
         "a whole number from 1 to 10,000",
         lambda value: _is_integer(value) and 0 < value <= 10_000,
     ),
-    "run_timeout": _NUMBER,
+    "run_timeout": _ABOVE_0,
     "tune": _MAPPING,
     "tasks": _MAPPING,
     "pilot_seeds": _SEEDS,
@@ -73,10 +77,11 @@ _OF_STUDY: dict[str, Kind] = {
 _OF_TUNING: dict[str, Kind] = {
     "grid": _MAPPING,
     "seeds": _SEEDS,
-    "budget": _NUMBER,
+    "budget": _ABOVE_0,
     "own": _MAPPING,
     "methods": _NAMES,
 }
+_OF_TASK: dict[str, Kind] = {"settings": _MAPPING, "warm_start": _MAPPING, "budget": _ABOVE_0}
 
 LONGEST_NAME = 200
 """Bytes. File systems allow 255, and some names get a suffix."""
@@ -201,9 +206,6 @@ def _check(study: Study, path: Path) -> None:
         "the pilot": study.pilot_seeds,
         "confirmation": study.confirm_seeds,
     }
-    seeds_given = [*study.seeds, *(seed for seeds in of_phases.values() for seed in seeds)]
-    if strange := [seed for seed in seeds_given if type(seed) is not int or seed < 0]:
-        problems.append(f"seeds must be whole numbers from 0 on, not {strange[0]!r}")
     used = set(study.seeds)
     for phase, seeds in of_phases.items():
         if used & set(seeds) or len(set(seeds)) < len(seeds):
@@ -217,8 +219,6 @@ def _check(study: Study, path: Path) -> None:
         problems.append("a pilot of one seed has no spread: pilot-seeds must be two or more")
     if not study.tasks:
         problems.append("tasks must name at least one")
-    if study.budget <= 0 or study.run_timeout <= 0 or study.processes < 1:
-        problems.append("budget, run-timeout and processes must be above 0")
     if problems:
         raise ConfigError(f"{path}: " + "; ".join(problems))
 
@@ -246,7 +246,7 @@ def _of_kinds(raw: Mapping[str, Any], kinds: Mapping[str, Kind], place: str) -> 
     """Return the given values, without empty keys."""
     values = {key: value for key, value in raw.items() if value is not None}
     for key, (words, fits) in kinds.items():
-        if kinds[key] is _NUMBER and key in values:
+        if kinds[key] in (_NUMBER, _ABOVE_0) and key in values:
             values[key] = _number(values[key])
         if key in values and not fits(values[key]):
             raise ConfigError(f"{place}: {key.replace('_', '-')} must be {words}, is {shown(values[key])}")
@@ -294,24 +294,15 @@ def _task(name: str, raw: Any, path: Path) -> Task:
         raise ConfigError(f"{path}: a task has no name")
     if isinstance(values["settings"], str):
         values["settings"] = _read(path_in_recipe(values["settings"]))
-    values = _of_kinds(values, {"settings": _MAPPING, "warm_start": _MAPPING}, f"{path}: task {name}")
+    values = _of_kinds(values, _OF_TASK, f"{path}: task {name}")
     return Task(
         name,
         settings=values.get("settings", {}),
         kind=str(values.get("kind", "")),
         warm_start=values.get("warm_start", {}),
         skill=_skill(values.get("skill"), f"{path}: task {name}"),
-        budget=_task_budget(values.get("budget"), f"{path}: task {name}"),
+        budget=values.get("budget"),
     )
-
-
-def _task_budget(budget: Any, place: str) -> float | None:
-    if budget is None:
-        return None
-    (value,) = _of_kinds({"budget": budget}, {"budget": _NUMBER}, place).values()
-    if value <= 0:
-        raise ConfigError(f"{place}: budget must be above 0, is {value}")
-    return float(value)
 
 
 def _skill(skill: Any, place: str) -> float | None:

@@ -29,7 +29,6 @@ from megatron_ibpo.study.plan import (
     Tried,
     beyond,
     choose,
-    plan_main,
     plan_point,
     plan_runs,
     plan_tuning,
@@ -91,7 +90,7 @@ class _Conductor:
 
     def conduct(self) -> bool:
         study, tuning = self.study, plan_tuning(self.study, self.directory)
-        planned = [*tuning, *self._pilot({}), *plan_main(study, self.directory)]
+        planned = [*tuning, *self._pilot({}), *plan_runs(study, self.directory, "main")]
         self._say(_announcement(study, planned))
         if self.runs_left != 0:
             _check_policies(planned)
@@ -104,11 +103,11 @@ class _Conductor:
             self._say(_tuned(choice))
         pilot = self._pilot(chosen)
         if not self._run(pilot):
-            self._say_rest([*pilot, *plan_main(study, self.directory, chosen)], "the pilot")
+            self._say_rest([*pilot, *plan_runs(study, self.directory, "main", chosen)], "the pilot")
             return False
         findings = Findings(study, [], choices, self._power(pilot))
         self._say(in_words(findings.power) if findings.power else _NO_PILOT)
-        main = plan_main(study, self.directory, chosen)
+        main = plan_runs(study, self.directory, "main", chosen)
         complete = self._run(main)
         findings = replace(
             findings, runs=self._results(main), runs_left=sum(not is_finished(run) for run in main)
@@ -169,7 +168,7 @@ class _Conductor:
 
     def _pilot(self, chosen: dict[tuple[str, str], Settings]) -> list[PlannedRun]:
         study = self.study
-        return plan_runs(study, self.directory, "pilot", study.pilot_seeds, [study.baseline], chosen)
+        return plan_runs(study, self.directory, "pilot", chosen, [study.baseline])
 
     def _power(self, pilot: Sequence[PlannedRun]) -> PowerAnalysis | None:
         """Analyse the baseline's accuracies in the pilot: for each seed, their mean over the tasks."""
@@ -193,8 +192,7 @@ class _Conductor:
             return []
         self._say(f"with fresh seeds: {', '.join(better)}")
         methods = [self.study.baseline, *better]
-        seeds = self.study.confirm_seeds
-        return plan_runs(self.study, self.directory, "confirmation", seeds, methods, chosen)
+        return plan_runs(self.study, self.directory, "confirmation", chosen, methods)
 
     def _results(self, runs: Sequence[PlannedRun]) -> list[RunResult]:
         return [read_run(run, self.study.unit, run.setting) for run in runs if is_finished(run)]

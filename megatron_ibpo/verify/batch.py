@@ -20,8 +20,8 @@ from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.run.cost import CostMeter
 from megatron_ibpo.run.in_one_process import OwnRank, own_trainer
+from megatron_ibpo.run.inputs import RunData, open_run_data
 from megatron_ibpo.run.resolve import Foundation, read_foundation
-from megatron_ibpo.run.run_data import RunData, open_run_data
 from megatron_ibpo.run.state import as_sequence
 from megatron_ibpo.verify.rows import NotCheckedError
 

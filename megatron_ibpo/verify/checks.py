@@ -18,11 +18,9 @@ import torch
 from megatron_ibpo.basics.records import Group, Sample, TrainSequence
 from megatron_ibpo.config import Config
 from megatron_ibpo.engines.registry import samples_in_trainer
-from megatron_ibpo.models.lora import TrainedWeights, adapter_entries
+from megatron_ibpo.plan.feasibility import memory_on_cpus
 from megatron_ibpo.plan.memory import GIB
-from megatron_ibpo.plan.node_memory import memory_on_cpus
-from megatron_ibpo.plan.parameter_count import census_by_names
-from megatron_ibpo.policy.overrides import read_overrides
+from megatron_ibpo.plan.parameter_count import take_census
 from megatron_ibpo.run import saving
 from megatron_ibpo.run import steps as loop
 from megatron_ibpo.run.inputs import JOURNAL
@@ -46,7 +44,6 @@ from megatron_ibpo.verify.rows import (
 from megatron_ibpo.verify.small_run import small_run
 from megatron_ibpo.verify.tokens import Turns, check_cut, check_samples, check_tokens
 from megatron_ibpo.verify.trainer import bound_of, check_reference, check_split, compared
-from megatron_ibpo.weights.formats.hugging_face import trained_elements
 
 WITHOUT_ENGINE: dict[str, Callable[[Subject], Iterable[Row]]] = {
     "rewards": check_rewards, "data": check_data, "tokens": check_tokens, "split": check_split,
@@ -58,7 +55,7 @@ LIVE = ("engine", "arrival", "resume", "memory", "tokens")
 ON_GPU = 1e-3
 """Relative difference of weights on GPUs, whose kernels add in varying orders; not measured on one yet."""
 MEMORY_BOUND = 2.0
-"""Activations, libraries and their threads come on top of what is counted (`plan.node_memory`)."""
+"""Activations, libraries and their threads come on top of what is counted (`plan.feasibility`)."""
 
 
 def run_checks(
@@ -153,10 +150,7 @@ def check_memory(run: Run) -> Iterator[Row]:
     if not used:
         raise NotCheckedError("trainer and engine are this process, which does much else")
     config, shape = run.config, run.foundation.shape
-    elements = trained_elements(run.foundation.hf_dir, shape)
-    weights = TrainedWeights(elements, adapter_entries(config.model, shape))
-    ranks = config.cluster.num_trainers or 1
-    census = census_by_names(shape, config, read_overrides(config).chunks, weights, ranks)
+    census = take_census(shape, config, config.cluster.num_trainers or 1)
     planned = sum(memory_on_cpus(config, shape, census).values())
     reason = f"{used / GIB:.2f} GiB held by trainers and engines, {planned / GIB:.2f} planned"
     yield measured("memory: main", used / planned, MEMORY_BOUND, "activations and libraries on top", reason)

@@ -22,8 +22,8 @@ from megatron_ibpo.data.row_prompts import normalised
 from megatron_ibpo.data.sources import read_spec
 from megatron_ibpo.data.tokenizer import DataError
 from megatron_ibpo.rewards import Score, Verifier, named_rm_types, open_pool
+from megatron_ibpo.run.inputs import open_run_data, scored_by_verifiers
 from megatron_ibpo.run.resolve import read_foundation
-from megatron_ibpo.run.run_data import open_run_data, scored_by_verifiers
 from megatron_ibpo.verify.batch import Subject
 from megatron_ibpo.verify.rows import NotCheckedError, Row, counted_faults, measured, not_checked
 

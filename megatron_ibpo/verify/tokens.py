@@ -12,7 +12,7 @@ from megatron_ibpo.config import rm_type_in
 from megatron_ibpo.config.config_error import broken
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.data.row_prompts import template_settings
-from megatron_ibpo.run.run_data import open_run_data
+from megatron_ibpo.run.inputs import open_run_data
 from megatron_ibpo.run.state import Run
 from megatron_ibpo.verify.batch import Subject, policy_on_one_rank
 from megatron_ibpo.verify.engine import engine_samples

@@ -14,7 +14,7 @@ from megatron_ibpo.commands import train
 from megatron_ibpo.commands.search import main as search
 from megatron_ibpo.config import DataConfig, read_yaml
 from megatron_ibpo.data import DataError, load_tokenizer, open_sources, tables
-from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
+from megatron_ibpo.evaluate.benchmarks import benchmark_rows
 from megatron_ibpo.evaluate.stored_samples import read_results
 from megatron_ibpo.journal.entries import records
 from megatron_ibpo.models import read_hf_config

@@ -7,8 +7,8 @@ from megatron_ibpo.data.tokenizer import read_eos_token_ids
 from megatron_ibpo.environments.chat import open_chat
 from megatron_ibpo.environments.frameworks import load_environment
 from megatron_ibpo.journal import read_journal
+from megatron_ibpo.run.inputs import training_prompts
 from megatron_ibpo.run.resolve import read_foundation
-from megatron_ibpo.run.run_data import training_prompts
 from megatron_ibpo.run.settings import parse_config
 
 

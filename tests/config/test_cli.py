@@ -33,8 +33,14 @@ from megatron_ibpo.engines.registry import ENGINES
 from megatron_ibpo.loss import VARIANTS
 from megatron_ibpo.policy.loss_objective import check_loss, loss_params
 from megatron_ibpo.rewards import Score, extracted_answer, open_verifier
-from megatron_ibpo.run.checks import check_loss_of_run, check_run, doubtful_settings
-from megatron_ibpo.run.settings import REGISTRIES, load_recipe, parse_config
+from megatron_ibpo.run.settings import (
+    REGISTRIES,
+    check_loss_of_run,
+    check_run,
+    doubtful_settings,
+    load_recipe,
+    parse_config,
+)
 from support.paths import ROOT
 
 

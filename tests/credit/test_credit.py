@@ -32,8 +32,7 @@ from megatron_ibpo.credit.train_sequences import plain_prompt_sequences, train_s
 from megatron_ibpo.credit.value_credit import Critic
 from megatron_ibpo.data import DataError, PromptSuffixes
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.run.checks import check_loss_of_run, check_run
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_loss_of_run, check_run, parse_config
 from megatron_ibpo.sampling.requests import group_requests
 from support.samples import sample_of
 

@@ -22,9 +22,8 @@ from megatron_ibpo.edit_distance import distance, opcodes
 from megatron_ibpo.models import forward_flops, read_hf_config
 from megatron_ibpo.policy.loss_objective import loss_params
 from megatron_ibpo.report.summary import break_even, break_even_lines
-from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import CostMeter
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_settings, parse_config
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.requests import with_beginning
 from megatron_ibpo.study.page import break_even_points

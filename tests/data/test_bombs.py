@@ -22,7 +22,7 @@ from megatron_ibpo.data.arrow_tables import is_compressed, largest_row
 from megatron_ibpo.data.row_prompts import MOST_LINES
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.evaluate import sets
-from megatron_ibpo.evaluate.benchmark_files import benchmark_rows
+from megatron_ibpo.evaluate.benchmarks import benchmark_rows
 from support.byte_tokenizers import family_tokenizer
 
 TINY = HuggingFaceTokenizer(make_tiny_tokenizer())
@@ -277,7 +277,7 @@ def test_benchmark_files_are_bounded_too(tmp_path):
 def test_large_rows_read_one_by_one_are_no_fault(tmp_path, monkeypatch):
     path = tmp_path / "programs.jsonl"
     path.write_bytes(b"".join(b'{"x":"' + b"1" * MIB + b'"}\n' for _ in range(60)))
-    monkeypatch.setattr("megatron_ibpo.evaluate.benchmark_files.RECORD_BYTES", 40 * MIB)
+    monkeypatch.setattr("megatron_ibpo.evaluate.benchmarks.RECORD_BYTES", 40 * MIB)
     assert sum(1 for _ in benchmark_rows(str(path))) == 60
     assert sets._unused_fields(str(path), DataConfig()) == [f"{path}: fields that are not used: 'x'"]
 

@@ -23,7 +23,7 @@ from megatron_ibpo.data import CorrectionTemplate, DataError, load_tokenizer, op
 from megatron_ibpo.data.demonstrations import DemonstrationReader
 from megatron_ibpo.data.row_prompts import read_jsonl
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
-from megatron_ibpo.run.run_data import thinking_marks
+from megatron_ibpo.run.inputs import thinking_marks
 from support.byte_tokenizers import byte_level
 from support.credit_cases import plain
 from support.paths import ROOT

@@ -18,8 +18,7 @@ from megatron_ibpo.config import ConfigError
 from megatron_ibpo.config.paths import display_name, missing_snapshot, read_hub_id
 from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.data.hub import HubError, UploadError, prepare_upload, upload_export, with_local_copies
-from megatron_ibpo.run.checks import check_settings
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_settings, parse_config
 from support.paths import ROOT
 
 TINY, RECIPE = ROOT / "examples/tiny_qwen3", ROOT / "examples/recipes/small_cpu.yaml"

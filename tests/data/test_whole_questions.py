@@ -24,7 +24,7 @@ from megatron_ibpo.data.layouts import plain_row
 from megatron_ibpo.data.prompts import chat_prompt, plain_prompt
 from megatron_ibpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_ibpo.environments.chat import TemplateChat
-from megatron_ibpo.run.run_data import date_notes
+from megatron_ibpo.run.inputs import date_notes
 from support.byte_tokenizers import FAMILIES, byte_level, family_tokenizer
 
 MARKS = "<|im_start|>{{ m.role }}\n", "<|im_end|>\n"

@@ -18,10 +18,9 @@ from megatron_ibpo.engines import EngineError
 from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weights
 from megatron_ibpo.engines.registry import sampling_precision
 from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.run.checks import check_evaluation, check_run, check_settings
 from megatron_ibpo.run.in_one_process import InOneProcess
 from megatron_ibpo.run.resolve import read_foundation, resolve, settle
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_evaluation, check_run, check_settings, parse_config
 from support.engine_runs import difference, ids_of, make_requests, reference_logprobs, reference_model
 from support.paths import ROOT
 from support.tiny_models import EOS_ID, make_qwen3

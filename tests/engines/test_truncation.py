@@ -9,8 +9,7 @@ import pytest
 from megatron_ibpo.basics.sampling_mask import unrestricted
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.engines.registry import all_readers, check_recorded, check_truncation
-from megatron_ibpo.run.checks import check_run, check_settings
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_run, check_settings, parse_config
 from support.paths import ROOT
 from support.train_sequences import sequence
 

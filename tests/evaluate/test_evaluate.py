@@ -13,8 +13,9 @@ from megatron_ibpo.basics.records import Prompt, token_ids
 from megatron_ibpo.config import EvalSampling
 from megatron_ibpo.evaluate import Corrector, KeptError, KeptSamples, complete_samples, eval_sample, evaluate
 from megatron_ibpo.evaluate import accuracy as measures
-from megatron_ibpo.evaluate.stored_samples import read_results, read_samples, samples_path
+from megatron_ibpo.evaluate.stored_samples import read_results, samples_path
 from support.credit_cases import plain
+from support.eval_samples import read_samples
 from support.samples import sample_of
 
 
@@ -121,10 +122,14 @@ def test_majority_takes_the_most_frequent_answer_and_best_the_likeliest():
     assert measures.best_of(outcomes, np.array([[-0.1, -0.2], [-0.3, -0.2]])).tolist() == [1, 1]
 
 
+def accuracy_interval(correct_PS):
+    return measures.interval_over_prompts(correct_PS.mean(axis=1))
+
+
 def test_an_interval_covers_the_truth_nineteen_times_in_twenty():
     """Of problems of very different difficulty: chances of a U-shaped Beta."""
     for a, b, samples, measure, truth in [
-        (0.25, 0.5, 1, measures.interval, 1 / 3), (0.25, 0.5, 8, measures.interval, 1 / 3),
+        (0.25, 0.5, 1, accuracy_interval, 1 / 3), (0.25, 0.5, 8, accuracy_interval, 1 / 3),
         # the mean of pass@2 is 1 - E[(1-p)²]
         (0.4, 0.6, 6, lambda run: measures.interval_over_prompts(measures.pass_at(run, 2)), 1 - 0.96 / 2),
     ]:  # fmt: skip
@@ -140,7 +145,7 @@ def test_an_interval_covers_the_truth_nineteen_times_in_twenty():
 def test_the_interval_of_several_samples_matches_the_normal_one():
     rng = np.random.default_rng(1)
     correct_PS = (rng.random((600, 4)) < rng.beta(2, 2, size=(600, 1))).astype(float)
-    low, high = measures.interval(correct_PS)
+    low, high = accuracy_interval(correct_PS)
     deviation = correct_PS.mean(axis=1).std() / np.sqrt(len(correct_PS))
     assert high - low == pytest.approx(2 * 1.96 * deviation, rel=0.06), "90 % would be 16 % less"
 

@@ -31,9 +31,8 @@ from megatron_ibpo.data import load_tokenizer, open_sources
 from megatron_ibpo.evaluate.stored_samples import read_results
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.report.page.html import build_page
-from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import Spent
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_settings, parse_config
 from megatron_ibpo.study.findings import read_findings
 from megatron_ibpo.study.study_files import read_study
 from megatron_ibpo.weights.formats.checkpoint_files import check_integrity

@@ -28,7 +28,7 @@ from megatron_ibpo.loss.segments import checked_rows, segment_loss
 from megatron_ibpo.policy.importance_correction import correct
 from megatron_ibpo.policy.packing import lay_out, pack
 from megatron_ibpo.policy.planning import MicroBatch
-from megatron_ibpo.run.checks import check_settings
+from megatron_ibpo.run.settings import check_settings
 from support.credit_cases import algorithm
 from support.linear_cases import FUSED, batch_of, options_for, plain
 from support.loss_calls import loss_of_head, loss_of_hidden, loss_of_logits

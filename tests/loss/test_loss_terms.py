@@ -21,7 +21,7 @@ from megatron_ibpo.loss import VARIANTS, resolve_variant
 from megatron_ibpo.loss.objective import KL_ESTIMATORS
 from megatron_ibpo.loss.term_checks import kernel_agreement, variant_terms
 from megatron_ibpo.loss.term_inputs import FURTHER_INPUTS
-from megatron_ibpo.run.checks import check_loss_of_run
+from megatron_ibpo.run.settings import check_loss_of_run
 from support import loss_terms
 from support.loss_terms import EXACT, OFTEN_IN_TRITON, PARAMETERS, REFUSED, from_expression
 

@@ -18,8 +18,7 @@ from megatron_ibpo.policy import parallel
 from megatron_ibpo.policy import rank as policy_rank
 from megatron_ibpo.policy.adapters import adapter_values, merged_values, offered_adapters
 from megatron_ibpo.policy.model import build_model
-from megatron_ibpo.run.checks import check_run
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_run, parse_config
 from megatron_ibpo.weights import CheckpointError
 from megatron_ibpo.weights.formats.hf_models import check_same_adapters, load_hf, save_peft
 from megatron_ibpo.weights.formats.run_state import Keep, read_layout

@@ -16,8 +16,7 @@ from megatron_ibpo.policy.forward_backward import _optimizer_config
 from megatron_ibpo.policy.model import _own_fields, transformer_config
 from megatron_ibpo.policy.overrides import check_overrides, model_overrides, optimizer_overrides
 from megatron_ibpo.report.display import run_sizes
-from megatron_ibpo.run.checks import check_settings
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_settings, parse_config
 
 
 def overriding(*model, optimizer=(), bf16=None, precise=False, offload=False):

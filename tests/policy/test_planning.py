@@ -19,7 +19,7 @@ from megatron_ibpo.policy.group import data_parallel_rank
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics, is_rejected
 from megatron_ibpo.policy.packing import SINGLE_RANK, Context, lay_out, pack
 from megatron_ibpo.policy.planning import MicroBatch, plan_forward, plan_measure, plan_update
-from megatron_ibpo.run.checks import check_settings
+from megatron_ibpo.run.settings import check_settings
 from support.layouts import layout
 from support.planned import cost
 from support.train_sequences import packed as with_ratios

@@ -19,8 +19,7 @@ from megatron_ibpo.policy.checkpoint import load_checkpoint
 from megatron_ibpo.policy.model import build_model
 from megatron_ibpo.policy.residence import OnDevice, Residence
 from megatron_ibpo.policy.saving import save_checkpoint
-from megatron_ibpo.run.checks import check_run
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_run, parse_config
 from megatron_ibpo.weights.formats.hf_models import load_hf
 from support import planned, trainers
 from support.layouts import layout

@@ -13,14 +13,13 @@ import pytest
 import megatron_ibpo as mi
 from megatron_ibpo.basics.records import token_ids
 from megatron_ibpo.journal import LostStepError, read_journal
-from megatron_ibpo.models.lora import TrainedWeights, adapter_entries
+from megatron_ibpo.plan.parameter_count import count_parameters
 from megatron_ibpo.report import RewardErrorRateError, read_rows
 from megatron_ibpo.run import saving
 from megatron_ibpo.run import steps as loop
-from megatron_ibpo.run.inputs import open_journal
+from megatron_ibpo.run.inputs import RunData, open_journal, open_run_data
 from megatron_ibpo.run.preflight import disk_bytes
 from megatron_ibpo.run.resolve import read_foundation
-from megatron_ibpo.run.run_data import RunData, open_run_data
 from megatron_ibpo.run.steps import NotFiniteError
 from support.credit_cases import RESET_GROUPS
 from support.credit_cases import plain as all_of
@@ -253,7 +252,7 @@ TWO = ("--num-rollout", "2", "--save-interval", "1")  # of runs that are stepped
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """Drawing takes a second."""
-    monkeypatch.setattr("megatron_ibpo.report.run_curves.plot_curves", lambda *_, **__: False)
+    monkeypatch.setattr("megatron_ibpo.report.plots.plot_curves", lambda *_, **__: False)
 
 
 def rows_of(config):
@@ -406,8 +405,8 @@ def test_a_failed_start_can_be_repeated_or_loaded(tmp_path, capsys):
 def test_adapter_runs_need_room_for_small_checkpoints_and_full_exports(tmp_path):
     """4 layers, each with a q_proj of 128 x 96; fp32 weights of 4 bytes and 8 of Adam's."""
     config = config_of(tmp_path, "--num-rollout", "1")
-    elements, shape = {"model.embed_tokens.weight": 10**6}, read_foundation(config).shape
-    assert disk_bytes(config, TrainedWeights(elements)) == (12 + 4) * 10**6
+    shape = read_foundation(config).shape
+    parameters, trained = count_parameters(shape, config)
+    assert disk_bytes(config, shape) == (12 + 4) * parameters == (12 + 4) * trained
     adapted = config_of(tmp_path, "--num-rollout", "1", "--lora-rank", "2", "--lora-targets", "q_proj")
-    weights = TrainedWeights(elements, adapter_entries(adapted.model, shape))
-    assert disk_bytes(adapted, weights) == 12 * 4 * 2 * (128 + 96) + 4 * 10**6
+    assert disk_bytes(adapted, shape) == 12 * 4 * 2 * (128 + 96) + 4 * parameters

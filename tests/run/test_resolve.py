@@ -12,7 +12,7 @@ from megatron_ibpo.cluster.placement import Engines, Node, plan_placement
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.config.config import ENTRIES
 from megatron_ibpo.engines.registry import sampling_precision
-from megatron_ibpo.models.lora import TrainedWeights
+from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.run.on_cluster import OnCluster
 from megatron_ibpo.run.open import open_run
 from megatron_ibpo.run.preflight import preflight
@@ -73,10 +73,9 @@ def test_trainers_indivisible_by_the_layout_are_refused_once_counted():
 def test_too_little_memory_is_refused():
     _, foundation, settled = settings()
     resolved = resolve(settled, foundation, machine(1, gpus=False))
-    weights = TrainedWeights({"model.embed_tokens.weight": 10**9})
-    assert preflight(resolved, weights, {})("CPU").text.startswith("no time is predicted")
-    with pytest.raises(ValueError, match=r"10\.0\.0\.1 has 1\.0 GiB of main memory"):
-        preflight(resolved, weights, {0: 2**30})
+    assert preflight(resolved, {})("CPU").text.startswith("no time is predicted")
+    with pytest.raises(ValueError, match=r"10\.0\.0\.1 has 0\.2 GiB of main memory"):
+        preflight(resolved, {0: 2**28})
 
 
 def test_an_engine_unfit_for_the_model_is_refused_early():
@@ -95,12 +94,12 @@ def test_an_engine_unfit_for_the_model_is_refused_early():
     assert resolve(named, narrow, alone).engine_settings is None
 
 
-def test_overrides_are_read_once_and_are_data():
-    _, foundation, settled = settings("--model-override", "recompute_modules=[mlp]")
+def test_overrides_are_data():
+    _, _, settled = settings("--model-override", "recompute_modules=[mlp]")
     settled.model.recompute_granularity = "selective"
-    resolved = resolve(settled, foundation, machine(1, gpus=True))
-    assert resolved.overrides.recomputed_modules == {"mlp"}
-    assert (resolved.overrides.chunks, resolved.overrides.optimizer_bytes.device) == (1, 12)
+    overrides = read_overrides(settled)
+    assert overrides.recomputed_modules == {"mlp"}
+    assert (overrides.chunks, overrides.optimizer_bytes.device) == (1, 12)
 
 
 @pytest.mark.parametrize("free", [2**20, 2**26])

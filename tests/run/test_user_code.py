@@ -10,10 +10,9 @@ from megatron_ibpo.commands import train
 from megatron_ibpo.config import ConfigError, DataConfig
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.rewards import Verifier, open_pool
-from megatron_ibpo.run.inputs import open_inputs, open_judges
+from megatron_ibpo.run.inputs import environments_of, open_inputs, open_judges, open_run_data
 from megatron_ibpo.run.preflight import check_judges, check_user_code, try_user_code
 from megatron_ibpo.run.resolve import read_foundation
-from megatron_ibpo.run.run_data import environments_of, open_run_data
 from megatron_ibpo.run.settings import parse_config
 from support.paths import ROOT
 

@@ -9,8 +9,7 @@ from megatron_ibpo.basics.seeds import derive_seed
 from megatron_ibpo.config import write_config
 from megatron_ibpo.credit import ThinkingMarks
 from megatron_ibpo.data import load_tokenizer
-from megatron_ibpo.study import audit_run, credit_audit
-from megatron_ibpo.study.audit_run import correction_edits, modified_tokens, sibling_tokens
+from megatron_ibpo.study import credit_audit, instruments
 from megatron_ibpo.study.credit_audit import (
     AuditedResponse,
     audit,
@@ -19,6 +18,7 @@ from megatron_ibpo.study.credit_audit import (
     step_auc,
     step_shares,
 )
+from megatron_ibpo.study.instruments import correction_edits, modified_tokens, sibling_tokens
 from support import live_loop
 from support.credit_cases import response
 
@@ -47,7 +47,6 @@ def test_one_response_by_hand():
     found = audit([one, another])
     mask = {name: measure["estimate"] for name, measure in found["mask"]["mask"].items()}
     assert mask["auc"] == 1.0
-    assert mask["rank_correlation"] == pytest.approx(1.0)  # the ties are tied on both sides
     assert mask["first_credited_step_is_the_error"] == 0.0  # a token of the second step came first
     assert found["position_of_the_drop"]["estimate"] == 0.75
     assert found["largest_drop"]["estimate"] == pytest.approx(0.6)
@@ -84,12 +83,8 @@ def test_credit_that_follows_the_error_differs_from_random_credit(tmp_path):
     for found in (good, blind):
         random = found["mask"]["random masks of the same size"]
         assert random["auc"]["estimate"] == pytest.approx(0.5, abs=0.03), found
-        uniform = found["mask"]["uniform credit"]
-        assert uniform["auc"] == {"estimate": 0.5, "low": 0.5, "high": 0.5}, found
-        assert uniform["rank_correlation"]["estimate"] == 0.0, found
     follows, tossed = good["phi"], blind["phi"]
     assert follows["rank_correlation"]["low"] > 0.5
-    assert follows["rank_correlation_within_prompts"]["low"] > 0.4
     assert tossed["rank_correlation"]["low"] < 0 < tossed["rank_correlation"]["high"]
     counts = {"responses_sampled": 512, "wrong": 90, "corrections": 90, "corrections_correct": 40}
     screen = io.StringIO()
@@ -98,16 +93,6 @@ def test_credit_that_follows_the_error_differs_from_random_credit(tmp_path):
     assert "The mask lies on the error more often than random tokens" in screen.getvalue()
     plot_audit(responses, good, tmp_path / "audit.png", title="audit")
     assert (tmp_path / "audit.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_phi_that_follows_the_prompt_alone_tells_nothing_within_prompts():
-    # where both follow the prompt and nothing else, that is no merit within prompts
-    prompts = [(0, 0.9, 0.5), (1, 0.9, 0.5), (2, 0.3, 0.0), (3, 0.3, 0.0)]
-    once = [wrong([near, near, 0.0], [1, 0, 0, 0], prompt=n, phi=phi) for n, near, phi in prompts]
-    found = audit(once + once)["phi"]
-    assert found["rank_correlation"]["estimate"] == pytest.approx(1.0)
-    assert found["rank_correlation_within_prompts"]["estimate"] == 0.0
 
 
 def test_responses_without_a_clear_error_or_a_mask_are_counted():
@@ -139,11 +124,9 @@ def test_the_audit_also_scores_differences_to_correct_siblings():
     values = [0.9, 0.8, 0.1, 0.0]
     found = audit([wrong(values, mask, sibling=own, prompt=n) for n, (mask, own) in enumerate(cases)])
     assert found["mask_equals_sibling"]["estimate"] == 0.5
-    assert found["located_with_correct_sibling"] == 3
     first = {name: s.get("first_credited_step_is_the_error") for name, s in found["mask"].items()}
     assert first["mask"]["estimate"] == 1.0
     assert first["difference to a correct sibling, same responses"]["estimate"] == 0.5
-    assert first["difference to a correct sibling, wherever there is one"]["estimate"] == pytest.approx(2 / 3)
 
 
 def group_of(responses, corrected):
@@ -193,12 +176,12 @@ def audited_run(tmp_path, monkeypatch):
         return engine
 
     monkeypatch.setattr(live_loop, "LETTERS", (5, 6, 27))
-    live_loop.put_in_place_of_processes(monkeypatch, audit_run, open_engine)
+    live_loop.put_in_place_of_processes(monkeypatch, instruments, open_engine)
 
     def run(*flags, responses, policy="start"):
         write_config(live_loop.config_of(tmp_path, *flags), tmp_path / "config.yaml")
         asked = {"prompts": 3, "responses": responses, "rollouts": 4, "seed": 1, "policy": policy}
-        found = audit_run.audit_responses(tmp_path, scratch, **asked)
+        found = instruments.audit_responses(tmp_path, scratch, **asked)
         return *found, {request.seed: request for request in engine.asked}
 
     return run

@@ -40,7 +40,7 @@ from megatron_ibpo.study.plan import (
     beyond,
     choose,
     grid_points,
-    plan_main,
+    plan_runs,
 )  # fmt: skip
 from megatron_ibpo.study.run_results import RunResult, compare, compare_at_equal_steps, compare_overall
 from megatron_ibpo.study.statistics import analyse, estimate, holm, power, seeds_needed, shown_p
@@ -203,7 +203,7 @@ def test_a_method_is_settings_a_recipe_or_an_import_path(tmp_path, monkeypatch):
     assert list(study.methods) == ["gspo", "ibpo", "mine", "near"]
     assert [len(grid_points(study.tune, method)) for method in study.methods] == [12, 12, 24, 12]
     study = read_study([path], {"seeds": 1}, add={"own": "mine.yaml"}, only=["near", "own"], tasks=["sums"])
-    planned = plan_main(study, tmp_path / "out")
+    planned = plan_runs(study, tmp_path / "out", "main")
     assert [(run.task, run.method) for run in planned] == [("sums", m) for m in ("gspo", "near", "own")]
     assert yaml.safe_load(planned[1].config)["ibpo-operator"] == "same_length:SameLength"
     with pytest.raises(ConfigError, match=r"no method 'gspoo'; .*did you mean 'gspo'"):
@@ -216,7 +216,7 @@ def test_a_method_is_settings_a_recipe_or_an_import_path(tmp_path, monkeypatch):
     common = contents[1] | {"hf-checkpoint": "examples/tiny_qwen3"}
     study = read_study(recipes, {"budget": 5.0, "baseline": "mine", "seeds": 3, "common": common})
     assert [*study.methods.values()] == contents
-    assert len(plan_main(study, tmp_path / "out")) == 6
+    assert len(plan_runs(study, tmp_path / "out", "main")) == 6
     with pytest.raises(ConfigError, match="needs baseline, budget"):
         read_study(recipes)
     sys.modules.pop("same_length")
@@ -636,7 +636,7 @@ def test_every_study_of_the_repository_can_be_run(name, tmp_path, monkeypatch):
     other tasks and with other seeds nothing else is checked."""
     monkeypatch.chdir(ROOT)
     study = read_study([ROOT / "examples/studies" / name], {"seeds": 1})
-    planned = plan_main(study, tmp_path)
+    planned = plan_runs(study, tmp_path, "main")
     assert len(planned) == len(study.tasks) * len(study.methods)
     for method in study.methods if study.tune else ():
         points = grid_points(study.tune, method)
@@ -651,7 +651,7 @@ def test_runs_have_their_own_seed_budget_recipe_and_half(tmp_path, written, monk
     common = {"hf-checkpoint": str(ROOT / "examples/tiny_qwen3"), "eval-interval": 3}
     tune = {"grid": {"lr": ["1e-4", 3e-4], "rollout-batch-size": [16, 32]}, "seeds": [50], "budget": 5e10}
     study = read_study([written(methods=methods, common=common, tune=tune)])
-    planned = [*plan.plan_tuning(study, Path("out")), *plan_main(study, Path("out"))]
+    planned = [*plan.plan_tuning(study, Path("out")), *plan_runs(study, Path("out"), "main")]
     assert len({run.directory for run in planned}) == len(planned) == 8 + 4
     configs = [yaml.safe_load(run.config) for run in planned]
     how = [(config["eval-half"], config.get("eval-interval"), config["budget"]) for config in configs]
@@ -667,7 +667,7 @@ def test_runs_have_their_own_seed_budget_recipe_and_half(tmp_path, written, monk
     tasks = {"short": {"settings": {}, "budget": 2e10}, "long": {"settings": {}}}
     study = read_study([written(methods=methods, common=common, tune=tune, tasks=tasks)])
     budgets = {(run.task, run.phase, run.budget) for run in [
-        *plan.plan_tuning(study, Path("out")), *plan_main(study, Path("out")),
+        *plan.plan_tuning(study, Path("out")), *plan_runs(study, Path("out"), "main"),
     ]}  # fmt: skip
     assert budgets == {
         ("short", "tuning", 1e10), ("short", "main", 2e10), ("long", "tuning", 5e10), ("long", "main", 1e11)
@@ -690,7 +690,7 @@ def test_a_task_has_a_warm_start_of_measured_skill(tmp_path, written):
     study = read_study([written(tasks=tasks)])
     found = [(task.name, task.kind, task.skill) for task in study.tasks]
     assert found == [("easy", "", 0.02), ("hard", "rare", 0.31)]
-    planned = plan_main(study, tmp_path / "out")
+    planned = plan_runs(study, tmp_path / "out", "main")
     hard = yaml.safe_load(planned[2].config)
     assert (Path(hard["hf-checkpoint"]).name, hard["lr"]) == ("tiny_qwen3_hard", 1e-4)
     assert planned[2].directory == tmp_path / "out/runs/hard/dr/seed_0"
@@ -727,7 +727,7 @@ def test_a_senseless_study_and_an_impossible_method_are_refused(tmp_path, writte
     ):
         study = read_study([written(methods={"gspo": {"advantage-estimator": "gspo"}, "odd": setting})])
         with pytest.raises(ConfigError, match=f"method odd: {words}"):
-            plan_main(study, tmp_path / "out")
+            plan_runs(study, tmp_path / "out", "main")
 
 
 def test_a_name_outside_the_studys_directory_is_refused_at_once(written):

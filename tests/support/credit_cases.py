@@ -11,8 +11,8 @@ from megatron_ibpo.config import Config, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, credit_of, find_method
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy.planning import plan_update
-from megatron_ibpo.run.checks import check_settings
 from megatron_ibpo.run.cost import CostMeter
+from megatron_ibpo.run.settings import check_settings
 from megatron_ibpo.sampling.requests import with_beginning
 from support.paths import ROOT
 from support.samples import sample_of

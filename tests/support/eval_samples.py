@@ -1,4 +1,14 @@
+import json
+from dataclasses import fields
+
 from megatron_ibpo.evaluate import EvalSample
+from megatron_ibpo.evaluate.stored_samples import samples_path
+
+
+def read_samples(directory, name):
+    """The stored samples of a set, in the order in which they were made."""
+    rows = map(json.loads, samples_path(directory, name).read_text().splitlines())
+    return [EvalSample(**{item.name: row[item.name] for item in fields(EvalSample)}) for row in rows]
 
 
 def judged(index, number, text, reward, **fields):

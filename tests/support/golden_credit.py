@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from megatron_ibpo.config import PRESETS, RolloutConfig
 from megatron_ibpo.credit import CreditContext, Vocabulary, assign_credit, find_method
-from megatron_ibpo.report import load_groups
+from megatron_ibpo.report import load_step
 from support import credit_cases
 from support.golden_runs import GOLDEN, recordings
 from support.paths import ROOT
@@ -32,10 +32,11 @@ def credited(case):
     """Return what is trained on of every response and correction: its step, and its COLUMNS."""
     with tempfile.TemporaryDirectory() as directory:
         paths = sorted(recordings("credit", Path(directory) / "rollouts").iterdir())
-        return [row for path in paths for row in _credited(case, *load_groups(path))]
+        return [row for path in paths for row in _credited(case, load_step(path))]
 
 
-def _credited(case, step, groups):
+def _credited(case, recorded):
+    step, groups = recorded.step, recorded.groups
     preset, settings = CASES[case]
     algorithm = credit_cases.algorithm(preset, **settings)
     method = find_method(algorithm)

@@ -1,8 +1,7 @@
 from pathlib import Path
 
 from megatron_ibpo.config import Config
-from megatron_ibpo.run.checks import check_run
-from megatron_ibpo.run.settings import parse_config
+from megatron_ibpo.run.settings import check_run, parse_config
 from support.paths import ROOT
 
 NEXT_80B = ROOT / "examples/models/qwen3_next_80b_a3b"

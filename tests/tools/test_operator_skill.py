@@ -17,7 +17,7 @@ from megatron_ibpo.run.operator_skill import Asking, Trial, Trials, operator_ski
 from megatron_ibpo.run.rollouts import LiveRollouts
 from megatron_ibpo.sampling import Sampler
 from megatron_ibpo.sampling.requests import group_requests
-from megatron_ibpo.study import single_engine
+from megatron_ibpo.study import instruments
 from support import live_loop
 from support.credit_cases import AGREEMENT
 from support.paths import ROOT
@@ -201,8 +201,8 @@ def test_a_checkpoint_answers_all_held_out_prompts_that_there_are(tmp_path, monk
         told.append((config.run.run_dir, foundation.hf_dir, foundation.max_context))
         return engine
 
-    live_loop.put_in_place_of_processes(monkeypatch, single_engine, open_engine)
-    ask = partial(single_engine.skill_of_checkpoint, prompts=60, targets=2, seed=1)
+    live_loop.put_in_place_of_processes(monkeypatch, instruments, open_engine)
+    ask = partial(instruments.skill_of_checkpoint, prompts=60, targets=2, seed=1)
     config = live_loop.config_of(tmp_path / "run")
     skill = ask(config, tmp_path / "scratch")
     assert told == [(tmp_path / "scratch", live_loop.MODEL, 512)]

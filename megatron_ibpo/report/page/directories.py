@@ -55,7 +55,8 @@ class NotThere(LookupError):
 
 
 class Source(Protocol):
-    """A directory that the page shows. A section is a recorded step or a set, named by a number."""
+    """A directory that the page shows. A section is a recorded step or a set, named by a number; its groups
+    have no tokens, those come with each group. Raises NotThere for what is not in the directory."""
 
     name: str
 
@@ -68,14 +69,10 @@ class Source(Protocol):
     def series(self, first: int | None, last: int | None) -> dict[str, Any]:
         """Return kind of row → thinned columns of the steps from `first` to `last`."""
 
-    def section(self, key: int) -> list[dict[str, Any]]:
-        """Return the groups of a section without their tokens. Raises NotThere."""
-
-    def group(self, key: int, number: int) -> dict[str, Any]:
-        """Return all data of a group. Raises NotThere."""
-
+    def section(self, key: int) -> list[dict[str, Any]]: ...
+    def group(self, key: int, number: int) -> dict[str, Any]: ...
     def search(self, key: int, text: str) -> list[tuple[int, int]]:
-        """Return (group, response) of each response that contains the text. Raises NotThere."""
+        """Return (group, response) of each response that contains the text."""
 
 
 def open_source(directory: Path, *, tokenizer: Tokenizer | None = None) -> Source:
@@ -252,12 +249,12 @@ class EvaluationSource:
 
     def overview(self) -> dict[str, Any]:
         _inside(self._directory, self._directory / RESULTS_FILE)
-        results = results_of(self._directory)
+        status, policy, sets = results_of(self._directory)
         return {
             "name": self.name,
             "kind": "evaluation",
-            "title": f"evaluation of {Path(results.policy).name}" if results.policy else "evaluation",
-            "facts": [results.status] if results.status else [],
+            "title": f"evaluation of {Path(policy).name}" if policy else "evaluation",
+            "facts": [status] if status else [],
             "steps": 0,
             "planned": None,
             "alarms": [],
@@ -266,7 +263,7 @@ class EvaluationSource:
             ],
             "settings": {},
             "last": {},
-            "sets": results.sets,
+            "sets": sets,
         }
 
     def series(self, first: int | None, last: int | None) -> dict[str, Any]:
@@ -311,10 +308,7 @@ class _Log:
 
     def read_on(self) -> None:
         """Read the new complete lines. A log that was replaced, as by a resumed run, is read from its start.
-
-        Raises:
-            ValueError: a line is not a row.
-        """
+        Raises ValueError if a line is not a row."""
         if not self._path.exists():
             return
         with _inside(self._directory, self._path).open("rb") as file:

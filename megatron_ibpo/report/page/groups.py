@@ -256,11 +256,8 @@ def sample_files(directory: Path) -> dict[str, Path]:
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """Return the problems of a set, in order; an unfinished last line is left out.
-
-    Raises:
-        ValueError: a line is not a sample; the text names it.
-    """
+    """Return the problems of a set, in order; an unfinished last line is left out. Raises ValueError: a line
+    is not a sample; the text names it."""
     problems: dict[int, Problem] = {}
     check_user_file(path)
     with path.open("rb") as file:
@@ -292,11 +289,8 @@ def index_of_set(problems: list[Problem]) -> list[dict[str, Any]]:
 
 
 def group_of_set(path: Path, problem: Problem) -> dict[str, Any]:
-    """Return a problem with the text of every sample.
-
-    Raises:
-        ValueError: the file has changed and a line is no longer a sample.
-    """
+    """Return a problem with the text of every sample. Raises ValueError if the file has changed and a line is
+    no longer a sample."""
     samples = list(_samples_of(path, problem))
     prompt = samples[0]["prompt"]
     return {
@@ -333,22 +327,9 @@ def _samples_of(path: Path, problem: Problem) -> Iterator[dict[str, Any]]:
             yield _sample(file.readline(), f"{path}, byte {place}")
 
 
-@dataclass(frozen=True)
-class Results:
-    """The content of results.json."""
-
-    status: str
-    policy: str
-    sets: dict[str, dict[str, Any]]
-    """Set → "measures" (name → number), "intervals" (name → [low, high]), "notes" (texts)."""
-
-
-def results_of(directory: Path) -> Results:
-    """Return the results of an evaluation; an unfinished set's are empty.
-
-    Raises:
-        ValueError: its file does not hold results.
-    """
+def results_of(directory: Path) -> tuple[str, str, dict[str, dict[str, Any]]]:
+    """Return (status, policy, set → "measures" (name → number), "intervals" (name → [low, high]) and "notes")
+    of an evaluation; an unfinished set's are empty. Raises ValueError if its file does not hold results."""
     content = read_results(directory)
     try:
         sets = {str(name): _set(entry) for name, entry in content.get("sets", {}).items()}
@@ -356,7 +337,7 @@ def results_of(directory: Path) -> Results:
         raise ValueError(
             f"{directory / RESULTS_FILE}: not the results of an evaluation: {error!r:.200}"
         ) from error
-    return Results(str(content.get("status", "")), str(content.get("policy", "")), sets)
+    return str(content.get("status", "")), str(content.get("policy", "")), sets
 
 
 def _set(entry: dict[str, Any]) -> dict[str, Any]:

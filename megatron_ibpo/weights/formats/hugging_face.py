@@ -4,7 +4,6 @@ must have, and files are written tensor by tensor."""
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -220,14 +219,6 @@ class Checkpoint:
         return torch.cat(cuts, dim=dim) if len(cuts) > 1 else cuts[0]
 
 
-def trained_elements(hf_dir: Path, shape: ModelShape) -> dict[str, int]:
-    """Return the number of elements of every trained tensor, by its name in the checkpoint, whatever its
-    dtype. Reads only headers. Raises CheckpointError as `Checkpoint` does, and for weights in MXFP4."""
-    checkpoint = Checkpoint(hf_dir)
-    checkpoint.refuse_packed()
-    return {name: math.prod(checkpoint.shape_of(name)) for name in checkpoint if not is_ignored(shape, name)}
-
-
 class _PickledFile:
     """A file of tensors saved by `torch.save`, with safe_open's methods."""
 
@@ -362,8 +353,10 @@ def model_entries(shape: ModelShape, tensors: Tensors, vocab_rows: int | None = 
     return [*entries.values(), *(carried_entry(name, tensors.shape_of(name)) for name in carried)]
 
 
-def check_checkpoint(hf_dir: Path, shape: ModelShape) -> None:
+def check_checkpoint(hf_dir: Path, shape: ModelShape, *, trains: bool = True) -> None:
     """Compare the tensors of a checkpoint with the model of its config.json, before allocating memory for
-    them. Raises CheckpointError as `Checkpoint.check` does."""
+    them. Raises CheckpointError as `Checkpoint.check` does, and if it `trains` for weights in MXFP4."""
     checkpoint = Checkpoint(hf_dir)
+    if trains:
+        checkpoint.refuse_packed()
     checkpoint.check(shape, model_entries(shape, checkpoint))

@@ -1,6 +1,6 @@
-"""curves.png: the course of a run in one picture."""
+"""The course of a run in one picture, curves.png, and the measures of an evaluation, evaluation.png."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,3 +113,73 @@ def _draw_seconds(axes: Axes, steps: Sequence[dict[str, Any]]) -> None:
         below = [a + b for a, b in zip(below, heights, strict=True)]
     axes.set_ylim(top=1.3 * axes.get_ylim()[1])  # room for the legend
     axes.legend(frameon=False, fontsize=7, ncols=4, loc="upper left")
+
+
+_MEASURE_LABELS = {
+    "accuracy": "sampled",
+    "greedy_accuracy": "greedy",
+    "majority_accuracy": "maj@n",
+    "best_of_accuracy": "best of n",
+    "corrected_accuracy": "corrected",
+}
+
+
+def plot_evaluation(sets: Mapping[str, Mapping[str, Any]], path: Path, *, title: str) -> None:
+    """Draw the sets of results.json that have measures.
+
+    Args:
+        sets: entries of results.json by name.
+    """
+    done = {name: entry for name, entry in sets.items() if "measures" in entry}
+    curves = {name: points for name, entry in done.items() if len(points := _pass_at(entry)) > 1}
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9.2 if curves else 4.6, 3.4), dpi=120, layout="constrained")
+        figure.suptitle(title)
+        _draw_measures(figure.add_subplot(1, 2 if curves else 1, 1), done)
+        if curves:
+            _draw_pass_at(figure.add_subplot(1, 2, 2), curves)
+        with atomic_path(path) as unfinished:
+            figure.savefig(unfinished, format="png")
+
+
+def _draw_measures(axes: Axes, sets: Mapping[str, Mapping[str, Any]]) -> None:
+    axes.set_title("Accuracy, 95 % intervals")
+    names = list(sets)
+    for place, (measure, label) in enumerate(_MEASURE_LABELS.items()):
+        having = [number for number, name in enumerate(names) if measure in sets[name]["measures"]]
+        if not having:
+            continue
+        values = [sets[names[number]]["measures"][measure] for number in having]
+        bounds = [sets[names[number]]["intervals"][measure] for number in having]
+        below = [max(0.0, value - low) for value, (low, _) in zip(values, bounds, strict=True)]
+        above = [max(0.0, high - value) for value, (_, high) in zip(values, bounds, strict=True)]
+        x = [number + 0.14 * (place - 2) for number in having]
+        axes.errorbar(x, values, yerr=[below, above], fmt="o", capsize=3, label=label)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    axes.set_ylim(0, 1.25)  # room for the legend
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.legend(frameon=False, fontsize=7, ncols=3, loc="upper left")
+
+
+def _draw_pass_at(axes: Axes, curves: Mapping[str, list[tuple[int, float, float, float]]]) -> None:
+    axes.set_title("pass@k")
+    axes.set_xlabel("k")
+    axes.set_xscale("log", base=2)
+    for name, points in curves.items():
+        ks, values, lows, highs = zip(*points, strict=True)
+        (line,) = axes.plot(ks, values, marker="o", label=name)
+        axes.fill_between(ks, lows, highs, alpha=0.2, color=line.get_color())
+    ticks = sorted({k for points in curves.values() for k, *_ in points})
+    axes.set_xticks(ticks, [str(k) for k in ticks])
+    axes.set_ylim(0, 1)
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _pass_at(entry: Mapping[str, Any]) -> list[tuple[int, float, float, float]]:
+    """Return (k, pass@k, low, high); pass@1 is the accuracy."""
+    names = {1: "accuracy"}
+    for name in entry["measures"]:
+        if name.startswith("pass_at_"):
+            names[int(name.removeprefix("pass_at_"))] = name
+    return [(k, entry["measures"][name], *entry["intervals"][name]) for k, name in sorted(names.items())]
