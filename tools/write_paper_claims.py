@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_ibpo.basics.entry_point import run_tool
@@ -41,7 +41,8 @@ class Arguments:
 def page_with_tables(page: str) -> str:
     """Return the page with the tables of each study's results between its two marks."""
     findings = {study: read_findings(RESULTS / f"{study}.json.gz") for study in STUDIES}
-    parts = {study: _tables(of_study) for study, of_study in findings.items()}
+    legends: set[str] = set()
+    parts = {study: _tables(of_study, legends) for study, of_study in findings.items()}
     parts["test_time"] = _test_time(findings["paper"])
     for name, part in parts.items():
         begin = f"<!-- {name}, written by tools/write_paper_claims.py -->\n"
@@ -78,12 +79,14 @@ def _test_time(findings: Findings) -> str:
     return lines_of(Table("", ["policy", "seeds", "accuracy [95 %, t]", "IBPO less this [95 %, t]"], rows))
 
 
-def _tables(findings: Findings) -> str:
+def _tables(findings: Findings, legends: set[str]) -> str:
+    """Return a study's tables, with the legends that are not among `legends` yet, and add these to them."""
     planned = len(findings.study.methods) * len(findings.study.seeds)
     seconds = sum(run.seconds or 0.0 for run in findings.runs)
-    state = f"{counted(len(findings.runs), 'run')} of {planned}, {seconds / 60:.0f} minutes of wall time."
+    seeds = counted(len(findings.study.seeds), "seed")
+    runs = f"{counted(len(findings.runs), 'run')} of {planned}, {seeds} for each method"
+    state = f"{runs}, {seconds / 60:.0f} minutes of wall time."
     if findings.runs_left:
-        seeds = counted(len(findings.study.seeds), "seed")
         state = f"**Partial: {state}** Rows with fewer than {seeds} say nothing yet."
     tuned = [
         f"{choice.method} ({counted(len(choice.tried), 'trial')}): "
@@ -94,10 +97,20 @@ def _tables(findings: Findings) -> str:
     parts = [state]
     for table in brief(findings, compare_all(findings)):
         parts += [f"### {table.title}"] if table.title else []
-        parts += [lines_of(table)] + ([_wrapped(table.legend)] if table.legend else [])
+        parts.append(lines_of(_without(table, "seeds")))
+        if table.legend and table.legend not in legends:
+            legends.add(table.legend)
+            parts.append(_wrapped(table.legend))
     if tuned:
         parts.append(_wrapped(f"Tuned to: {'. '.join(tuned)}."))
     return "\n\n".join(parts)
+
+
+def _without(table: Table, title: str) -> Table:
+    """Return the table without the column of this title."""
+    column = list(table.header).index(title)
+    header, *rows = [[*row[:column], *row[column + 1 :]] for row in (table.header, *table.rows)]
+    return replace(table, header=header, rows=rows)
 
 
 def _wrapped(text: str) -> str:

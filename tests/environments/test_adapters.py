@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +26,11 @@ from megatron_ibpo.environments.frameworks import load_environment
 from megatron_ibpo.environments.processes import EnvironmentPool
 from megatron_ibpo.environments.protocol import EpisodeFaultError
 from support import openenv_server
-from support.documented_modules import DOCS, write_modules
+from support.documented_modules import write_modules
 from support.openenv_server import BreaksTheConnection, Observation, create_app, serving, serving_connections
+from support.paths import ROOT
+
+FRAMEWORKS = ROOT / "examples/frameworks"
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +111,7 @@ def test_one_game_plays_alike_under_five_frameworks(directory, monkeypatch):
         for module in accumulate(name.split("."), "{}.{}".format):
             monkeypatch.setitem(sys.modules, module, ModuleType(module))
         vars(sys.modules[name]).update(members)
-    write_modules(directory, [DOCS / "environments_compared.md"], 7)
+    shutil.copytree(FRAMEWORKS, directory, dirs_exist_ok=True)
     targets = [f"guess_{name}:GuessTheNumber" for name in ("ours", "trl", "skyrl", "gem")]
     with serving(load_hook("--environment", "guess_openenv:app")) as server:
         for seed in range(3):
@@ -482,7 +486,7 @@ def test_the_compared_environments_play_with_the_real_base_classes(directory, pa
     """Of what is installed: `pip install --no-deps --target DIRECTORY skyrl-gym gem-llm textarena openenv`,
     and what they import, with DIRECTORY in PYTHONPATH."""
     pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
-    write_modules(directory, [DOCS / "environments_compared.md"], 7)
+    shutil.copytree(FRAMEWORKS, directory, dirs_exist_ok=True)
     name, target = package.partition("_")[0], f"guess_{package.partition('_')[0]}:GuessTheNumber"
     command = [sys.executable, "-m", "uvicorn", "guess_openenv:app", "--port", "0"]
     with ExitStack() as ends:

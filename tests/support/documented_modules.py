@@ -2,13 +2,12 @@ import re
 
 from support.paths import ROOT
 
-DOCS = ROOT / "docs"
-PAGES = [DOCS / "extending.md", DOCS / "rewards.md", DOCS / "http_rewards.md", DOCS / "environments.md"]
+PAGES = ("extending.md", "rewards.md", "http_rewards.md", "environments.md")
 
 
-def write_modules(directory, pages=PAGES, count=15):
-    text = "".join(page.read_text() for page in pages)
+def write_modules(directory):
+    text = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == text.count("```python") == count
+    assert len(blocks) == text.count("```python") == 15
     for name, code in blocks:
         (directory / name).write_text(code)
