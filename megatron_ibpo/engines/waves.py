@@ -165,8 +165,10 @@ class _Wave:
 
     def only(self, rows: Tensor) -> "_Wave":
         """Return the wave without all other rows."""
-        parts: dict[str, Any] = vars(self)
-        return _Wave(**{name: None if part is None else part[rows] for name, part in parts.items()})
+        parts: dict[str, Any] = {
+            name: None if part is None else part[rows] for name, part in vars(self).items()
+        }
+        return _Wave(**parts)
 
 
 def _chances(requests: Sequence[SampleRequest], limits: Sequence[int]) -> Tensor:
