@@ -19,8 +19,7 @@ from typing import Any, cast
 
 import aiohttp
 
-from megatron_ibpo.basics.redaction import keep_keys_from_logs, without_keys
-from megatron_ibpo.basics.text import counted, shown
+from megatron_ibpo.basics.text import counted, keep_keys_from_logs, shown, without_keys
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.rewards.http_judge import Wire
 from megatron_ibpo.rewards.http_score import API_KEY, REFUSED, UNREADABLE, Question, is_transient
