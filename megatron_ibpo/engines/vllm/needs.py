@@ -11,7 +11,7 @@ from megatron_ibpo.config import COUNT, Config, RolloutConfig, built, eval_sampl
 from megatron_ibpo.config.ranges import BYTES, NAMED_VALUES, SECONDS, SHARE
 from megatron_ibpo.engines.settings import EngineNeeds, Precision
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.models.delta_net.shape import DeltaNetShape
+from megatron_ibpo.models.qwen3_next import DeltaNetShape
 
 VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 
