@@ -1,19 +1,12 @@
-"""One read of the logits: what the log-prob, the entropy and the gradient of each row need.
+"""One read of the logits: what the log-prob, the entropy and the gradient of each row need, with k =
+log2(e)/temperature
 
-A row of local vocabulary V keeps, in powers of two and with k = log2(e)/temperature,
+    shift   k·m for a logit m near the row's largest       total   Σ 2^(k·x - shift) target  k·x_target -
+    shift, -inf on other shards       moment  Σ (k·x - shift)·2^(k·x - shift), for the entropy
 
-    shift   k·m for a logit m near the row's largest
-    total   Σ 2^(k·x - shift)
-    target  k·x_target - shift; -inf where the target is on another shard
-    moment  Σ (k·x - shift)·2^(k·x - shift), for the entropy
-
-of which every quantity follows without a large number in it. Shards of the vocabulary are combined after
-one all-gather of these 16 bytes per row.
-
-A GPU of this kind can read bf16 faster than it can issue the instructions of a running maximum. So the shift
-is chosen before the loop: the larger of the first block's largest logit and the target's, which was sampled
-and so is rarely far below the row's largest. A row where some logit lies so far above that the total passes
-2^30 is read once more, with a shift that moves.
+A GPU reads bf16 faster than it issues the instructions of a running maximum. So the shift is chosen before
+the loop: the larger of the first block's largest logit and the target's, which is rarely far below the row's.
+A row whose total still passes 2^30 is read once more, with a shift that moves.
 """
 
 from typing import Any, NamedTuple
@@ -161,29 +154,17 @@ def shard_statistics(
 ) -> Tensor:
     """Return [4, N] statistics of this shard for the rows of `mask_N` (all when None), undefined in others.
 
-    Args:
-        logits_NV: bf16, fp16 or fp32, columns contiguous.
-        temperature: [1] or [N].
-        entropy: without it the moment is meaningless, and the pass has two instructions less an element.
+    Logits are bf16, fp16 or fp32 with contiguous columns, `temperature` is [1] or [N]. Without `entropy` the
+    moment is meaningless, and the pass has two instructions less an element.
     """
     num_rows = len(logits_NV)
     shard_4N = torch.empty(4, num_rows, dtype=torch.float32, device=logits_NV.device)
     if num_rows:
         row_statistics_kernel[(num_rows,)](
-            logits_NV,
-            targets_N,
-            mask_N,
-            temperature,
-            shard_4N,
-            logits_NV.stride(0),
-            num_rows,
-            vocab_range[1] - vocab_range[0],
-            vocab_range[0],
-            TEMPERATURE_PER_ROW=len(temperature) > 1,
-            ENTROPY=entropy,
-            BLOCK=BLOCK_V,
-            num_warps=NUM_WARPS,
-        )
+            logits_NV, targets_N, mask_N, temperature, shard_4N,
+            logits_NV.stride(0), num_rows, vocab_range[1] - vocab_range[0], vocab_range[0],
+            TEMPERATURE_PER_ROW=len(temperature) > 1, ENTROPY=entropy, BLOCK=BLOCK_V, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return shard_4N
 
 

@@ -1,9 +1,6 @@
-"""The loss and its gradient from log-probs, by sequences: `megatron_ibpo.loss.segments` in three kernels.
-
-Sums over each sequence, then the sequences' losses, then each token's coefficient. One program walks one
-sequence (the second: all of them), so that nothing is atomic and the result does not depend on the order of
-programs. All of it is [N] and [S] floats; next to a pass over the logits it takes no time.
-"""
+"""The loss and its gradient from log-probs: `megatron_ibpo.loss.segments` in three kernels, for sums over
+each sequence, the sequences' losses, and each token's coefficient. One program walks one sequence (the
+second: all of them), so that nothing is atomic and the order of programs changes nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -49,12 +46,8 @@ def segment_sums_kernel(
     num_sequences, pointers, parameters,
     TOKEN_TERM: tl.constexpr, KL: tl.constexpr, ADVANTAGE_PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums of one sequence per program. out [4, S] fp32: response tokens, Σ log-ratio,
-    Σ KL, Σ token term.
-
-    With mean_log_ratio_ptr the token term sees that of the sequence in place of the token's own, and only the
-    last of the four is written.
-    """
+    """Compute the sums of one sequence per program: out [4, S] fp32, response tokens, Σ log-ratio, Σ KL, Σ
+    token term. With mean_log_ratio_ptr only the last, whose term sees that in place of the token's own."""
     sequence = tl.program_id(0)
     begin, end = tl.load(cu_ptr + sequence), tl.load(cu_ptr + sequence + 1)
     count = tl.zeros((BLOCK,), tl.float32)
@@ -175,14 +168,9 @@ def token_coefficients_kernel(
 def triton_segment_loss(
     logprobs_N: Tensor, rows: Any, objective: Any, loaded: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (loss, mean_log_ratio_S, clipped, kl_N), the first differentiable in logprobs_N.
-
-    Arguments as `megatron_ibpo.loss.segments.segment_loss` has them, all on one device; float tensors of any
-    precision are read as fp32.
-
-    Args:
-        loaded: further inputs that the token term reads, [N], by name.
-    """
+    """Return (loss, mean_log_ratio_S, clipped, kl_N), the first differentiable in logprobs_N. Arguments are
+    as those of `megatron_ibpo.loss.segments.segment_loss`, on one device; floats of any precision are read as
+    fp32. `loaded` are further inputs that the token term reads, [N], by name."""
 
     def floats(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(torch.float32).contiguous()
@@ -210,14 +198,8 @@ class Terms(NamedTuple):
 
 
 def traced_terms(objective: Any, loaded: Sequence[str]) -> Terms:
-    """Return the terms of an objective as Triton functions; see `kernels/traced_terms.py`.
-
-    Args:
-        loaded: names of the inputs that its token term reads beside `PASSED`.
-
-    Raises:
-        TermError: a term that Triton code cannot be made of.
-    """
+    """Return the terms of an objective as Triton functions, of which the token term reads `loaded` inputs
+    beside `PASSED`. Raises TermError for a term that Triton code cannot be made of."""
     variant, params = objective.variant, objective.params
 
     def traced(term: Any, passed: Sequence[str], names: Sequence[str]) -> Any:

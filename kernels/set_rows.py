@@ -1,12 +1,6 @@
-"""Rows that are normalised over a set of ids: statistics and gradient from the logits of these ids alone.
-
-A set holds a few of the vocabulary's ids (what top-k and top-p left to sample from), so nothing here passes
-over a row. Statistics are written where `row_statistics` writes those of the other rows, and are combined
-with theirs. `logits_gradient` writes zeros over a restricted row, and the ids' gradients are written after.
-The logits of the ids are held in between, since the gradient may lie over the logits.
-
-Not run on a GPU: under Triton's interpreter and compiled ahead of time only.
-"""
+"""Rows that are normalised over a set of ids: statistics and gradient from the logits of these alone, which
+are held in between, since the gradient may lie over them. Not run on a GPU: under Triton's interpreter and
+compiled ahead of time only."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,8 +32,8 @@ def set_statistics_kernel(
     row_stride, num_rows, num_columns, vocab_start,
     TEMPERATURE_PER_ROW: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the statistics of one row per program. out as in `row_statistics_kernel`; a shard without any
-    of the ids has a total of 0. Rows without a set are left alone."""
+    """Compute the statistics of one row per program, as in `row_statistics_kernel`; a shard without any of
+    the ids has a total of 0. Rows without a set are left alone."""
     row = tl.program_id(0).to(tl.int64)
     start, stop = tl.load(starts_ptr + row), tl.load(stops_ptr + row)
     if start == stop:
@@ -77,8 +71,7 @@ def set_gradient_kernel(
     out_row_stride, num_columns, vocab_start,
     TEMPERATURE_PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of one row per program at the ids of its set. The rest of the row is 0 already, and
-    so is the whole row if its coefficient is 0."""
+    """Write the gradient of one row per program at the ids of its set; the rest of the row is 0 already."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + (row if TEMPERATURE_PER_ROW else 0)).to(tl.float32)
     c = tl.load(coefficients_ptr + row) / temperature
@@ -108,27 +101,13 @@ def write_set_statistics(
     entropy: bool,
 ) -> Tensor:
     """Write the statistics of restricted rows of this shard; return the logits of the ids on it, [K] fp32.
-
-    Arguments as `row_statistics` has them; at least one row.
-    """
+    Arguments as `row_statistics` has them; at least one row."""
     set_logits_K = torch.empty(len(sampling_sets.ids_K), dtype=torch.float32, device=logits_NV.device)
     set_statistics_kernel[(len(logits_NV),)](
-        logits_NV,
-        targets_N,
-        mask_N,
-        temperature,
-        *sampling_sets.tensors,
-        set_logits_K,
-        shard_4N,
-        logits_NV.stride(0),
-        len(logits_NV),
-        vocab_range[1] - vocab_range[0],
-        vocab_range[0],
-        TEMPERATURE_PER_ROW=len(temperature) > 1,
-        ENTROPY=entropy,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+        logits_NV, targets_N, mask_N, temperature, *sampling_sets.tensors, set_logits_K, shard_4N,
+        logits_NV.stride(0), len(logits_NV), vocab_range[1] - vocab_range[0], vocab_range[0],
+        TEMPERATURE_PER_ROW=len(temperature) > 1, ENTROPY=entropy, BLOCK=BLOCK, num_warps=NUM_WARPS,
+    )  # fmt: skip
     return set_logits_K
 
 
@@ -143,26 +122,10 @@ def write_set_gradient(
     coefficients_N: Tensor,
     vocab_range: tuple[int, int],
 ) -> None:
-    """Write the gradient of restricted rows at the ids of their sets, over zeros.
-
-    Args:
-        set_logits_K: as `write_set_statistics` returned it.
-        sets: fields of the sampling sets.
-        Others are as `write_gradient` has them.
-    """
+    """Write the gradient of restricted rows at the ids of their sets, over zeros. `set_logits_K` is the
+    result of `write_set_statistics`, `sets` are the fields of the sampling sets."""
     set_gradient_kernel[(len(out_NV),)](
-        set_logits_K,
-        out_NV,
-        targets_N,
-        shift_N,
-        total_N,
-        coefficients_N,
-        temperature,
-        *sets,
-        out_NV.stride(0),
-        vocab_range[1] - vocab_range[0],
-        vocab_range[0],
-        TEMPERATURE_PER_ROW=len(temperature) > 1,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+        set_logits_K, out_NV, targets_N, shift_N, total_N, coefficients_N, temperature, *sets,
+        out_NV.stride(0), vocab_range[1] - vocab_range[0], vocab_range[0],
+        TEMPERATURE_PER_ROW=len(temperature) > 1, BLOCK=BLOCK, num_warps=NUM_WARPS,
+    )  # fmt: skip

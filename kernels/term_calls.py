@@ -19,11 +19,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "MOST_OPERATORS", "MOVED_BY_LOGPROB", "TermError", "call_term", "check_unchanged", "code_owner",
-    "first_line", "input_names", "located", "place", "record_calls", "running_line", "term_name",
-]  # fmt: skip
-
 MOVED_BY_LOGPROB = ("log_ratio", "logprobs", "gap")
 """Inputs that change one for one with the policy's log-prob."""
 MOST_OPERATORS = 500
@@ -67,11 +62,7 @@ def _code(term: Any) -> CodeType | None:
 
 
 def located(term: Any, frames: Sequence[tuple[str, int]]) -> str:
-    """Return the innermost of these lines that is in the term's file, with its text.
-
-    Args:
-        frames: file and line number, the innermost last.
-    """
+    """Return the innermost of these (file, line number) that is in the term's file, with its text."""
     code = _code(term)
     lines = [number for file, number in frames if code and file == code.co_filename]
     if code is None or not lines:
@@ -81,11 +72,7 @@ def located(term: Any, frames: Sequence[tuple[str, int]]) -> str:
 
 
 def input_names(term: Any) -> tuple[str, ...]:
-    """Return the names of a term's positional arguments: the inputs that it reads.
-
-    Raises:
-        TermError: no function with named arguments.
-    """
+    """Return the names of a term's positional arguments, the inputs; TermError if they have none."""
     try:
         parameters = inspect.signature(term).parameters.values()
     except (TypeError, ValueError):
@@ -98,11 +85,7 @@ def input_names(term: Any) -> tuple[str, ...]:
 
 
 def call_term(term: Any, inputs: Sequence[Any], parameters: Mapping[str, Any]) -> Any:
-    """Call a term.
-
-    Raises:
-        TermError: any exception of the term, with its line; or the term runs for more than MOST_SECONDS.
-    """
+    """Call a term. Raises TermError, with the line, for any exception, and after MOST_SECONDS."""
     try:
         with _Deadline(term):
             return term(*inputs, **parameters)
@@ -137,14 +120,7 @@ def first_line(error: BaseException) -> str:
 def check_unchanged(
     term: Any, names: Sequence[str], inputs: Sequence[Tensor], originals: Sequence[Tensor]
 ) -> None:
-    """Refuse a term that has written into one of its inputs.
-
-    Args:
-        before: the inputs' values before the call.
-
-    Raises:
-        TermError: names the input.
-    """
+    """Raise TermError for a term that has written into one of its inputs, whose values were `originals`."""
     for name, tensor, value in zip(names, inputs, originals, strict=True):
         if not torch.allclose(tensor, value, rtol=0.0, atol=0.0, equal_nan=True):
             raise TermError(
@@ -153,12 +129,9 @@ def check_unchanged(
 
 
 def record_calls(term: Any, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Call a term on tensors and return all operators that it calls, with their numbers, as a key.
-
-    Two calls with equal records compute the same, whatever globals, attributes or closures the term reads.
-
-    Args:
-        parameters: numbers, or tensors of one number.
+    """Call a term on tensors, and parameters that are numbers or tensors of one, and return all operators
+    that it calls, with their numbers, as a key: equal records compute the same, whatever globals, attributes
+    or closures the term reads.
 
     Raises:
         TermError: what no kernel can do, with its line: a value of Python that depends on data or on the

@@ -25,16 +25,14 @@ from megatron_ibpo.kernels.term_tables import (
     aten,
 )
 
-__all__ = ["Unsupported", "Value", "constant", "expression", "folded", "operators", "packet"]
-
 
 class Unsupported(NotImplementedError):
     """An operator that the tables lack; the message says why."""
 
 
 class Value(NamedTuple):
-    """An operand: a name or number, its sign, and the conditions outside which it is 0. Products carry sign
-    and conditions along, so that they are applied once."""
+    """An operand: a name or number, and what products carry along to apply it once: its sign, and the
+    conditions outside which it is 0."""
 
     core: str
     sign: str = ""
@@ -43,13 +41,10 @@ class Value(NamedTuple):
 
     def __str__(self) -> str:
         text = f"(-1.0 * {self.core})" if self.sign else self.core  # Triton's -x is 0 - x: slower
-        dead = " | ".join(
-            condition[1:] for condition in self.live if condition[0] == "~"
-        )  # as terms say what is clipped
-        met = " & ".join(
-            [condition for condition in self.live if condition[0] != "~"] + ([f"~({dead})"] if dead else [])
-        )
-        return f"tl.where({met}, {text}, 0.0)" if met else text
+        # as terms say what is clipped
+        dead = " | ".join(condition[1:] for condition in self.live if condition[0] == "~")
+        met = [condition for condition in self.live if condition[0] != "~"] + ([f"~({dead})"] if dead else [])
+        return f"tl.where({' & '.join(met)}, {text}, 0.0)" if met else text
 
     def times(self, sign: str) -> "Value":
         return self._replace(sign="-" if self.sign != sign else "")
@@ -76,8 +71,7 @@ def expression(
         names: expressions that have a name already.
         exact: choose first and multiply then, as torch does; not needed in derivatives.
 
-    Raises:
-        Unsupported: an operator, or an argument of it, that the tables lack.
+    Raises Unsupported for an operator, or an argument of it, that the tables lack.
     """
     target, arguments = packet(node), _arguments(node)
     is_bool, bools = _is_bool(node), [_is_bool(argument) for argument in arguments[:2]]
@@ -129,11 +123,7 @@ def expression(
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Return a node's arguments by position, as far as the tables know what they mean.
-
-    Raises:
-        Unsupported: another argument that is given.
-    """
+    """Return a node's arguments by position; Unsupported if the tables do not know one's meaning."""
     arguments = list(node.args)
     schema = getattr(node.target, "_schema", None)
     named = {argument.name: argument for argument in schema.arguments} if schema else {}
@@ -307,22 +297,10 @@ def folded(node: fx.Node, constants: Mapping[fx.Node, Tensor]) -> Tensor | None:
     if not _read_nodes(node):
         return None
     arguments = fx.map_arg(node.args, lambda operand: constants[operand])
-    if target in IDENTITIES:
+    if target in IDENTITIES or target is aten._to_copy:
         return cast(Tensor, arguments[0]).to(like.dtype)
-    if target is aten._to_copy:
-        return cast(Tensor, arguments[0]).to(like.dtype)
-    foldable = (
-        *ARITHMETIC,
-        *COMPARISONS,
-        *LOGICAL,
-        *UNARY,
-        *TESTS,
-        aten.where,
-        aten.clamp,
-        aten.pow,
-        aten.masked_fill,
-    )
-    if target not in foldable:
+    tables = (*ARITHMETIC, *COMPARISONS, *LOGICAL, *UNARY, *TESTS)
+    if target not in (*tables, aten.where, aten.clamp, aten.pow, aten.masked_fill):
         return None
     kwargs = fx.map_arg(node.kwargs, lambda operand: constants[operand])
     return cast(Any, node.target)(*arguments, **kwargs).to(like.dtype)

@@ -1,19 +1,12 @@
-"""The tables of torch's elementwise operators as Triton says them.
-
-Every operator is written exactly as torch computes it in float32 and bool, NaN and infinity included, or it
-is not in these tables. `tl.minimum` and `tl.maximum` drop NaN unless they are told to propagate it, which is
-one instruction too since sm_80.
+"""The tables of torch's elementwise operators as Triton says them, exactly as torch computes them in float32
+and bool, NaN and infinity included. (`tl.minimum` and `tl.maximum` drop NaN unless they are told to propagate
+it.)
 
 Derivatives take one liberty: where a `where` chose 0, products and quotients with it are 0, also where the
 other operand is infinite or NaN. So derivatives of terms that overflow may be 0 where they are NaN in torch.
 """
 
 import torch
-
-__all__ = [
-    "ARITHMETIC", "COMPARISONS", "CREATED", "IDENTITIES", "IMPORTS", "KEEP_NAN", "LARGEST", "LARGEST_POWER",
-    "LAYOUT", "LOGICAL", "PREAMBLE", "PROPAGATE_NAN", "SELECTED", "SMALLEST", "TESTS", "UNARY", "aten",
-]  # fmt: skip
 
 aten = torch.ops.aten
 PROPAGATE_NAN = "tl.PropagateNan.ALL"

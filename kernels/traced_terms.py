@@ -1,11 +1,8 @@
-"""A loss term written in torch, as a Triton function with its derivative.
+"""A loss term written in torch, as a Triton function with its derivative; second derivatives are not made.
 
 `torch.func.vjp` of the term is traced into a graph of elementwise operators and written out as Triton source,
-into a file of Triton's cache directory, so that profilers and errors show it. One torch function is thus the
-only definition of a term; nobody differentiates by hand. Second derivatives are not made.
-
-What a term may call is in `term_calls.py` and `term_operators.py`; `term_agreement.py` compares the source
-that is written here with torch.
+into a file of Triton's cache, so that profilers and errors show it. What a term may call is in
+`term_calls.py` and `term_operators.py`.
 """
 
 import builtins
@@ -46,8 +43,6 @@ from megatron_ibpo.kernels.term_operators import (
 )
 from megatron_ibpo.kernels.term_tables import CREATED, IMPORTS, PREAMBLE, aten
 
-__all__ = ["PASSED", "SEQUENCE_PASSED", "traced_source", "traced_term"]
-
 PASSED, SEQUENCE_PASSED = ("log_ratio", "logprobs", "advantages"), ("log_ratio", "lengths", "advantages")
 """Inputs that the kernels hand to token and sequence terms; token terms load others themselves."""
 RESERVED = {"tl", "triton", "term", "zero", "pointers", "row", "mask", "parameters", *dir(builtins)}
@@ -71,24 +66,22 @@ def traced_term(
 ) -> Any:
     """Return the `@triton.jit` function of a term: f(*passed, pointers, row, mask, parameters).
 
-    It takes the passed inputs, fp32 tensors of one shape, and loads the others, whose pointers are in a
-    tuple, at the rows of the mask. It returns (value, derivative, clipped), or without `clipped` if the term
-    returns its value alone. The derivative is that by the policy's log-prob: by those inputs of
-    `MOVED_BY_LOGPROB` that the term reads.
+    It takes the passed inputs, fp32 tensors of one shape, and loads the others at the rows of the mask, from
+    a tuple of pointers. It returns (value, derivative, clipped), or without `clipped` if the term returns its
+    value alone. The derivative is that by the policy's log-prob: by those inputs of `MOVED_BY_LOGPROB` that
+    the term reads.
 
     Parameters are read at run time, so that other values compile nothing. A term that needs them as numbers
-    of Python (`if eps > 0`, `math.log(eps)`, `x**gamma`) is traced with their present values, and again for
-    others. A term that reads a global, an attribute or a closure that has changed is traced again, too.
+    of Python (`if eps > 0`, `x**gamma`) is traced with their present values, and again for others; so is one
+    that reads a global, an attribute or a closure that has changed.
 
     Args:
         term: a function of torch tensors, term(*inputs, **parameters) -> (value, clipped) or value, whose
             positional arguments are named as inputs.
-        passed: names of the inputs that the function takes.
-        loaded: names of the inputs that it loads, in the order of their pointers.
+        passed, loaded: names of the inputs that the function takes and loads, in order.
         parameters: its keyword arguments, in the order in which they are passed.
 
-    Raises:
-        TermError: see `record_calls`; or an operator that is not in the tables of `term_operators.py`.
+    Raises TermError as `record_calls` does, and for an operator that is not in the tables.
     """
     return _load(term_name(term), traced_source(term, passed, loaded, parameters))
 
@@ -329,11 +322,7 @@ def _identifiers(text: str) -> set[str]:
 
 
 def _per_row(node: fx.Node, value: Value, rows: set[str]) -> str:
-    """Return a result as one number per row, also where all rows have the same.
-
-    Args:
-        rows: names of what differs between rows.
-    """
+    """Return a result as one number per row; `rows` are the names of what differs between rows."""
     if rows & _identifiers(str(value)) and not NUMBER.fullmatch(value.core):
         return str(value)
     return f"(zero == 0.0) & {value}" if node.meta["val"].dtype == torch.bool else f"zero + {value}"

@@ -1,8 +1,6 @@
-"""The trainer ranks: a rank's identity, and the exchange of small Python objects between ranks.
+"""The trainer ranks, and what they agree on: errors, sums and other small Python objects.
 
-Tensors of the model travel in Megatron's own groups, and data comes from the driver. This module carries what
-ranks agree on (errors, sums, plans), always over gloo, so that it works the same alongside NCCL and without a
-GPU.
+These go over gloo, alongside NCCL and without a GPU; tensors of the model travel in Megatron's own groups.
 """
 
 import os
@@ -55,9 +53,7 @@ class World:
     def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return the results of all, in rank order, on every rank.
 
-        Raises:
-            the rank's own exception if it had one, otherwise RemoteError with the other rank's text: no rank
-            is left waiting.
+        A rank that fails raises its own exception, and the others RemoteError with its text: none waits.
         """
         result: Any = None
         error: BaseException | None = None
@@ -94,10 +90,8 @@ class World:
 def start_world(timeout_minutes: float = 30.0) -> World:
     """Join the processes that the launcher (torchrun) started; without a launcher, a world of one.
 
-    Every collective gives up after `timeout_minutes`.
-
-    Raises:
-        ValueError: a variable of the launcher is not a whole number in its range.
+    Every collective gives up after `timeout_minutes`. Raises ValueError for a variable of the launcher that
+    is not a whole number in its range.
     """
     size = environment_number("WORLD_SIZE", 1, least=1)
     rank = environment_number("RANK", 0, most=size - 1)

@@ -24,8 +24,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, ParamSpec, get_args
 
-from megatron_ibpo.basics.redaction import keep_keys_from_logs, without_keys
-from megatron_ibpo.basics.text import place_in_users_code
+from megatron_ibpo.basics.text import keep_keys_from_logs, place_in_users_code, without_keys
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, STDOUT_CLOSED = 0, 1, 2, 130, 141
 """Exit statuses. After FAILED another try may help, after BAD_INPUT it does not."""
@@ -67,14 +66,8 @@ def run_tool(main: Callable[[Any], int | None], arguments: Any, description: str
 def parsed(
     arguments: Any, description: str | None, words: Sequence[str] | None = None, *, program: str | None = None
 ) -> Any:
-    """Return the command line, or `words`, as the dataclass `arguments`.
-
-    Args:
-        program: name for the help; None: that of the file that runs.
-
-    Raises:
-        ValueError: wrong flags; tyro would draw a box.
-    """
+    """Return the command line, or `words`, as the dataclass `arguments`. `program` is the name in the help,
+    by default that of the file that runs. Raises ValueError for wrong flags, where tyro would draw a box."""
     import tyro
 
     registry = tyro.constructors.ConstructorRegistry()
@@ -97,8 +90,8 @@ def parsed(
 
 
 def _optional(info: Any) -> Any:
-    """Return how tyro reads a value that may be None: like others of its type, which the help then shows
-    alone, and the word None. None for other values."""
+    """Return how tyro reads a value that may be None: as its type, which alone the help shows, or the word
+    None; None for other values."""
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
     if not isinstance(info.type, UnionType) or NoneType not in get_args(info.type):
@@ -117,13 +110,9 @@ def _optional(info: Any) -> Any:
 
 
 def guarded(work: Callable[[], int | None], *, logs: Path | None = None, stopped: str = "stopped") -> int:
-    """Run `work` and return the exit status; any error has been printed.
-
-    Args:
-        logs: folder for tracebacks in the directory of a run, which may not exist yet; None: the temporary
-            directory.
-        stopped: printed after a Ctrl-C.
-    """
+    """Run `work` and return the exit status; any error has been printed, and `stopped` after a Ctrl-C.
+    Tracebacks go to `logs`, which need not exist, in the directory of a run; None: to the temporary
+    directory."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell, and the next file would get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
@@ -157,10 +146,8 @@ def _reader_is_gone() -> bool:
 
 
 def _answer_thread(logs: Path | None, failed: threading.ExceptHookArgs) -> None:
-    """Print the error that ended a thread; the command continues.
-
-    A thread that keeps its error, as TensorBoard's writer does, has it raised where the thread is used next.
-    """
+    """Print the error that ended a thread; the command continues. (A thread that keeps its error, as
+    TensorBoard's writer does, has it raised where the thread is used next.)"""
     stored_error = getattr(failed.thread, "exception", None)
     if isinstance(failed.exc_value, Exception) and failed.exc_value is not stored_error:
         _answer(failed.exc_value, logs)
@@ -179,9 +166,8 @@ def _answer(error: BaseException, logs: Path | None) -> int:
 
 def _line_and_status(error: BaseException, logs: Path | None) -> tuple[str, int]:
     """Return the line for an error, and the exit status."""
-    name = (
-        os.fsdecode(filename) if isinstance(filename := getattr(error, "filename", ""), str | bytes) else ""
-    )
+    filename = getattr(error, "filename", "")
+    name = os.fsdecode(filename) if isinstance(filename, str | bytes) else ""
     within_run = logs and Path(name).is_relative_to(logs.parent)
     if logs and not logs.parent.is_dir() and (within_run or f"{logs.parent}{os.sep}" in str(error)):
         return f"{logs.parent}: the run's directory is gone", FAILED

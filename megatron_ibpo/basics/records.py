@@ -1,7 +1,6 @@
-"""The typed records that flow between the packages. Plain data: numpy arrays of tokens, rewards, weights.
+"""The typed records that flow between the packages: numpy arrays of tokens, rewards, weights.
 
-Token ids travel from end to end; text appears only where a verifier or a user needs it. Records compare by
-identity, since arrays have no single answer to `==`; tests compare the fields of interest.
+Text appears only where a verifier or a user needs it. Records compare by identity: arrays have no one `==`.
 """
 
 from collections.abc import Sequence
@@ -36,11 +35,8 @@ def token_ids(ids: Any) -> TokenIds:
 
 
 def expert_ids(ids: Any, num_experts: int) -> ExpertIds:
-    """Return `ids` (any array of integers) as records hold them; negative ones mean no record.
-
-    Raises:
-        ValueError: more experts than two bytes count.
-    """
+    """Return `ids` (any array of integers) as records hold them; negative ones mean no record. Raises
+    ValueError for more experts than two bytes count."""
     if num_experts > np.iinfo(np.uint16).max:
         raise ValueError(f"routers that choose among {num_experts} experts: two bytes count to 65,535")
     dtype = np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16
@@ -290,11 +286,8 @@ class TrainSequence:
 
 
 def repeated_prefixes(sequences: Sequence[TokenIds]) -> list[int]:
-    """Return for each sequence the length of the prefix it shares with the previous one in sorted order.
-
-    A pass that computes every shared prefix once saves these tokens: the sum of the lengths less the sum of
-    these is the number of nodes in the sequences' prefix tree. Of equal sequences one is computed.
-    """
+    """Return for each sequence the length of the prefix it shares with the previous one in sorted order: what
+    a pass that computes every shared prefix once saves. Of equal sequences one is computed."""
     # in any order of whole tokens, sequences with the longest shared prefix are neighbours
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes())
     repeated = [0] * len(sequences)

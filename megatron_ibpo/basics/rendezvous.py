@@ -1,5 +1,4 @@
-"""Addresses, sockets, their directories and environment variables, by which the processes of a run find each
-other. Imports no torch."""
+"""Addresses, sockets and environment variables, by which the processes of a run meet. Imports no torch."""
 
 import os
 import shutil
@@ -25,11 +24,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def environment_number(name: str, default: int, *, least: int = 0, most: int = 2**31 - 1) -> int:
-    """Return the variable's value; `default` if it is not set.
-
-    Raises:
-        ValueError: the value is not a whole number from `least` to `most`.
-    """
+    """Return the variable's value, or `default`. Raises ValueError for no whole number in the range."""
     text = os.environ.get(name)
     if text is None:
         return default
@@ -62,13 +57,10 @@ def remove_private(directory: Path) -> None:
 
 def private_directory(prefix: str, socket_bytes: int, fallbacks: Sequence[str] = FALLBACKS) -> Path:
     """Make a directory that other users of the machine cannot enter: in TMPDIR or, if that is too long, in
-    one of `fallbacks`, with a line that says so.
+    one of `fallbacks`, with a line that says so. Raises OSError if there is no such place.
 
     Args:
         socket_bytes: length of the longest path of a socket within the directory, with its leading slash.
-
-    Raises:
-        OSError: no such directory can be made.
     """
     room = LONGEST_SOCKET - socket_bytes - len(f"/{prefix}") - RANDOM_PART
     default = tempfile.gettempdir()
@@ -93,8 +85,8 @@ def private_directory(prefix: str, socket_bytes: int, fallbacks: Sequence[str] =
 
 @contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables within the block, and touch no other. Native threads read the
-    environment whenever they like, and `mock.patch.dict` would take all of it away and put it back."""
+    """Set these environment variables within the block, and touch no other: native threads read them at any
+    time, and `mock.patch.dict` would take all of them away and put them back."""
     previous = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ |= variables
     try:

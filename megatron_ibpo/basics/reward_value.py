@@ -15,12 +15,9 @@ WRONG = {"score": 0.0, RESPONSE_ERROR: 1.0}
 
 
 class ResponseError(Exception):
-    """Raised by a reward function for a fault of the response: it asks for more than can be computed, or is
-    so malformed that a judge fails on it.
-
-    The response is wrong: its reward is 0, with the detail `response_error`, which metrics count. Every other
-    exception is an error of the verifier or the label, and gives no reward at all.
-    """
+    """Raised by a reward function for a fault of the response: it asks for more than can be computed, or a
+    judge fails on it. Its reward is 0, with the detail `response_error`, which metrics count. Every other
+    exception is an error of the verifier or the label, and gives no reward at all."""
 
 
 class LabelError(ValueError):
@@ -38,10 +35,8 @@ LONGEST_NAME = 128
 
 
 def read_reward(value: Any) -> tuple[float, dict[str, float]]:
-    """Return the reward and the further numbers in the value of a reward function or of an environment.
-
-    Args:
-        value: a number, or a mapping with the number as `score` and further numbers.
+    """Return the reward and the further numbers in the value of a reward function or of an environment: a
+    number, or a mapping with the number as `score` and further numbers.
 
     Raises:
         TypeError, ValueError: it is neither, a number is not finite or larger than LARGEST_REWARD, there are

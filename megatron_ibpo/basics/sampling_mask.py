@@ -1,12 +1,7 @@
-"""The sampling mask of a response: the token ids that top-k and top-p left to sample from, for each position.
+"""The sampling mask of a response: the ids that top-k and top-p left to sample from, for each position.
 
-An engine's log-probs are normalised over these ids. A trainer that normalises over the whole vocabulary
-computes another probability for the same token, so it replays the mask.
-
-The journal and recordings hold masks as bytes. The sampled token belongs to its own set and is stored anyway,
-so it is left out: a position where the policy was certain takes one byte. The other ids of a set are stored
-as gaps, in as few bytes as each needs. No byte stands for more than one id, so bytes of unknown origin cannot
-demand much more memory than they take.
+An engine's log-probs are normalised over them, so a trainer replays the mask. As bytes, a set is the gaps
+between its ids without the sampled token: each byte stands for at most one id, so memory stays bounded.
 """
 
 from collections.abc import Sequence
@@ -84,8 +79,7 @@ def encoded_mask(mask: SamplingMask, tokens: Ids) -> bytes:
         tokens: the sampled tokens, one per position.
 
     Raises:
-        TypeError: the mask has another length or other types than `SamplingMask` allows, or ids that do not
-            rise within a set, and would be restored differently.
+        TypeError: a length, type or order of ids that would be restored differently.
     """
     ids, counts = mask.token_ids, mask.counts
     if ids.dtype != np.int32 or len(counts) != len(tokens) or counts.sum() != len(ids):
@@ -103,14 +97,8 @@ def encoded_mask(mask: SamplingMask, tokens: Ids) -> bytes:
 
 
 def decoded_mask(content: bytes, tokens: Ids) -> SamplingMask:
-    """Return the mask that `encoded_mask` gave these bytes for.
-
-    Args:
-        tokens: the sampled tokens, one per position.
-
-    Raises:
-        ValueError: the bytes are not a mask of as many positions as there are tokens.
-    """
+    """Return the mask that `encoded_mask` gave these bytes for; `tokens` are the sampled ones. Raises
+    ValueError if they are no mask of as many positions."""
     numbers = _from_bytes(content)
     heads, gaps = numbers[: len(tokens)], numbers[len(tokens) :]
     stored_counts, has_token = heads // 2, heads % 2 == 1

@@ -8,20 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 DEEPEST = 100
-"""Deepest nesting of brackets: more than anything here needs, and few enough for later walks through
-records."""
+"""Deepest nesting of brackets: more than anything here needs, and few enough for later walks."""
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """The escape of a surrogate, half of a character beyond U+FFFF."""
 
 
 def read_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: it is not JSON in UTF-8, has a number that is not finite or a lone surrogate, or nests
-            deeper than DEEPEST.
-    """
+    """Return the value of a JSON text. Raises ValueError if it is not JSON in UTF-8, has a number that is not
+    finite or a lone surrogate, or nests deeper than DEEPEST."""
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig")
     try:
@@ -36,11 +31,8 @@ def read_json(text: str | bytes) -> Any:
 
 
 def json_value(value: Any, levels: int = DEEPEST) -> Any:
-    """Return a value that JSON can hold: times and bytes become text, NaN and infinity become null.
-
-    Raises:
-        ValueError: the value nests deeper than `levels`, or holds itself.
-    """
+    """Return a value that JSON can hold: times and bytes become text, NaN and infinity become null. Raises
+    ValueError if it nests deeper than `levels`, or holds itself."""
     if isinstance(value, Mapping | list | tuple) and levels == 0:
         raise ValueError(f"nests deeper than {DEEPEST} levels")
     if isinstance(value, Mapping):

@@ -1,5 +1,4 @@
-"""Processes of ours under a supervisor, as their owner sees them; and the forced end of a process group, with
-the shared memory that its members can no longer remove (Linux)."""
+"""Processes of ours under a supervisor, as their owner sees them; and the end of a process group (Linux)."""
 
 import ctypes
 import os
@@ -18,10 +17,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Supervised:
-    """A process, and everything that it has started, which end with it or with its owner.
-
-    The kernel ends it when the thread that started it ends, so the thread must live as long.
-    """
+    """A process and everything that it starts, which end with it or with the thread that started it."""
 
     def __init__(
         self,
@@ -102,11 +98,8 @@ LOOK_EVERY_S = 0.01
 
 def end_group(group: int, known_inodes: Iterable[int] = ()) -> None:
     """Kill all processes of `group` but the caller, and remove the shared memory that only they used. Returns
-    when they have ended, and so have freed their GPUs' memory.
-
-    Args:
-        known: earlier result of `shared_memory` for the group, for members that have already ended.
-    """
+    when they have ended, and so have freed their GPUs' memory. `known_inodes` is an earlier result of
+    `shared_memory` for the group, for members that have already ended."""
     inodes = shared_memory(group) | set(known_inodes)
     for pid in _members(group):
         if pid != os.getpid():
@@ -123,8 +116,7 @@ def end_group(group: int, known_inodes: Iterable[int] = ()) -> None:
 
 
 def shared_memory(group: int) -> set[int]:
-    """Return the inodes of the shared memory that processes of `group` have mapped. (Semaphores are mapped
-    under a name that no longer exists.)"""
+    """Return the inodes of the shared memory that processes of `group` have mapped."""
     return {inode for pid in _members(group) for inode in _mapped(pid)}
 
 

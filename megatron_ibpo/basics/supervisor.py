@@ -1,14 +1,9 @@
-"""The parent of a process that runs code of the user's: nothing that this starts outlives it, and its prints
-are bounded.
+"""The parent of a process that runs code of the user's: nothing that this starts outlives it.
 
-Started by its path as `python -I -S supervisor.py OWNER CONNECTION PRINTED NAME COMMAND…`, so that it imports
-nothing of the package and takes little memory. It runs COMMAND, in which {owner} stands for its own process
-id, in a new session, and ends when the command does. CONNECTION is a descriptor for the command. Processes
-that lose their parent, such as those of a double fork, become the supervisor's children. All of them are
-killed when the worker ends, when the owner dies, and at a SIGTERM.
-
-The first PRINTED bytes that they write to stdout and stderr go to the supervisor's stderr; the rest is
-counted.
+Started as `python -I -S supervisor.py OWNER CONNECTION PRINTED NAME COMMAND…`, so that it imports nothing of
+the package. It runs COMMAND, in which {owner} stands for its own process id, in a new session, and hands it
+the descriptor CONNECTION. It adopts orphans, and kills all when the command ends, the owner dies, or at a
+SIGTERM. The first PRINTED bytes that they print go to its stderr; the rest is counted.
 """
 
 import ctypes

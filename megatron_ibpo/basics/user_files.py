@@ -1,10 +1,16 @@
-"""Reading of user files: anything but a regular file, or too large for its kind, is refused; and a digest
-that identifies a policy by the content of its files, regardless of their location."""
+"""Files of users: refused unless regular and not too large for their kind; a policy's digest; and files of
+records, one line of JSON each, to which a writer appends that may die at any moment.
 
+A last line of records without a newline is unfinished: readers skip it, and a writer cuts it off.
+"""
+
+import errno
 import hashlib
+import io
+import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,12 +45,8 @@ class UserFileError(ValueError):
 
 
 def check_user_file(path: Path, most_bytes: float = float("inf")) -> None:
-    """Refuse a path that is not a regular file, which may never end, and a file that is too large.
-
-    Raises:
-        OSError: the file does not exist.
-        UserFileError: it is not a regular file, or larger than `most_bytes`.
-    """
+    """Raise UserFileError for anything but a regular file, which may never end, and for a file that is too
+    large; OSError if there is none."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "no file")
@@ -56,32 +58,18 @@ def check_user_file(path: Path, most_bytes: float = float("inf")) -> None:
 
 
 def read_user_file(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a user's file.
-
-    Raises:
-        OSError, UserFileError: as `check_user_file` does.
-    """
+    """Return the content of a user's file. Raises as `check_user_file` does."""
     check_user_file(path, most_bytes)
     return path.read_bytes()
 
 
 def read_json_file(path: Path, most_bytes: int = JSON_BYTES) -> Any:
-    """Return the value of a user's JSON file.
-
-    Raises:
-        OSError, UserFileError: as `check_user_file` does.
-        ValueError: it is not JSON (`read_json`).
-    """
-    content = read_user_file(path, most_bytes)
-    return read_json(content)
+    """Return the value of a user's JSON file. Raises as `check_user_file` and `read_json` do."""
+    return read_json(read_user_file(path, most_bytes))
 
 
 def read_json_object(path: Path, refusal: type[ValueError]) -> dict[str, Any]:
-    """Return the object of a user's JSON file.
-
-    Raises:
-        refusal: the file cannot be read, or holds something else; says which file and why.
-    """
+    """Return the object of a user's JSON file. Raises `refusal`, with file and reason, if it holds none."""
     try:
         content = read_json_file(path)
     except (OSError, UserFileError) as error:
@@ -94,15 +82,62 @@ def read_json_object(path: Path, refusal: type[ValueError]) -> dict[str, Any]:
 
 
 def user_lines(file: Lines, name: Path) -> Iterator[bytes]:
-    """Yield the lines of an open file.
-
-    Raises:
-        UserFileError: a line is longer than LINE_BYTES, as in a file that is not text.
-    """
+    """Yield the lines of an open file. Raises UserFileError for one longer than LINE_BYTES."""
     while line := file.readline(LINE_BYTES + 1):
         if len(line) > LINE_BYTES:
             raise UserFileError(f"{name}: a line is longer than {LINE_BYTES // MIB} MiB")
         yield line
+
+
+def record_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield each finished line after its place, `PATH, line N`. Raises as `check_user_file` does."""
+    check_user_file(path, RECORD_BYTES)
+    with path.open("rb") as file:
+        for number, line in enumerate(finished_lines(file, path), start=1):
+            yield f"{path}, line {number}", line
+
+
+def finished_lines(file: io.BufferedReader, path: Path) -> Iterator[bytes]:
+    """Yield the lines of an open file from its position on, without an unfinished one at the end."""
+    return (line for line in user_lines(file, path) if line.endswith(b"\n"))
+
+
+def open_records(path: Path) -> io.FileIO:
+    """Open a file to append records; it need not exist. An unfinished line at its end is cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab+", buffering=0)
+    file.seek(0)
+    file.truncate(file.read().rfind(b"\n") + 1)
+    return file
+
+
+def append_record(file: io.FileIO, record: Mapping[str, Any]) -> None:
+    """Append a record to an unbuffered file. Raises what `append_whole` raises."""
+    append_whole(file, (json.dumps(record, allow_nan=False) + "\n").encode())
+
+
+def append_whole(file: io.FileIO, data: bytes) -> None:
+    """Append all of `data` to an unbuffered file, or nothing if that raises: FileNotFoundError if the file
+    was deleted while it was open, perhaps with the directory of its run, or another OSError."""
+    end = file.seek(0, io.SEEK_END)
+    remaining = memoryview(data)
+    try:
+        while remaining:
+            remaining = remaining[file.write(remaining) :]
+    except OSError as error:
+        file.truncate(end)  # needs no room
+        raise OSError(error.errno, error.strerror, str(file.name)) from None
+    if os.fstat(file.fileno()).st_nlink == 0:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file.name))
+
+
+def flush(path: Path) -> None:
+    """Flush a file's content, or the names in a directory, to the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 _PIECES, _PIECE_BYTES = 64, 64 * 1024

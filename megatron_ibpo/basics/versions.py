@@ -51,29 +51,27 @@ TESTED = {
 
 _ON_GPUS = ("transformer-engine", "flash-linear-attention")
 """Packages that compute layers on GPUs; the second one computes delta nets."""
+VECTOR_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _WHERE_INSTALLED = (*_ON_GPUS, "apex", "wandb", "trackio")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of Python, platform, processor, GPUs, git commit and the packages that affect a
-    run's numbers.
-
-    Packages that are not installed are left out, and so is the commit unless the package is in its own
-    checkout.
-    """
+    """Return the versions of Python, platform, processor, GPUs and the installed packages that affect a run's
+    numbers, and the commit if the package is in its own checkout."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}
-    versions |= {"cpu": f"{os.cpu_count()} x {_cpu_name()}", "gpu": _gpu_names(), "commit": _commit()}
+    cpu = _of_processor("model name") or platform.machine()
+    versions |= {"cpu": f"{os.cpu_count()} x {cpu}", "gpu": _gpu_names(), "commit": _commit()}
     versions |= {name: _version(name) for name in (*TESTED, *_WHERE_INSTALLED)}
     return {name: version for name, version in versions.items() if version}
 
 
 def machine(*packages: str) -> dict[str, object]:
-    """Return the description of this machine for the results of a benchmark: the date, the cores that this
-    process may use, the processor's vector instructions, the installed versions (`installed_versions`), and
-    the versions of `packages` as well."""
+    """Return the description of this machine for the results of a benchmark: date, usable cores, vector
+    instructions, and versions (`installed_versions`), those of `packages` as well."""
     measured = {"date": datetime.date.today().isoformat(), "cores": len(os.sched_getaffinity(0))}
-    measured |= {"instructions": _vector_instructions()}
+    flags = _of_processor("flags").split()
+    measured |= {"instructions": [name for name in VECTOR_INSTRUCTIONS if name in flags]}
     return measured | installed_versions() | {name: _version(name) for name in packages}
 
 
@@ -97,17 +95,13 @@ def warn_on_differences(versions: Mapping[str, str]) -> None:
 
 
 def missing() -> list[str]:
-    """Return the packages of a run that are not installed, including this one if its C++ extension is not
-    built."""
+    """Return the packages of a run that are not installed, and this one if its C++ extension is not built."""
     return _not_installed() + ([] if _is_built() else ["megatron_ibpo"])
 
 
 def main(requirements: list[str]) -> int:
-    """Print what differs, what is missing and how to install it; 1 if anything is missing.
-
-    Args:
-        requirements: files whose packages must be installed as well, in whatever version.
-    """
+    """Print what differs, what is missing and how to install it; 1 if anything is missing. Packages of the
+    files `requirements` must be installed as well, in whatever version."""
     for name, (installed, tested) in differences(installed_versions()).items():
         print(f"warning: {name} {installed} is installed, {tested} was tested", file=sys.stderr)
     lacks = _not_installed()
@@ -171,23 +165,13 @@ def _is_built() -> bool:
     return (Path(__file__).parents[1] / f"_edit_distance{suffix}").exists()
 
 
-def _vector_instructions() -> list[str]:
-    """Return which instructions for vectors and matrices the processor has; [] if /proc does not say."""
+def _of_processor(field: str) -> str:
+    """Return a field of the first processor in /proc/cpuinfo; empty if that does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return []
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    return [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
 def _gpu_names() -> str:

@@ -21,7 +21,7 @@ from megatron_ibpo.config import LossConfig
 from megatron_ibpo.kernels.term_calls import TermError, code_owner, first_line, place
 from megatron_ibpo.kernels.traced_terms import traced_source
 from megatron_ibpo.loss import choose_backend, resolve_variant
-from megatron_ibpo.loss.term_checks import kernel_agreement, variant_terms
+from megatron_ibpo.loss.objective import kernel_agreement, variant_terms
 from megatron_ibpo.loss.term_inputs import SequenceInputs, Term, TokenInputs, apply_term
 from megatron_ibpo.policy.loss_objective import check_loss, loss_params
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from rich.progress import track
 
 from megatron_ibpo.basics.entry_point import command, guarded
-from megatron_ibpo.basics.record_lines import append_record, open_records
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest
 from megatron_ibpo.basics.seeds import derive_seed
+from megatron_ibpo.basics.user_files import append_record, open_records
 from megatron_ibpo.config import Config, ConfigError
 from megatron_ibpo.data import PromptSource, Tokenizer
 from megatron_ibpo.data.hub import with_local_copies

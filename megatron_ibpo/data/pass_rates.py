@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ibpo.basics.record_lines import record_lines
 from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.basics.strict_json import read_json
-from megatron_ibpo.basics.user_files import policy_digest
+from megatron_ibpo.basics.user_files import policy_digest, record_lines
 from megatron_ibpo.config import Config
 from megatron_ibpo.data.sources import NOT_MEASURED, PASS_RATE
 from megatron_ibpo.data.tokenizer import DataError

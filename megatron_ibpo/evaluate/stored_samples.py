@@ -17,11 +17,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_ibpo.basics.record_lines import append_record, open_records, record_lines
 from megatron_ibpo.basics.records import Prompt, Sample, SampleRequest, token_ids
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import changed_settings
-from megatron_ibpo.basics.user_files import RECORD_BYTES, read_json_file
+from megatron_ibpo.basics.user_files import (
+    RECORD_BYTES,
+    append_record,
+    open_records,
+    read_json_file,
+    record_lines,
+)
 from megatron_ibpo.rewards import Response
 
 Kind = Literal["sampled", "greedy", "correction"]

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from megatron_ibpo.basics.record_lines import flush
 from megatron_ibpo.basics.records import Sample
+from megatron_ibpo.basics.user_files import flush
 from megatron_ibpo.journal.entries import (
     ClosedBatch,
     Damage,

@@ -1,26 +1,11 @@
 """The scale of each row's gradient, found while the chunks of the fused LM head are computed.
 
-The derivative of the loss by the log-prob of row t of sequence i is
-
-    c_t = slope_i · policy_t + penalty_t
-
-policy_t (the token term's derivative, times its weights) and penalty_t (the KL estimate's) are known as soon
-as the row's log-prob is. slope_i, the derivative of sequence i's loss by the mean of its token values, needs
-all rows of the sequence, and a chunk may end in the middle of one. Keeping a chunk's logits until the
-sequence ends would keep all logits, and recomputing them would be a fourth product. So rows whose slope is
-missing are summed without it: one number scales the whole sum later.
-
-A worked example: GSPO of sequence A with 3 response rows and B with 2, advantages 2 and -1, weights ½, chunks
-of 2 rows. No clip is reached, so slope = -s·advantage with s the sequence's ratio, and policy is the weight
-over the length: 1/6 in A, 1/4 in B.
-
-    chunk      knows                  final_C                open_C    closing
-    A0 A1      nothing yet            -                      1/6 1/6   -
-    A2 B0      A ends: slope -2·s_A   A2: -2·s_A/6           B0: 1/4   -2·s_A, for A0 and A1
-    B1         B ends: slope s_B      B1: s_B/4              -         s_B, for B0
-
-final_C enters the weight's gradient at once, open_C a second sum, and `closing` scales that sum and moves it
-into the first. One second sum is enough: sequences lie end to end, so at most one is open behind a chunk.
+The loss's derivative by the log-prob of row t of sequence i is c_t = slope_i · policy_t + penalty_t. The
+token term's derivative times weights (policy_t) and the KL estimate's (penalty_t) are known with the row's
+log-prob; slope_i, the derivative of the sequence's loss by the mean of its token values, needs all rows of
+the sequence, and a chunk may end in the middle of one. Keeping logits until then would keep them all, and
+recomputing them would be a fourth product. So rows without a slope are summed apart, and one number scales
+that sum later. Sequences lie end to end: one is open at a time.
 """
 
 from bisect import bisect_right
@@ -45,12 +30,9 @@ class Step:
 
 
 def schedule(rows: LossRows, rows_R: Tensor, ends: list[int], chunk: int) -> list[Step]:
-    """Return steps of `chunk` response rows. Ranks that share sequences have different response rows, but
-    must close the same sequences at the same step: for them a step is `chunk` rows of any kind.
-
-    Args:
-        ends: each sequence's end among the response rows.
-    """
+    """Return steps of `chunk` response rows, where sequences end among these at `ends`. Ranks that share
+    sequences have different response rows, but must close the same sequences at the same step: for them a
+    step is `chunk` rows of any kind."""
     if rows.cp_group is None:
         stops = [*range(chunk, len(rows_R), chunk), len(rows_R)]
         closed = [bisect_right(ends, stop) for stop in stops]
@@ -67,8 +49,7 @@ class ChunkCoefficients:
     """Coefficients with which the rows of a chunk enter the weight's gradient."""
 
     final_C: Tensor
-    """Coefficients of the leading rows. For rows of the open sequence, if any are among them, only the part
-    that does not wait for its end (the KL penalty's)."""
+    """Of the leading rows; of rows of the open sequence only the KL penalty's part."""
     open_C: Tensor
     """Coefficients, without the slope, of the last rows, which belong to the open sequence."""
     closing: Tensor | None
@@ -79,11 +60,7 @@ class RowCoefficients:
     """The known coefficients of the response rows; see above."""
 
     def __init__(self, rows: LossRows, objective: Objective, rows_R: Tensor, dtype: torch.dtype):
-        """
-        Args:
-            rows: as `LossRows.checked` returns them.
-            rows_R: the response rows among them, rising.
-        """
+        """`rows` are as `LossRows.checked` returns them, `rows_R` the response rows among them, rising."""
         self.rows, self.objective = rows, objective
         sequence_R = rows.sequence_of_row()[rows_R]
         zeros_S = torch.zeros(rows.num_sequences, dtype=torch.int64, device=rows_R.device)
@@ -118,8 +95,7 @@ class RowCoefficients:
         """Sequence with rows in earlier chunks that still lack their slope."""
 
     def see(self, step: Step, logprobs_C: Tensor, entropy_C: Tensor) -> None:
-        """Take in log-probs and entropies of a step's rows, and the slopes of the sequences that it
-        completes."""
+        """Take in log-probs and entropies of a step's rows, and the slopes of sequences that it completes."""
         part = slice(step.start, step.stop)
         with torch.enable_grad():
             logprobs_C = logprobs_C.detach().requires_grad_()

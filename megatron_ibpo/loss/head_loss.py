@@ -1,18 +1,13 @@
-"""The loss and log-probs from hidden states, with the logits of response rows alone.
-
-Rows outside of the responses are in none of the LM head's products. Response rows without a gradient (weight
-or advantage 0) need a log-prob for ratios and metrics: they are in the product of the forward pass, and in
-neither of the backward pass.
-"""
+"""The loss and log-probs from hidden states, with the logits of response rows alone in the LM head's
+products. Rows without a gradient (weight or advantage 0) are in neither product of the backward pass."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ibpo.loss.backend import LossBackend, choose_backend
 from megatron_ibpo.loss.linear_loss import check_head, move_to_front
-from megatron_ibpo.loss.logprobs import packed_logprobs
+from megatron_ibpo.loss.logprobs import LossBackend, choose_backend, packed_logprobs
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.packed_rows import LossRows
 from megatron_ibpo.loss.segments import LossStats, checked_rows, loss_of_logprobs
@@ -27,15 +22,8 @@ def head_policy_loss(
     tp_group: Any = None,
     vocab_range: tuple[int, int] | None = None,
 ) -> tuple[Tensor, LossStats]:
-    """Return `policy_loss` of the logits hidden_NH @ weight_VH.T, for every variant.
-
-    Args:
-        hidden_NH, weight_VH: as in `linear_policy_loss`.
-        tp_group, vocab_range: as in `packed_logprobs`.
-
-    Raises:
-        ValueError: as `policy_loss`; shapes or dtypes of the head that do not fit, or fp16.
-    """
+    """Return `policy_loss` of the logits hidden_NH @ weight_VH.T, for every variant; arguments as in
+    `linear_policy_loss`. Raises ValueError as `policy_loss`, and for a head that does not fit, or fp16."""
     rows = checked_rows(rows, len(hidden_NH), objective)
     check_head(hidden_NH, weight_VH, rows.targets_N)
     places_L = rows.gradient_places(kl_coef=objective.kl_coef).on_device
@@ -56,14 +44,8 @@ def head_logprobs(
     vocab_range: tuple[int, int] | None = None,
     backend: LossBackend = "auto",
 ) -> Tensor:
-    """Return the log-probs that `head_policy_loss` finds, bit for bit, without a gradient.
-
-    Returns:
-        [N] fp32 (fp64 for fp64), 0 in rows outside of the responses.
-
-    Raises:
-        ValueError: see `head_policy_loss`.
-    """
+    """Return the log-probs that `head_policy_loss` finds, bit for bit, without a gradient: [N] fp32 (fp64 for
+    fp64), 0 in rows outside of the responses. Raises ValueError as it does."""
     check_head(hidden_NH, weight_VH, rows.targets_N)
     shards = {"tp_group": tp_group, "vocab_range": vocab_range, "backend": backend}
     return _head_logprobs(hidden_NH, weight_VH, rows, rows.response_rows()[:0], entropy=False, **shards)[0]
@@ -72,11 +54,8 @@ def head_logprobs(
 def _head_logprobs(
     hidden_NH: Tensor, weight_VH: Tensor, rows: LossRows, places_L: Tensor, *, entropy: bool, **shards: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return [N] log-probs and entropies, 0 outside of the responses.
-
-    Args:
-        places_L: places among the response rows of those with a gradient.
-    """
+    """Return [N] log-probs and entropies, 0 outside of the responses. `places_L` are those among the response
+    rows of the ones with a gradient."""
     rows_R, sets, temperature_N = rows.response_rows(), rows.sampling_sets, rows.temperature_of_row()
     logprobs_R, entropy_R = packed_logprobs(
         _Logits.apply(hidden_NH.index_select(0, rows_R), weight_VH, places_L),
@@ -93,8 +72,7 @@ def _head_logprobs(
 
 
 class _Logits(torch.autograd.Function):
-    """hidden_RH @ weight_VH.T. The gradient of the logits must be 0 in rows other than places_L; its memory
-    is reused."""
+    """hidden_RH @ weight_VH.T. The logits' gradient must be 0 outside places_L; its memory is reused."""
 
     @staticmethod
     def forward(ctx, hidden_RH, weight_VH, places_L):

@@ -1,16 +1,12 @@
 """The loss with the LM head fused in: the logits are computed chunk by chunk and never held whole.
 
-The gradient of row t's logits is c_t·(onehot - softmax), and c_t, one number, is known only when the row's
-whole sequence has been seen. It commutes through both products, so a chunk of logits is turned in place into
-P = (onehot - softmax)/temperature and used at once:
+The gradient of row t's logits is c_t·(onehot - softmax), and c_t, one number, is known when the row's whole
+sequence has been seen (`coefficients`). So a chunk is turned in place into P = (onehot - softmax)/temperature
+and used at once: for the hidden gradient P·W, whose rows are scaled at the end, and the weight's,
+Pᵀ·(c_t·hidden), for rows whose c_t is known. Rows of the one open sequence go into a second fp32 matrix,
+which is scaled and added when that ends.
 
-    hidden gradient  P·W, each row scaled by c_t at the end
-    weight gradient  Pᵀ·(c_t·hidden) for the rows whose sequence ends in the chunk. At most one sequence stays
-                     open after a chunk: its rows go, without the still unknown factor, into one fp32 matrix
-                     of the weight's size, which is scaled and added when the sequence ends.
-
-Three products of 2·N·H·V operations over N response rows, of which two leave out rows without a gradient;
-recomputing the logits in the backward pass would be a fourth.
+Three products of 2·N·H·V operations over N response rows, of which two leave out rows without a gradient.
 """
 
 from collections.abc import Callable
@@ -21,9 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ibpo.loss.backend import LossBackend, choose_backend
 from megatron_ibpo.loss.coefficients import ChunkCoefficients, RowCoefficients, Step, schedule
-from megatron_ibpo.loss.logprobs import own_vocab_range, row_functions, whole_vocab_range
+from megatron_ibpo.loss.logprobs import (
+    LossBackend,
+    choose_backend,
+    own_vocab_range,
+    row_functions,
+    whole_vocab_range,
+)
 from megatron_ibpo.loss.objective import Objective
 from megatron_ibpo.loss.packed_rows import GradientPlaces, LossRows, SamplingSets
 from megatron_ibpo.loss.segments import LossStats, checked_rows, segment_loss
@@ -60,16 +61,12 @@ def linear_policy_loss(
         weight_VH: [V, H] this rank's rows of the output layer, or of the embedding if they are tied.
         chunk: response rows whose logits are held at once.
         into_main_grad: add the weight's gradient to `weight_VH.main_grad` in fp32 (Megatron's gradient
-            accumulation fusion) and return zeros to autograd. Otherwise it is returned in the weight's dtype,
-            and Megatron's DDP adds it to main_grad. Both are right for tied weights too.
+            accumulation fusion) and return zeros to autograd, in place of a gradient in the weight's dtype.
         tp_group, vocab_range: as in `packed_logprobs`.
 
-    Returns:
-        as `policy_loss`.
-
     Raises:
-        ValueError: as there; fp16; dtypes that differ; a variant whose token term sees its sequence's mean
-            (gspo-token: gspo is the same loss for advantages [S]); into_main_grad without a main_grad.
+        ValueError: as `policy_loss`; fp16; dtypes that differ; a variant whose token term sees its sequence's
+            mean (gspo-token: gspo is the same loss for advantages [S]); into_main_grad without a main_grad.
     """
     rows = checked_rows(rows, len(hidden_NH), objective)
     check_head(hidden_NH, weight_VH, rows.targets_N)
@@ -106,20 +103,10 @@ def linear_packed_logprobs(
     vocab_range: tuple[int, int] | None = None,
     backend: LossBackend = "auto",
 ) -> Tensor:
-    """Return what `packed_logprobs` finds in the logits hidden_NH @ weight_VH.T, without a gradient.
-
-    Arguments are as there and in `linear_policy_loss`, except for one:
-
-    Args:
-        response_rows_R: [R] int64, the rows that response_mask_N keeps, if known: otherwise the host waits
-            for their number.
-
-    Returns:
-        [N] fp32 (fp64 for fp64), 0 in rows where response_mask_N is 0.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit, or a target outside the vocabulary.
-    """
+    """Return what `packed_logprobs` finds in the logits hidden_NH @ weight_VH.T, without a gradient: [N] fp32
+    (fp64 for fp64), 0 where response_mask_N is 0. Arguments as there and in `linear_policy_loss`;
+    `response_rows_R` [R] int64 are the rows that the mask keeps, for whose number the host would wait
+    otherwise. Raises ValueError as they do."""
     check_head(hidden_NH, weight_VH, targets_N)
     _check_chunk(chunk)
     name = choose_backend(backend, hidden_NH.device, hidden_NH.dtype).name
@@ -134,11 +121,7 @@ def linear_packed_logprobs(
 
 
 def check_head(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor) -> None:
-    """Refuse a head that does not fit the hidden states or the targets.
-
-    Raises:
-        ValueError: see `linear_policy_loss`.
-    """
+    """Raise ValueError for a head that does not fit the hidden states or the targets."""
     if hidden_NH.ndim != 2 or weight_VH.ndim != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
             f"hidden_NH {tuple(hidden_NH.shape)} and weight_VH {tuple(weight_VH.shape)} do not share H"
@@ -250,11 +233,7 @@ def _with_gradient(
 
 
 def move_to_front(matrix_RV: Tensor, places_L: Tensor) -> Tensor:
-    """Return [L, V], some rows of a matrix, in its own memory: the front is overwritten.
-
-    Args:
-        places_L: int64, rising.
-    """
+    """Return [L, V], the rows places_L (int64, rising) of a matrix, over the front of its own memory."""
     if len(places_L) < len(matrix_RV):
         for first in range(0, len(places_L), MOVED_ROWS):
             places_C = places_L[first : first + MOVED_ROWS]

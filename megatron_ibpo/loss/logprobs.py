@@ -1,18 +1,63 @@
-"""Log-probs and entropies of packed rows: vocabulary-parallel, statistics in fp32, chunk by chunk.
+"""Log-probs and entropies of packed rows: vocabulary-parallel, statistics in fp32, chunk by chunk. The loss,
+old log-probs and reference log-probs all come from here, by plain torch or by Triton
+(`kernels/row_logprobs.py`)."""
 
-The only log-softmax of the project: the loss, old log-probs and reference log-probs all come from here. Plain
-torch is below; `kernels/row_logprobs.py` has Triton's version.
-"""
-
+import importlib.util
+import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ibpo.loss.backend import LossBackend, choose_backend
 from megatron_ibpo.loss.packed_rows import SamplingSets
+
+LossBackend = Literal["auto", "triton", "torch"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class ChosenBackend:
+    """The back end in use and the reason, in a few words."""
+
+    name: Literal["triton", "torch"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+def choose_backend(requested: LossBackend, device: torch.device, dtype: torch.dtype) -> ChosenBackend:
+    """Return the implementation for logits of this device and dtype. "auto" takes the kernels on CUDA devices
+    if they can be used, otherwise torch; "triton" on a CPU needs Triton's interpreter (TRITON_INTERPRET=1),
+    for tests. Raises ValueError for an unknown name, and for "triton" where that is impossible."""
+    if requested not in ("auto", "triton", "torch"):
+        raise ValueError(f"unknown loss backend {requested!r}; there are 'auto', 'triton' and 'torch'")
+    if requested == "torch":
+        return ChosenBackend("torch", "as asked")
+    if requested == "auto" and device.type != "cuda":
+        return ChosenBackend("torch", "no CUDA device")
+    obstacle = _obstacle(device, dtype)
+    if obstacle is None:
+        return ChosenBackend("triton", "as asked" if requested == "triton" else "CUDA device")
+    if requested == "triton":
+        raise ValueError(f"--loss-backend triton: {obstacle}; use auto or torch")
+    return ChosenBackend("torch", obstacle)
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the kernels cannot be used, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the kernels run on CUDA devices, not on {device.type}, except under TRITON_INTERPRET=1"
+    if dtype not in _DTYPES:
+        return f"the kernels take bfloat16, float16 and float32 logits, not {dtype}"
+    return None
+
 
 CHUNK_BYTES = 64 * 1024**2
 """Bytes of fp32 logits held at once."""
@@ -68,11 +113,8 @@ def packed_logprobs(
 
 
 def own_vocab_range(vocab_range: tuple[int, int] | None, num_columns: int, tp_group: Any) -> tuple[int, int]:
-    """Return the range of global ids in this rank's columns: as given, or equal contiguous shards.
-
-    Raises:
-        ValueError: a range that the columns cannot hold.
-    """
+    """Return the range of global ids in this rank's columns: as given, or equal contiguous shards. Raises
+    ValueError for one that the columns cannot hold."""
     if vocab_range is None:
         rank = 0 if tp_group is None else dist.get_rank(tp_group)
         return rank * num_columns, (rank + 1) * num_columns
@@ -144,8 +186,7 @@ def _row_logprobs(
     vocab_range: tuple[int, int],
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """Compute log-probs as `row_functions` says; saved are the computed rows, all temperatures, the rows'
-    log-sum-exp and the sampling sets."""
+    """Compute as `row_functions` says; saved are computed rows, temperatures, the rows' log-sum-exp, sets."""
     device, num_rows = logits_NV.device, len(logits_NV)
     rows_R = torch.arange(num_rows, device=device) if mask_N is None else mask_N.nonzero().squeeze(1)
     temperature_N = torch.as_tensor(temperature_N, device=device).expand(num_rows)
@@ -157,18 +198,14 @@ def _row_logprobs(
         local_4R[:, part] = _shard_statistics(x_CV, target_C, entropy)
     log_sum_exp_R, target_logit_R, mean_logit_R = _combine(local_4R, tp_group)
     if not bool(target_logit_R.isfinite().all()) and bool(log_sum_exp_R.isfinite().all()):
-        raise ValueError(_unknown_target(targets_N[rows_R][~target_logit_R.isfinite()], sampling_sets))
+        bad_R = targets_N[rows_R][~target_logit_R.isfinite()]
+        restriction = "" if sampling_sets is None else ", or not in the sampling set of its row"
+        raise ValueError(f"target id {bad_R[0].item()} is outside the vocabulary of the logits{restriction}")
     zeros_N = torch.zeros(num_rows, dtype=dtype, device=device)
     logprobs_N = zeros_N.index_copy(0, rows_R, target_logit_R - log_sum_exp_R)
     entropy_N = zeros_N.index_copy(0, rows_R, log_sum_exp_R - mean_logit_R) if entropy else None
     sets = () if sampling_sets is None else sampling_sets.tensors
     return logprobs_N, entropy_N, (rows_R, temperature_N, log_sum_exp_R, *sets)
-
-
-def _unknown_target(bad_R: Tensor, sampling_sets: SamplingSets | None) -> str:
-    """Return the message about targets without a logit."""
-    restriction = "" if sampling_sets is None else ", or not in the sampling set of its row"
-    return f"target id {bad_R[0].item()} is outside the vocabulary of the logits{restriction}"
 
 
 def _write_gradient(
@@ -212,8 +249,8 @@ Part = slice | Tensor
 def _parts(
     rows_R: Tensor, sampling_sets: SamplingSets | None, num_columns: int
 ) -> Iterator[tuple[Part, Tensor | None]]:
-    """Yield parts of the rows whose fp32 logits fit CHUNK_BYTES: first rows normalised over the whole
-    vocabulary, with None, then restricted ones with their sets, padded."""
+    """Yield parts of the rows whose fp32 logits fit CHUNK_BYTES: rows normalised over the whole vocabulary,
+    with None, then restricted ones with their sets, padded."""
     if sampling_sets is None:
         yield from ((part, None) for part in _chunks(len(rows_R), num_columns))
         return
@@ -241,8 +278,7 @@ def _scaled(
     dtype: torch.dtype,
     ids_CM: Tensor | None,
 ) -> Tensor:
-    """Return the rows' logits over their temperature: [C, V], or [C, M] of the ids, -inf for those of other
-    shards."""
+    """Return the rows' logits over their temperature: [C, V], or [C, M] of the ids, -inf on other shards."""
     if ids_CM is None:
         x_CV = logits_NV[rows_C, : vocab_range[1] - vocab_range[0]]
     else:
@@ -268,8 +304,8 @@ def _target_logits(
 
 
 def _shard_statistics(x_CV: Tensor, target_C: Tensor, entropy: bool) -> Tensor:
-    """Return [4, C]: max, Σ exp(x - max), Σ x·exp(x - max) for the entropy, target logit. A row of nothing
-    but -inf, whose ids are all on other shards, has -inf, 0, 0, -inf."""
+    """Return [4, C]: max, Σ exp(x - max), Σ x·exp(x - max) for the entropy, target logit. A row whose ids are
+    all on other shards has -inf, 0, 0, -inf."""
     lowest = torch.finfo(x_CV.dtype).min  # a logit of -inf has weight 0, and 0 times -inf is not 0
     largest = x_CV.amax(1)
     weights_CV = (x_CV - largest[:, None].clamp(min=lowest)).exp_()

@@ -1,14 +1,19 @@
-"""The objective of a loss: one object from the entry points down to the kernels."""
+"""The objective of a loss, one object from the entry points down to the kernels; and the checks of its terms,
+in torch and as the code that is made of them, before a run starts."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_ibpo.loss.backend import LossBackend
+from megatron_ibpo.kernels.term_agreement import Agreement, Disagreement, check_call, compare_with_torch
+from megatron_ibpo.kernels.term_calls import TermError
+from megatron_ibpo.kernels.traced_terms import PASSED, SEQUENCE_PASSED
+from megatron_ibpo.loss.logprobs import LossBackend
+from megatron_ibpo.loss.term_inputs import FURTHER_INPUTS
 from megatron_ibpo.loss.variants import Variant, name_of_variant, resolve_variant
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -21,10 +26,9 @@ _STEEPEST = math.exp(MAX_K3_LOG_RATIO)
 def _k3(gap: Tensor) -> Tensor:
     """Return exp(-d) - 1 + d, continued by its tangent below d = -MAX_K3_LOG_RATIO.
 
-    The slope of exp(-d) doubles with every .7 nats: at a gap of 60, one token would have 1e26 times the
-    gradient of others, and the clipped gradient of the step would be that token's alone. On the tangent a
-    token weighs at most e^5 - 1 = 147, and is still drawn back to the reference. (verl cuts d at ±20 and k3
-    at 10, beyond which such a token has no gradient.)
+    The slope of exp(-d) doubles with every .7 nats: the clipped gradient of a step would be one far token's
+    alone. On the tangent a token weighs at most e^5 - 1 = 147, and is still drawn back to the reference.
+    (verl cuts d at ±20 and k3 at 10, beyond which such a token has no gradient.)
     """
     exact = (-gap).clamp(max=MAX_K3_LOG_RATIO).exp() - 1.0 + gap
     tangent = _STEEPEST * (1.0 - MAX_K3_LOG_RATIO) - 1.0 + (1.0 - _STEEPEST) * gap
@@ -46,11 +50,7 @@ penalty is 0 in expectation, that of k2 is the divergence's.
 
 @dataclass(frozen=True)
 class Objective:
-    """A variant with its parameters, the aggregation of tokens into one loss, the KL penalty and the back
-    end.
-
-    `make_objective` fills in the variant's own defaults.
-    """
+    """A variant with its parameters, the aggregation of tokens into one loss, KL penalty and back end."""
 
     name: str
     """The variant's name, for messages."""
@@ -84,13 +84,12 @@ class Objective:
                 "this loss variant divides by a constant: give the number of tokens, such as the longest "
                 "response allowed (aggregation=8192)"
             )
-        if isinstance(self.aggregation, str):
-            if self.aggregation not in ("sequence-mean", "token-mean"):
-                raise ValueError(
-                    f"unknown aggregation {self.aggregation!r}; there are 'sequence-mean', 'token-mean' "
-                    "and a number of tokens"
-                )
-        elif not self.aggregation > 0:
+        if isinstance(self.aggregation, str) and self.aggregation not in ("sequence-mean", "token-mean"):
+            raise ValueError(
+                f"unknown aggregation {self.aggregation!r}; there are 'sequence-mean', 'token-mean' and a "
+                "number of tokens"
+            )
+        if not isinstance(self.aggregation, str) and not self.aggregation > 0:
             raise ValueError(
                 f"aggregation {self.aggregation}: a number of tokens to divide by must be above 0"
             )
@@ -105,23 +104,67 @@ def make_objective(
     kl_coef: float = 0.0,
     backend: LossBackend = "auto",
 ) -> Objective:
-    """Return the objective of a variant as published, except for the values given.
-
-    Args:
-        variant: as in `resolve_variant`.
-        params: overrides of its parameters.
-
-    Raises:
-        ValueError: see `resolve_variant`; an unknown aggregation or KL estimator, a number that is not above
-            0, or a variant that divides by a constant and got none.
-    """
+    """Return the objective of a variant (see `resolve_variant`) as published, except for the values given.
+    Raises ValueError for an unknown variant, parameter, aggregation or KL estimator, a number that is not
+    above 0, or a variant that divides by a constant and got none."""
     chosen, resolved = resolve_variant(variant, params)
-    return Objective(
-        name_of_variant(variant),
-        chosen,
-        resolved,
-        chosen.aggregation if aggregation is None else aggregation,
-        kl,
-        kl_coef,
-        backend,
-    )
+    aggregation = chosen.aggregation if aggregation is None else aggregation
+    return Objective(name_of_variant(variant), chosen, resolved, aggregation, kl, kl_coef, backend)
+
+
+STEPS = (0.7, 1.3)
+"""Factors of a parameter in the comparison of kernels with torch."""
+
+
+class VariantTerm(NamedTuple):
+    """A term of a variant, and the inputs that the kernels give it."""
+
+    kind: str
+    """token or sequence."""
+    function: Any
+    passed: tuple[str, ...]
+    loaded: tuple[str, ...]
+
+
+def variant_terms(variant: Variant) -> Iterator[VariantTerm]:
+    """Return the terms that a variant has."""
+    if variant.token_term is not None:
+        yield VariantTerm("token", variant.token_term, PASSED, variant.further_inputs)
+    if variant.sequence_term is not None:
+        yield VariantTerm("sequence", variant.sequence_term, SEQUENCE_PASSED, ())
+
+
+def check_calls(variant: Variant, params: Mapping[str, float]) -> None:
+    """Raise TermError for a variant that torch cannot train with, whatever would compute its loss."""
+    for term in variant_terms(variant):
+        check_call(
+            term.function, (*PASSED, *FURTHER_INPUTS) if term.kind == "token" else SEQUENCE_PASSED, params
+        )
+
+
+def kernel_agreement(term: VariantTerm, variant: Variant, params: Mapping[str, float]) -> Agreement:
+    """Compare the code made of a term with the term in torch, at these parameters and at others near them.
+    Raises TermError if no code can be made of it, or it computes something else."""
+    agreement = compare_with_torch(term.function, term.passed, term.loaded, params)
+    for step in STEPS if params else ():
+        moved = {name: value * step for name, value in params.items()}
+        moved = {name: v if variant.params[name].allows(v) else params[name] for name, v in moved.items()}
+        try:
+            moved_agreement = compare_with_torch(term.function, term.passed, term.loaded, moved)
+        except Disagreement:
+            raise
+        except TermError:  # a term may refuse values, or need another kernel for them
+            continue
+        agreement = Agreement(
+            agreement.rows + moved_agreement.rows, max(agreement.error, moved_agreement.error)
+        )
+    return agreement
+
+
+def check_terms(objective: Objective) -> None:
+    """Raise TermError, with the line of the term, for an objective whose terms the kernels do not compute as
+    torch does. Takes about two seconds."""
+    check_calls(objective.variant, objective.params)
+    for term in variant_terms(objective.variant):
+        kernel_agreement(term, objective.variant, objective.params)
+    compare_with_torch(KL_ESTIMATORS[objective.kl], ("gap",), (), {})

@@ -1,14 +1,9 @@
-"""The packed rows of a loss: everything known of them besides their logits.
-
-A sampling mask restricts the ids over which a row's log-prob is normalised. Sets are small beside a
-vocabulary (a few dozen of 151,936 ids at top-p .95), so they are stored as lists of ids. A restricted row's
-statistics and gradient come from the logits of these ids alone: its other logits are never read, and their
-gradient is 0.
-"""
+"""The packed rows of a loss: everything known of them besides their logits. Sampling sets, small beside a
+vocabulary, are lists of ids; a restricted row's other logits are never read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,10 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingSets:
-    """A set of ids for each of N rows. A row with an empty set is normalised over the whole vocabulary.
-
-    On the device 4 bytes per id and 16 per row.
-    """
+    """A set of ids for each of N rows, empty for the whole vocabulary; 4 bytes per id, 16 per row."""
 
     ids_K: Tensor
     """[K] int32 global vocabulary ids of all rows; those of one row lie together and rise."""
@@ -43,15 +35,8 @@ class SamplingSets:
         return SamplingSets(self.ids_K, self.starts_N[rows_R], self.stops_N[rows_R])
 
     def check(self, num_rows: int, vocab_range: tuple[int, int] | None) -> None:
-        """Refuse sets that do not fit the rows, or the vocabulary if it is known. Values are read on CPUs
-        only.
-
-        Args:
-            vocab_range: range of the whole vocabulary; None: other ranks have a part of it.
-
-        Raises:
-            ValueError: a number of sets other than of rows, or an id outside the vocabulary.
-        """
+        """Raise ValueError for another number of sets than of rows, or an id outside the whole vocabulary's
+        range, unless other ranks have a part of it (None). Values are read on CPUs only."""
         if self.starts_N.shape != (num_rows,) or self.stops_N.shape != (num_rows,):
             raise ValueError(f"sampling_sets has {len(self.starts_N)} sets for {num_rows} rows")
         if vocab_range is None or self.ids_K.is_cuda:
@@ -74,8 +59,7 @@ class SamplingSets:
 
 @dataclass(frozen=True)
 class GradientPlaces:
-    """Places of the response rows with a gradient among all response rows, rising. The others need a log-prob
-    for ratios and metrics, and no backward pass."""
+    """Places of the response rows with a gradient among all response rows, rising."""
 
     on_host: npt.NDArray[np.int64]
     on_device: Tensor
@@ -84,8 +68,7 @@ class GradientPlaces:
 
 @dataclass(frozen=True)
 class RowIndex:
-    """Places of rows, as known to the host that laid them out. Reading them from the device would make the
-    host wait for all earlier work."""
+    """Places of rows as the host knows them: to read them from the device it would wait for earlier work."""
 
     bounds: tuple[int, ...]
     """Content of cu_seqlens."""
@@ -169,7 +152,7 @@ class LossRows:
 
     def gradient_places(self, *, kl_coef: float) -> GradientPlaces:
         """Return which of this rank's response rows have a gradient, as far as that is known before their
-        log-probs: clips may leave further rows without one. A KL penalty reaches every row."""
+        log-probs. A KL penalty reaches every row."""
         if kl_coef:
             rows_R = self.response_rows()
             return GradientPlaces(np.arange(len(rows_R)), torch.arange(len(rows_R), device=rows_R.device))
@@ -188,18 +171,15 @@ class LossRows:
         return GradientPlaces(places.cpu().numpy(), places)
 
     def checked(self, num_rows: int, *, kl_coef: float, per_token: bool) -> LossRows:
-        """Return these rows in the form that the loss takes. One copy to the host, unless there is an index.
-
-        The mask becomes bool, cu_seqlens this rank's own (those given, divided by the ranks of cp_group), and
-        weights are filled in.
+        """Return these rows in the form that the loss takes: a bool mask, cu_seqlens of this rank's own, and
+        weights filled in. One copy to the host, unless there is an index.
 
         Args:
             kl_coef: of the objective; other than 0 it needs reference log-probs.
             per_token: whether the variant takes an advantage per token as well.
 
         Raises:
-            ValueError: values that do not fit the number of rows, the sequences or the objective, with their
-                shape.
+            ValueError: values that do not fit the number of rows, the sequences or the objective.
         """
         if kl_coef != 0 and self.ref_logprobs_N is None:
             raise ValueError(f"kl_coef={kl_coef} needs ref_logprobs_N")
@@ -235,16 +215,9 @@ class LossRows:
         return self.cu_seqlens if size == 1 else self.cu_seqlens // size
 
     def _check_sizes(self, num_rows: int, *, per_token: bool) -> None:
-        names = (
-            "response_mask_N",
-            "old_logprobs_N",
-            "ref_logprobs_N",
-            "rollout_logprobs_N",
-            "positions_N",
-            "token_weights_N",
-        )
-        for name in names:
-            _check_shape(name, getattr(self, name), num_rows)
+        for name in (field.name for field in fields(self) if field.name.endswith("_N")):
+            if name != "targets_N":  # the log-probs' own check
+                _check_shape(name, getattr(self, name), num_rows)
         _check_shape("sequence_weights_S", self.sequence_weights_S, self.num_sequences)
         _check_shape("off_policy_S", self.off_policy_S, self.num_sequences)
         if isinstance(self.temperature, Tensor) and self.temperature.ndim > 0:

@@ -1,9 +1,5 @@
-"""The loss over packed sequences, computed from the log-probs of their rows: the part of every variant that
-depends on sequences, and one entry point for torch and the Triton kernels.
-
-All values are floats [N] and [S], so this plain torch is the definition on every device; the Triton kernels
-of `kernels/segment_loss.py` do the same in three launches.
-"""
+"""The loss over packed sequences from the log-probs of their rows, and one entry point for torch and the
+Triton kernels. This plain torch is the definition of what `kernels/segment_loss.py` does."""
 
 import math
 from dataclasses import dataclass
@@ -12,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ibpo.loss.backend import choose_backend
-from megatron_ibpo.loss.logprobs import packed_logprobs
+from megatron_ibpo.loss.logprobs import choose_backend, packed_logprobs
 from megatron_ibpo.loss.objective import KL_ESTIMATORS, Objective
 from megatron_ibpo.loss.packed_rows import LossRows, sum_over_ranks
 from megatron_ibpo.loss.term_inputs import SequenceInputs, TokenInputs, apply_term, further_inputs
@@ -23,17 +18,18 @@ GAMMA = 0.1
 
 
 def shaped_surrogate(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Return -A·f(π) of each token, f(p) = p / (p + γ), which is sigmoid(log p - log γ).
-
-    The probability under the policy in training replaces the ratio: the token's source is assumed to have
-    been certain of it. The gradient by log p, -A·γp/(p + γ)², is largest at p = γ and fades for tokens that
-    the policy writes anyway. No clip.
-    """
+    """Return -A·f(π) of each token, f(p) = p / (p + γ), which is sigmoid(log p - log γ). The probability
+    under the policy in training replaces the ratio: the token's source is assumed to have been certain of it.
+    The gradient by log p is largest at p = γ and fades for tokens that the policy writes anyway. No clip."""
     return -advantages * torch.sigmoid(logprobs - math.log(GAMMA))
 
 
 def segment_loss(
-    logprobs_N: Tensor, rows: LossRows, objective: Objective, entropy_N: Tensor | None = None
+    logprobs_N: Tensor,
+    rows: LossRows,
+    objective: Objective,
+    entropy_N: Tensor | None = None,
+    value_weights_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return Σ_i w_i/D_i (n_i·L_i + kl_coef·Σ_t kl_t).
 
@@ -45,24 +41,11 @@ def segment_loss(
         logprobs_N: fp32 or fp64; the loss is differentiable in it.
         rows: as `LossRows.checked` returns them.
         entropy_N: entropies of the rows, for variants that read them.
+        value_weights_N: as `weighted_value` has them.
 
     Returns:
         (scalar loss, the same on every rank of cp_group; then as in `LossStats` mean_log_ratio_S, clipped,
         kl_N).
-    """
-    return _segment_loss(logprobs_N, rows, objective, entropy_N, None)
-
-
-def _segment_loss(
-    logprobs_N: Tensor,
-    rows: LossRows,
-    objective: Objective,
-    entropy_N: Tensor | None,
-    value_weights_N: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """
-    Args:
-        value_weights_N: as `weighted_value` has them.
     """
     variant, mask_N, dtype = objective.variant, rows.response_mask_N, logprobs_N.dtype
     sequence_N, size = rows.sequence_of_row(), rows.num_sequences
@@ -78,8 +61,7 @@ def _segment_loss(
     further_N = further_inputs(rows, variant.token_inputs, entropy_N, dtype)
 
     def token_values(ratio_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the token term's values times their weights, which apply to a sequence's loss if there is
-        one, and where it clips."""
+        """Return the token term's values, times their weights if there is no sequence term, and clips."""
         assert variant.token_term is not None
         seen_N = torch.where(live_N, ratio_N, 0.0)
         inputs = TokenInputs(seen_N, weighted_N, advantages_N, **further_N)
@@ -150,20 +132,15 @@ def weighted_value(
     importance_weights_N: Tensor,
     entropy_N: Tensor | None = None,
 ) -> Tensor:
-    """Return the value of the loss with the importance weights of its tokens. No gradient goes through it.
+    """Return the value of the loss with the importance weights of its tokens, without a gradient: a token
+    term is multiplied by its token's weight, a sequence term by the mean over its response tokens.
 
-    A token term is multiplied by its token's weight, a sequence term by the mean over its response tokens.
-    `LossRows.token_weights_N` scale the gradient alone, and importance weights are among them; the losses
-    that verl, TRL and slime report include them in the value too.
-
-    Args:
-        logprobs_N: as in `LossStats`.
-        importance_weights_N: [N] floats.
-        entropy_N: as in `LossStats`, for variants that read it.
+    `LossRows.token_weights_N` scale the gradient alone; the losses that verl, TRL and slime report include
+    importance weights. `logprobs_N` and `entropy_N`, for variants that read it, are as in `LossStats`.
     """
     with torch.no_grad():
         checked = checked_rows(rows, len(logprobs_N), objective)
-        return _segment_loss(logprobs_N, checked, objective, entropy_N, importance_weights_N)[0]
+        return segment_loss(logprobs_N, checked, objective, entropy_N, importance_weights_N)[0]
 
 
 def checked_rows(rows: LossRows, num_rows: int, objective: Objective) -> LossRows:
@@ -173,10 +150,7 @@ def checked_rows(rows: LossRows, num_rows: int, objective: Objective) -> LossRow
 
 
 def divisors(aggregation: str | float, counts_S: Tensor, weights_S: Tensor) -> Tensor:
-    """Return the divisor of each sequence's sum over tokens, [S], never 0.
-
-    "token-mean" is the weighted mean length: with equal weights Σ_i Σ_t / Σ_i n_i.
-    """
+    """Return the divisor of each sequence's sum, [S], never 0; for "token-mean" the weighted mean length."""
     if aggregation == "sequence-mean":
         return counts_S.clamp(min=1.0)
     if aggregation == "token-mean":
@@ -193,8 +167,7 @@ def _scale_gradient(values_N: Tensor, weights_N: Tensor | None) -> Tensor:
 
 
 def _gradient_alone(values_N: Tensor) -> Tensor:
-    """Return 0 with the gradient of the values. An infinite value has none: -inf is the log of a probability
-    of 0, which has no slope."""
+    """Return 0 with the gradient of the values; an infinite one, log of a probability of 0, has none."""
     finite_N = torch.where(values_N.isfinite(), values_N, 0.0)
     return finite_N - finite_N.detach()
 
@@ -234,17 +207,14 @@ def policy_loss(
 ) -> tuple[Tensor, LossStats]:
     """Return Σ_i sequence_weights_i · loss_i over S packed sequences, and its statistics.
 
+    Sequences without response rows have a loss of exactly 0; so has the policy term of those with advantage
+    0. Under context parallelism (rows.cp_group) loss and [S] statistics are the same on every rank, and the
+    gradient is that of the whole loss, for one all-reduce of a few floats per sequence; gspo-token takes
+    another one.
+
     Args:
         logits_NV: [N, V] this rank's vocabulary columns; row t predicts rows.targets_N[t].
         tp_group, vocab_range, inplace: as in `packed_logprobs`.
-
-    Under context parallelism (rows.cp_group) loss and [S] statistics are the same on every rank, and the
-    gradient is that of the whole loss. It costs one all-reduce of two floats per sequence, three with a token
-    term, one more with a KL penalty; gspo-token takes another one.
-
-    Returns:
-        (scalar loss, LossStats). Sequences without response rows have a loss of exactly 0; so has the policy
-        term of those with advantage 0, whatever their ratio.
 
     Raises:
         ValueError: shapes that do not fit, cut sequences, a target outside the vocabulary or its sampling
@@ -270,12 +240,7 @@ def policy_loss(
 def loss_of_logprobs(
     logprobs_N: Tensor, entropy_N: Tensor, rows: LossRows, objective: Objective, backend: str
 ) -> tuple[Tensor, LossStats]:
-    """Return the loss, differentiable in the log-probs, and its statistics.
-
-    Args:
-        rows: as `LossRows.checked` returns them.
-        backend: name of the implementation in use.
-    """
+    """Return the loss, differentiable in the log-probs, of `checked_rows`, and its statistics."""
     if backend == "triton" and rows.off_policy_S is None:  # the kernel has no shaped surrogate
         from megatron_ibpo.kernels.segment_loss import triton_segment_loss
 

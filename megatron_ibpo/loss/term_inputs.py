@@ -1,8 +1,6 @@
-"""Inputs of the terms of a loss variant: each is read by a positional argument of its name.
-
-Only inputs that a term names are computed, and only these are loaded by the kernels. All are floats of one
-shape: [N] for token terms, [S] for sequence terms. Gradients go through log_ratio and logprobs alone.
-"""
+"""Inputs of the terms of a loss variant: each is read by a positional argument of its name, and computed or
+loaded only if a term names it. All are floats, [N] for token terms, [S] for sequence terms. Gradients go
+through log_ratio and logprobs."""
 
 from __future__ import annotations
 
@@ -56,11 +54,7 @@ FURTHER_INPUTS = ("lengths", "positions", "entropy", "ref_logprobs", "rollout_lo
 
 
 def input_names(term: Term, kind: type[TokenInputs | SequenceInputs]) -> tuple[str, ...]:
-    """Return the names of a term's positional arguments.
-
-    Raises:
-        TermError: a name that is not an input of this kind of term, or no function with named arguments.
-    """
+    """Return the names of a term's positional arguments. Raises TermError for one that is no input."""
     names = term_calls.input_names(term)
     allowed = [field.name for field in fields(kind)]
     if unknown := [name for name in names if name not in allowed]:
@@ -82,15 +76,8 @@ def apply_term(
 def further_inputs(
     rows: LossRows, names: tuple[str, ...], entropy_N: Tensor | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return those of the named inputs that are in `FURTHER_INPUTS`, [N], in its order.
-
-    Args:
-        rows: as `LossRows.checked` returns them.
-        entropy_N: entropies of the rows, if an input is named so.
-
-    Raises:
-        ValueError: an input that these rows lack.
-    """
+    """Return those of the named inputs that are in `FURTHER_INPUTS`, [N], in its order. `rows` are as
+    `LossRows.checked` returns them. Raises ValueError for an input that they lack."""
     sources: dict[str, Callable[[], Tensor | None]] = {
         "lengths": lambda: _lengths(rows, dtype),
         "positions": rows.position_of_row,

@@ -1,9 +1,6 @@
-"""Loss variants: each a few lines of torch, registered by name.
-
-A variant says what one token, or one sequence, loses; everything else (log-probs, packing, masks, weights,
-KL penalty, aggregation, parallel layouts) is the same for all of them. Gradients come from autograd, and what
-is detached here has none; on GPUs `kernels/traced_terms.py` makes Triton code of the same functions.
-"""
+"""Loss variants: each a few lines of torch, registered by name, that say what one token or one sequence
+loses. Gradients come from autograd, and what is detached here has none; on GPUs `kernels/traced_terms.py`
+makes Triton code of the same."""
 
 import math
 from collections.abc import Mapping
@@ -31,15 +28,11 @@ class Parameter:
     at_most: float = math.inf
 
     def allows(self, value: float) -> bool:
-        """Return whether a value is in the range."""
+        """Return whether a value is finite and in the range."""
         return math.isfinite(value) and self.above < value <= self.at_most
 
     def check(self, value: float) -> None:
-        """Refuse a value outside the range, NaN and infinity.
-
-        Raises:
-            ValueError: with the value and the range.
-        """
+        """Raise ValueError, with the value and the range, for one that is not allowed."""
         if self.allows(value):
             return
         bounds = [
@@ -56,9 +49,8 @@ class Variant:
     token_term(*inputs, **params) -> (value_N, clipped_N), the inputs by their names in `TokenInputs`.
     sequence_term(*inputs, **params) -> (loss_S, clipped_S), the inputs by their names in `SequenceInputs`.
 
-    Without a sequence term the sequence's loss is the mean of its token values. Both terms must be finite
-    for log-ratios of any size, and 0 for an advantage of 0. They are elementwise: the kernels are made of
-    them (`kernels/traced_terms.py`), with the derivative by autograd.
+    Without a sequence term the sequence's loss is the mean of its token values. Both are elementwise, finite
+    for log-ratios of any size, and 0 for an advantage of 0.
     """
 
     token_term: Term | None = None
@@ -113,8 +105,7 @@ def resolve_variant(
         name: in VARIANTS, or where to import one: package.module:VARIANT; or the variant itself.
 
     Raises:
-        ValueError: an unknown variant or parameter, a value outside the parameter's range, or an import
-            path with no Variant.
+        ValueError: an unknown variant or parameter, or a value outside the parameter's range.
     """
     variant = _named_variant(name) if isinstance(name, str) else name
     name = name_of_variant(name)
@@ -148,11 +139,8 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
 ) -> tuple[Tensor, Tensor]:
-    """-min(s·A, clip(s, 1-ε_low, 1+ε_high)·A) with s = exp(log_ratio).
-
-    For a sequence it is GSPO (arXiv 2507.18071, eq. 5), for a token PPO's clip (arXiv 1707.06347, eq. 7) as
-    in GRPO, DAPO and Dr. GRPO.
-    """
+    """-min(s·A, clip(s, 1-ε_low, 1+ε_high)·A) with s = exp(log_ratio): of a sequence GSPO (arXiv 2507.18071,
+    eq. 5), of a token PPO's clip (arXiv 1707.06347, eq. 7) as in GRPO, DAPO and Dr. GRPO."""
     ratio = _ratio(log_ratio)
     plain = ratio * advantages
     bounded = ratio.detach().clamp(1.0 - eps_low, 1.0 + eps_high) * advantages  # constant where it counts

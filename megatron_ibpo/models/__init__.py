@@ -1,8 +1,5 @@
-"""The models that can be trained. What is special to a family lies in the module of its name.
-
-Reading a shape or a cost imports neither torch nor Megatron. Families, weight maps and specs import them
-where they build something.
-"""
+"""The models that can be trained; what is special to a family lies in its module (`families`). Shapes and
+costs are read without torch and Megatron, which are imported where something is built."""
 
 from megatron_ibpo.models.cost import forward_flops
 from megatron_ibpo.models.families import FAMILIES

@@ -14,8 +14,7 @@ from megatron_ibpo.models.shape import ModelShape
 
 ALLOW = "--allow-local-modules"
 CUDNN_OF_LARGE_HEADS = 92500
-"""First cuDNN version, in the form of `torch.backends.cudnn.version()`, with packed attention of larger heads
-on Blackwell."""
+"""First cuDNN with packed attention of larger heads on Blackwell, as `torch.backends.cudnn.version()`."""
 
 
 class BackendError(ValueError):
@@ -41,14 +40,12 @@ FAST = Backends(transformer_engine=True, flash_linear_attention=True)
 def find_backends(
     shape: ModelShape, *, on_gpu: bool, allow_local: bool, bf16: bool | None = True
 ) -> Backends:
-    """Return the back ends that compute the layers in this process.
+    """Return the back ends that compute the layers in this process. Raises BackendError, which says where and
+    why, for a library that is missing or fails when it is imported.
 
     Args:
         allow_local: let plain torch stand in on a GPU for a library that is not installed.
         bf16: the trainer's precision. (In fp32 there is no fused attention to miss.)
-
-    Raises:
-        BackendError: a library is missing, or fails when it is imported; says which, where and why.
     """
     if not on_gpu:
         return LOCAL
@@ -91,9 +88,8 @@ def served_by(shape: ModelShape, backends: Backends, *, bf16: bool) -> dict[str,
     library = "Transformer Engine" if fast else "torch"
     fused = backends.fused - fusion.FAILURES.keys()
     if fast:
-        attention = (
-            "cuDNN or flash attention" if bf16 else "unfused and quadratic in memory: fp32 has no other"
-        )
+        unfused = "unfused and quadratic in memory: fp32 has no other"
+        attention = "cuDNN or flash attention" if bf16 else unfused
         norms = "fused with the linear layer after them"
     else:
         attention = "scaled_dot_product_attention over padded rectangles"
@@ -104,30 +100,10 @@ def served_by(shape: ModelShape, backends: Backends, *, bf16: bool) -> dict[str,
     if shape.is_moe:
         parts["experts"] = (library, "grouped products" if fast else "one product after the other")
     if shape.is_recurrent:
-        parts["delta net"] = (
-            ("flash-linear-attention", _delta_net_kernels())
-            if backends.flash_linear_attention
-            else ("torch", "chunks one after the other")
-        )
+        flash = "flash-linear-attention", "its kernels over chunks"
+        plain = "torch", "chunks one after the other"
+        parts["delta net"] = flash if backends.flash_linear_attention else plain
     return parts
-
-
-def _delta_net_kernels() -> str:
-    """Name the kernels that flash-linear-attention 0.6 would run in this process: its own in Triton, unless
-    another back end is installed and enabled (FLA_TILELANG, FLA_FLASH_QLA)."""
-    registries = getattr(sys.modules.get("fla.backends"), "_operation_registries", {})
-    backend_names = {
-        backend.backend_type
-        for operation in ("common", "gated_delta_rule")
-        if operation in registries
-        for backend in registries[operation]._get_sorted_backends()
-        if backend.is_available() and backend.is_enabled()
-    }
-    return (
-        f"{' and '.join(sorted(backend_names))} where they can, else Triton kernels"
-        if backend_names
-        else "Triton kernels"
-    )
 
 
 def _import_failure(*modules: str) -> str | None:
@@ -141,8 +117,8 @@ def _import_failure(*modules: str) -> str | None:
 
 
 def _no_fused_attention(shape: ModelShape) -> str | None:
-    """Return why cuDNN does not compute attention on this GPU, if flash-attn is not there to do so. (As in
-    Transformer Engine's `fused_attn.cpp`, 2.18 to 2.20; not run on GPUs.)"""
+    """Return why cuDNN does not compute attention on this GPU, if flash-attn is not there to do so (as in
+    Transformer Engine's `fused_attn.cpp`, 2.18 to 2.20; not run on GPUs)."""
     if not torch.cuda.is_available() or _import_failure("flash_attn") is None:
         return None
     major, minor = torch.cuda.get_device_capability()
@@ -158,9 +134,8 @@ def _no_fused_attention(shape: ModelShape) -> str | None:
 
 
 def _wrong_gradients() -> str | None:
-    """Return why flash-linear-attention cannot train here although it is installed. On Hopper some versions
-    of Triton compile its backward pass wrongly, and it raises there, after the first batch was sampled (its
-    issue 640)."""
+    """Return why flash-linear-attention, though installed, cannot train here: on Hopper some versions of
+    Triton compile its backward pass wrongly, which shows after the first rollout (its issue 640)."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return None
     triton = import_module("triton")

@@ -1,8 +1,5 @@
-"""Cost of a model's layers: operations of a forward pass, and memory for its backward pass.
-
-Estimates from the shape. The family defines the cost of a layer's mixer (attention, or what the family has in
-its place); everything around it is common.
-"""
+"""Cost of a model's layers, estimated from its shape: operations of a forward pass, and memory for its
+backward pass. The family defines the cost of a layer's mixer, such as attention; all else is common."""
 
 from collections import Counter
 from collections.abc import Container, Mapping
@@ -51,11 +48,8 @@ def mixer_cost(shape: ModelShape, layer: int) -> MixerCost:
 
 
 def attention_cost(shape: ModelShape, layer: int) -> MixerCost:
-    """Return the cost of softmax attention, the mixer of every layer where a family has no `mixer_cost`.
-
-    A causal token meets itself and all before it, or a window that ends with it, once for the scores and
-    once for the values.
-    """
+    """Return the cost of softmax attention, the mixer of every layer where a family has no `mixer_cost`: a
+    causal token meets itself and all before it, or a window, once for the scores and once for the values."""
     query = shape.num_attention_heads * shape.head_dim
     key = shape.num_key_value_heads * shape.head_dim
     gated = shape.attention_output_gate
@@ -70,8 +64,8 @@ def attention_cost(shape: ModelShape, layer: int) -> MixerCost:
 
 
 def kv_elements(shape: ModelShape, layer: int, ranks: int = 1) -> int:
-    """Return the elements of keys and values that a token leaves on each of `ranks` ranks in one layer. Ranks
-    divide key/value heads, and copy them if there are more ranks than heads."""
+    """Return the elements of keys and values that a token leaves on each of `ranks` ranks in one layer; more
+    ranks than key/value heads copy them."""
     return 2 * max(1, shape.num_key_value_heads // ranks) * shape.head_dim * shape.full_attention[layer]
 
 
@@ -94,11 +88,9 @@ def cached_elements(shape: ModelShape, tokens: float, ranks: int = 1) -> float:
 
 
 def forward_flops(shape: ModelShape, length: int) -> float:
-    """Return the floating-point operations of one causal forward pass over a sequence of `length` tokens.
-
-    They are 2 for each weight that a token meets in a matrix product, and the mixers' operations on the
-    sequence. Norms, embeddings, short convolutions and activations are left out.
-    """
+    """Return the floating-point operations of one causal forward pass over a sequence of `length` tokens: 2
+    for each weight that a token meets in a matrix product, and the mixers'. Norms, embeddings, short
+    convolutions and activations are left out."""
     count = weight_count(shape)
     per_token, per_pair = mixer_flops(shape)
     pairs = sum(flops * seen_pairs(length, window) for window, flops in per_pair.items())
@@ -106,8 +98,7 @@ def forward_flops(shape: ModelShape, length: int) -> float:
 
 
 def seen_pairs(length: float, window: int | None) -> float:
-    """Return the number of pairs of a token and one that it attends to, including itself, in a causal
-    sequence."""
+    """Return the pairs of a token and one that it attends to, including itself, in a causal sequence."""
     beyond = 0 if window is None else max(0, length - window)
     return (length * (length + 1) - beyond * (beyond + 1)) / 2
 
@@ -132,8 +123,7 @@ def kept_elements(
     """Return the elements per token that one layer keeps for its backward pass on one rank.
 
     Args:
-        recomputed: parts that keep their input alone, in the words of Megatron's recompute_modules; only
-            those in `COUNTED` have an effect.
+        recomputed: parts that keep their input alone, of `COUNTED`, in Megatron's words (recompute_modules).
         imbalance: tokens of the rank's experts over an even share.
     """
     tensor = parallel.tensor_model_parallel_size

@@ -4,15 +4,11 @@ from importlib import import_module
 from types import ModuleType
 
 FAMILIES = {
-    "llama": "megatron_ibpo.models.llama",
-    "qwen2": "megatron_ibpo.models.qwen2",
-    "qwen3": "megatron_ibpo.models.qwen3",
-    "qwen3_moe": "megatron_ibpo.models.qwen3",
-    "qwen3_next": "megatron_ibpo.models.qwen3_next",
-    "qwen3_5": "megatron_ibpo.models.qwen3_5",
-    "qwen3_5_text": "megatron_ibpo.models.qwen3_5",
-    "qwen3_5_moe": "megatron_ibpo.models.qwen3_5",
-    "qwen3_5_moe_text": "megatron_ibpo.models.qwen3_5",
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe"), "megatron_ibpo.models.llama"),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        "megatron_ibpo.models.qwen3_next",
+    ),
     "glm4_moe": "megatron_ibpo.models.glm4_moe",
     "gpt_oss": "megatron_ibpo.models.gpt_oss",
     "olmo2": "megatron_ibpo.models.olmo2",
@@ -30,10 +26,9 @@ def family_module(family: str) -> ModuleType:
     | `layer_entries(shape, layer)`       | list[Entry] of the weight map                                   |
     | `mtp_entries(shape, layer)`         | the same, only where checkpoints hold multi-token prediction    |
     | `layer_spec(shape, layer, backend)` | LayerSpec, which is Megatron's ModuleSpec                       |
-    | `megatron_fields(shape)`            | dict of fields for Megatron's TransformerConfig                 |
+    | `megatron_fields(shape)`            | dict of further fields for TransformerConfig; only if there are |
     | `mtp_layer_spec(shape, backend)`    | LayerSpec, beside `mtp_entries`                                 |
 
-    The module and its functions of plain numbers (`read`, `mixer_cost`) import neither torch nor
-    Megatron; the other functions may, inside.
+    Only the functions that build something may import torch and Megatron, inside.
     """
     return import_module(FAMILIES[family])

@@ -1,12 +1,9 @@
-"""Parts of the local layers that a GPU computes in fewer passes over memory.
+"""Parts of the local layers that a GPU computes in fewer passes over memory, by torch's compiler (which
+`TORCH_COMPILE_DISABLE=1` switches off), Megatron's compiled SwiGLU, and torch's flash attention.
 
-torch compiles the plain functions of `local_modules` as they stand. MLPs take Megatron's compiled SwiGLU, and
-attention over packed sequences is torch's flash attention, which needs no padding.
-
-Before a model is built with them, `fusion_check` tries each part on small examples. A part that fails there
-is left out on all ranks: plain torch computes it, and a warning says so. If a norm or the rotation fails to
-compile later, that rank alone leaves it out; an error of the other parts ends the run.
-`TORCH_COMPILE_DISABLE=1`, torch's own switch, compiles nothing.
+`fusion_check` tries each part before a model is built: one that fails is left out on all ranks, with a
+warning. If a norm or the rotation fails to compile later, that rank alone leaves it out; other errors end the
+run.
 """
 
 from __future__ import annotations
@@ -28,16 +25,11 @@ FAILURES: dict[str, str] = {}
 
 
 class Compiled:
-    """A function that torch compiles once for any number of rows.
-
-    If compiling fails, the function itself serves from then on, and a warning says so.
-    """
+    """A function that torch compiles once for any number of rows. If that fails, the function itself serves
+    from then on, and a warning says so."""
 
     def __init__(self, part: str, function: Callable[..., Tensor], rows: tuple[int, ...]):
-        """
-        Args:
-            rows: places of the arguments whose first dimension varies.
-        """
+        """`rows` are the places of the arguments whose first dimension varies."""
         self.part, self.function, self.rows = part, function, rows
 
     @cached_property
@@ -69,8 +61,7 @@ class Compiled:
 
 
 def compile_gradients_at_once() -> None:
-    """Have torch compile gradients with the forward pass, where `Compiled` catches a failure, and not in
-    `loss.backward()`."""
+    """Have torch compile gradients with the forward pass, where `Compiled` catches a failure."""
     import torch._functorch.config
 
     torch._functorch.config.force_non_lazy_backward_lowering = True
@@ -95,14 +86,11 @@ def attend(
     value_NGD: Tensor,
 ) -> Tensor:
     """Compute causal attention within each sequence by torch's flash attention; H query heads share G
-    key/value heads. [N, H, D].
-
-    torch's operator takes the same arguments in 2.11 and 2.13, unlike `torch.nn.attention.varlen`. It needs
-    16-bit floats on a GPU. Not run on a GPU yet.
+    key/value heads. [N, H, D] in 16-bit floats. (torch's operator takes the same arguments in 2.11 and 2.13,
+    unlike `torch.nn.attention.varlen`. Not run on a GPU yet.)
 
     Args:
-        cu_seqlens: int32, boundaries of the sequences.
-        longest: tokens of the longest sequence.
+        cu_seqlens: int32, boundaries of the sequences, the longest of `longest` tokens.
         window: number of tokens that each attends to, itself the last; None: all before it.
     """
     output: Tensor = torch.ops.aten._flash_attention_forward(

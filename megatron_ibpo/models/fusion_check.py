@@ -35,9 +35,8 @@ def working_parts(
     """Return the parts that work on every rank: results and gradients are as near to float64 as those of
     plain torch. The others are left out with a warning each, in this process for good.
 
-    Each part is tried on its first example. The other examples follow until SECONDS have passed. Collective
-    over all trainers, if there are process groups. `shards` are the sizes of tensor parallelism and of
-    expert-tensor parallelism, which divide heads and MLPs.
+    Each part is tried on its first example, and on others until SECONDS have passed. Collective over all
+    trainers, if there are process groups. `shards` are the sizes of tensor and expert-tensor parallelism.
     """
     fusion.compile_gradients_at_once()
     by_part = examples(shape, dtype, device, shards)
@@ -67,8 +66,7 @@ def _try(part: str, example: Example) -> None:
 
 
 def _agree(parts: frozenset[str], device: str) -> None:
-    """Leave out on all ranks what failed on one, so that copies of a weight on several ranks get the same
-    gradient."""
+    """Leave out on all ranks what failed on one, so that copies of a weight get the same gradient."""
     if not dist.is_initialized():
         return
     names = sorted(parts)
@@ -149,7 +147,7 @@ def difference(
 def errors(
     fused: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: list[Tensor]
 ) -> dict[str, tuple[float, float, float]]:
-    """Return the largest errors of the result and of each input's gradient from float64: fused, plain; and
+    """Return the largest errors from float64 of the result and of each input's gradient, fused and plain; and
     the largest value in float64."""
     exact = _results(plain, [tensor.double() for tensor in inputs])
     names = ["the result", *(f"the gradient of input {n}" for n in range(1, len(exact)))]

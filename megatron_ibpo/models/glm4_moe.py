@@ -1,10 +1,7 @@
-"""GLM-4.5, GLM-4.5-Air (https://huggingface.co/zai-org/GLM-4.5-Air) and GLM-4.6. GLM Team, "GLM-4.5: Agentic,
-Reasoning, and Coding (ARC) Foundation Models", 2025.
+"""GLM-4.5, GLM-4.5-Air (https://huggingface.co/zai-org/GLM-4.5-Air) and GLM-4.6. GLM Team, "GLM-4.5", 2025.
 
-The first layers have a dense MLP, the others experts and a shared one without a gate. A router scores experts
-by sigmoids, and chooses by scores plus a correction. The correction is no parameter: pretraining balanced the
-experts with it, and it does not change. Checkpoints hold their multi-token prediction layer as one more
-layer, which is carried along.
+A router scores experts by sigmoids and chooses by scores plus a correction, which is no parameter and does
+not change. Checkpoints hold their multi-token prediction layer as one more layer, which is carried along.
 """
 
 from dataclasses import dataclass
@@ -101,8 +98,6 @@ def _frozen_bias_router(*args: Any, **kwargs: Any) -> Any:
 
 def megatron_fields(shape: Glm4MoeShape) -> dict[str, Any]:
     return {
-        "qk_layernorm": shape.query_key_norms,
-        "add_qkv_bias": shape.qkv_bias,
         "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,

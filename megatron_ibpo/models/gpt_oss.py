@@ -1,10 +1,8 @@
-"""gpt-oss-20b and gpt-oss-120b (https://huggingface.co/openai/gpt-oss-20b). OpenAI, "gpt-oss-120b &
-gpt-oss-20b Model Card", 2025.
+"""gpt-oss-20b and gpt-oss-120b (https://huggingface.co/openai/gpt-oss-20b). OpenAI, "gpt-oss Model Card",
+2025.
 
-Experts in every layer; attention with biases, a sink for each head and, in every other layer, a window.
-Experts and router have biases too, and the experts' gated activation is clamped. Checkpoints hold the
-experts of a layer in four tensors: matrices as [in, out], which is the transpose of Megatron's, and outputs
-of gate and up in turn, which Megatron has one after the other.
+Attention with sinks and, in every other layer, a window; biases in experts and router too. Checkpoints hold
+all experts of a layer in one tensor: transposed, and with the outputs of gate and up in turn.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "num_local_experts": 128, "num_experts_per_tok": 4,
     "sliding_window": 128,
 }  # fmt: skip
-"""Defaults of `transformers`\' GptOssConfig."""
+"""Defaults of `transformers`' GptOssConfig."""
 ROPE = {
     "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
     "beta_slow": 1.0, "truncate": False,
@@ -53,8 +51,7 @@ def read(fields: Fields) -> ModelShape:
         fields = replace(fields, raw={**fields.raw, "rope_parameters": ROPE})
     common = common_fields(fields, may_have_biases=True)
     layers = common["num_layers"]
-    # megatron-core has one switch for the biases of attention, router and experts, and this family always has
-    # them
+    # megatron-core has one switch for the biases of attention, router and experts
     fields.refuse("attention_bias", True)
     fields.refuse("attention_dropout", 0)
     fields.refuse("tie_word_embeddings", False)  # vLLM 0.32 would not tie them
@@ -96,50 +93,34 @@ def layer_entries(shape: ModelShape, layer: int) -> list[Entry]:
 def _experts(shape: ModelShape) -> tuple[Entry, ...]:
     hidden, size = shape.hidden_size, shape.expert_hidden_size
     double = 2 * size
-    return (
-        *_entries(
-            shape, "linear_fc1.weight", "gate_up_proj", (hidden, double), (double, hidden), _gate_up, _in_turn
+    parameters: tuple[tuple[str, str, tuple[int, ...], Change, Change], ...] = (
+        (
+            "linear_fc1.weight", "gate_up_proj", (hidden, double),
+            lambda x: _deinterleave(x.t()), lambda x: _interleave(x).t(),
         ),
-        *_entries(
-            shape, "linear_fc1.bias", "gate_up_proj_bias", (double,), (double,), _deinterleave, _interleave
-        ),
-        *_entries(
-            shape, "linear_fc2.weight", "down_proj", (size, hidden), (hidden, size), _transposed, _transposed
-        ),
-        *_entries(shape, "linear_fc2.bias", "down_proj_bias", (hidden,), (hidden,), _identity, _identity),
+        ("linear_fc1.bias", "gate_up_proj_bias", (double,), _deinterleave, _interleave),
+        ("linear_fc2.weight", "down_proj", (size, hidden), lambda x: x.t(), lambda x: x.t()),
+        ("linear_fc2.bias", "down_proj_bias", (hidden,), lambda x: x, lambda x: x),
+    )  # fmt: skip
+    experts = range(shape.num_experts)
+    return tuple(_entry(shape, expert, *parameter) for parameter in parameters for expert in experts)
+
+
+def _entry(
+    shape: ModelShape, expert: int, megatron: str, hf: str, piece: tuple[int, ...], join: Change, part: Change
+) -> Entry:
+    """Return the entry of one parameter of an expert, a `piece` of the layer's tensor in a checkpoint."""
+    fused = Fused(f"mlp.experts.{hf}", (shape.num_experts, *piece), expert, 0, always=True)
+    return Entry(
+        f"mlp.experts.{megatron}{expert}",
+        (Piece(f"mlp.experts.{expert}.{hf}", piece, fused=fused),),
+        lambda cuts: join(cuts[0]),
+        lambda shard: [part(shard)],
+        by_rows=False,
+        joined_shape=piece[::-1],
+        expert=expert,
+        num_experts=shape.num_experts,
     )
-
-
-def _entries(
-    shape: ModelShape,
-    megatron: str,
-    hf: str,
-    piece: tuple[int, ...],
-    parameter: tuple[int, ...],
-    join: Change,
-    part: Change,
-) -> list[Entry]:
-    """Return the entries of one parameter for every expert; its tensor in a checkpoint has `piece` of
-    each."""
-    return [
-        Entry(
-            f"mlp.experts.{megatron}{expert}",
-            (
-                Piece(
-                    f"mlp.experts.{expert}.{hf}",
-                    piece,
-                    fused=Fused(f"mlp.experts.{hf}", (shape.num_experts, *piece), expert, 0, always=True),
-                ),
-            ),
-            lambda cuts: join(cuts[0]),
-            lambda shard: [part(shard)],
-            by_rows=False,
-            joined_shape=parameter,
-            expert=expert,
-            num_experts=shape.num_experts,
-        )
-        for expert in range(shape.num_experts)
-    ]
 
 
 def _deinterleave(x: Tensor) -> Tensor:
@@ -151,22 +132,6 @@ def _interleave(x: Tensor) -> Tensor:
     return x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
 
 
-def _gate_up(x: Tensor) -> Tensor:
-    return _deinterleave(x.t())
-
-
-def _in_turn(x: Tensor) -> Tensor:
-    return _interleave(x).t()
-
-
-def _transposed(x: Tensor) -> Tensor:
-    return x.t()
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
 def layer_spec(shape: ModelShape, layer: int, backend: spec.Backend) -> spec.LayerSpec:
     return spec.transformer_layer(spec.attention(backend, norms=False), spec.moe(shape, backend))
 
@@ -175,7 +140,6 @@ def megatron_fields(shape: ModelShape) -> dict[str, Any]:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
     return {
-        "qk_layernorm": False,
         "add_bias_linear": True,
         "activation_func": quick_gelu,
         "glu_linear_offset": 1.0,

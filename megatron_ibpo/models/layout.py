@@ -10,12 +10,9 @@ from megatron_ibpo.models.shape import ModelShape
 def pipeline_layers(
     num_layers: int, parallel: ParallelConfig, virtual_stages: int = 1
 ) -> list[tuple[range, ...]]:
-    """Return the layers of each pipeline stage, as one range per model chunk.
-
-    With one virtual stage a stage holds consecutive layers. With more, the pipeline is interleaved: it runs
-    through all stages once per virtual stage. Raises ValueError, which names the flags, if the layers cannot
-    be divided like this.
-    """
+    """Return the layers of each pipeline stage, as one range per model chunk: consecutive layers, or with
+    several virtual stages those of an interleaved pipeline, which runs through all stages once per virtual
+    stage. Raises ValueError, which names the flags, if the layers cannot be divided like this."""
     stages = parallel.pipeline_model_parallel_size
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if stages == 1 and (first, last) != (None, None):
@@ -56,15 +53,14 @@ def pipeline_layers(
 
 
 def padded_vocab_size(shape: ModelShape, parallel: ParallelConfig) -> int:
-    """Return the rows of the embedding, and of the head, over all tensor-parallel ranks: the vocabulary,
-    padded to a multiple of --make-vocab-size-divisible-by times TP, as in Megatron-LM."""
+    """Return the rows of the embedding and of the head over all tensor-parallel ranks: the vocabulary, padded
+    to a multiple of --make-vocab-size-divisible-by times TP, as in Megatron-LM."""
     multiple = parallel.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
     return -(-shape.vocab_size // multiple) * multiple
 
 
 def context_chunks(ranks: int) -> int:
-    """Return the number of chunks into which context-parallel ranks cut every sequence (`zigzag`); its length
-    is padded to a multiple of this."""
+    """Return the number of chunks into which context-parallel ranks cut every sequence (`packed.places`)."""
     return 2 * ranks if ranks > 1 else 1
 
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from torch import Tensor
 
-from megatron_ibpo.models import fusion, packed, zigzag
+from megatron_ibpo.models import fusion, packed
 
 
 def wide(x: Tensor) -> Tensor:
@@ -50,11 +50,8 @@ def norm_function(config: TransformerConfig) -> Callable[[Tensor, Tensor, float,
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm with support for zero-centred weights and sequence parallelism.
-
-    `weight.sequence_parallel` makes Megatron sum its gradient over the TP ranks, since each has seen only its
-    share of the tokens (or of the heads).
-    """
+    """RMSNorm with support for zero-centred weights and sequence parallelism: `weight.sequence_parallel`
+    makes Megatron sum its gradient over the TP ranks, of which each has seen its share of tokens or heads."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
         super().__init__()
@@ -93,9 +90,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class _GroupedLinear(torch.nn.Module):
-    """One linear layer per expert, `weight0`, `weight1`, … and, with biases, `bias0`, `bias1`, …, as in
-    Transformer Engine's GroupedLinear. Rows of the input belong to the experts in order. The token dispatcher
-    communicates. Expert-tensor parallelism does not divide layers with biases."""
+    """One linear layer per expert, `weight0`, … and, with biases, `bias0`, …, as in Transformer Engine's
+    GroupedLinear. Rows of the input belong to the experts in order; the token dispatcher communicates.
+    Expert-tensor parallelism does not divide layers with biases."""
 
     partition_dim: int
     """Dimension of a weight that expert-tensor parallelism divides."""
@@ -145,8 +142,7 @@ class _GroupedLinear(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return the experts of all EP ranks as slices of one tensor, `weight` or `bias`, as in Transformer
-        Engine."""
+        """Return the experts of all EP ranks as slices of one tensor each, as in Transformer Engine."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         first = get_pg_rank(self.groups.ep) * self.num_experts
         total = get_pg_size(self.groups.ep) * self.num_experts
@@ -181,8 +177,8 @@ class GroupedRowLinear(_GroupedLinear):
 
 
 class NoCoreAttention(torch.nn.Module):
-    """A placeholder for core attention in Megatron's layer, since `PackedSelfAttention` computes attention
-    itself. The placeholder holds the sinks, a number per head of this rank, and the window."""
+    """The place of core attention in Megatron's layer, since `PackedSelfAttention` computes that itself: it
+    holds the sinks, a number per head of this rank, and the window."""
 
     def __init__(
         self, *, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection, **_: Any
@@ -214,11 +210,8 @@ class NoCoreAttention(torch.nn.Module):
 
 class PackedSelfAttention(SelfAttention):
     """Causal self-attention over packed sequences, by torch's scaled_dot_product_attention over padded
-    rectangles, or by its flash attention if fused.
-
-    It replaces Megatron's forward pass, whose unfused paths loop over sequences; projections, norms and
-    parameters are inherited.
-    """
+    rectangles or, if fused, its flash attention. Projections, norms and parameters are Megatron's, whose own
+    unfused forward passes loop over sequences."""
 
     def forward(
         self,
@@ -237,7 +230,7 @@ class PackedSelfAttention(SelfAttention):
         query_NHD, key_NHD, value_NHD = (x.squeeze(1) for x in projected[:3])
         cu_seqlens = packed_seq_params.cu_seqlens_q
         group = self.pg_collection.cp
-        positions_N = zigzag.positions(cu_seqlens, group.rank(), group.size())
+        positions_N = packed.rank_positions(cu_seqlens, group.rank(), group.size())
         angles_ND = rotary_pos_emb[:, 0, 0].index_select(0, positions_N)
         grown = self._yarn_concentration_factor  # 1 except with YaRN
         cos, sin = grown * angles_ND.cos().unsqueeze(1), grown * angles_ND.sin().unsqueeze(1)
@@ -306,11 +299,7 @@ def attend_in_rectangles(
 
 
 def _attention_mask(position_L: Tensor, key_BGKD: Tensor, window: int | None) -> Tensor:
-    """Return which of a sequence's keys a query attends to, bool [..., L, K].
-
-    Args:
-        position_L: positions of the queries, [..., L, 1].
-    """
+    """Return which of a sequence's keys the queries at position_L [..., L, 1] attend to: bool [..., L, K]."""
     keys_K = torch.arange(key_BGKD.shape[2], device=key_BGKD.device)
     mask = keys_K <= position_L  # padding of a sequence comes after all positions
     return mask if window is None else mask & (keys_K > position_L - window)
@@ -319,11 +308,8 @@ def _attention_mask(position_L: Tensor, key_BGKD: Tensor, window: int | None) ->
 def _attend_where(
     mask: Tensor, query_BHLD: Tensor, key_BGKD: Tensor, value_BGKD: Tensor, sinks_H: Tensor | None
 ) -> Tensor:
-    """Compute attention to the keys of the mask. [B, H, L, D].
-
-    A sink is one more key, of value zero, in front of the others. Queries, keys and values get one more
-    element: the sink in queries, 1 in that key and 0 elsewhere, so that the product is the sink.
-    """
+    """Compute attention to the keys of the mask. [B, H, L, D]. A sink is one more key, of value zero, before
+    the others: queries, keys and values get one more element, whose product is the sink."""
     if sinks_H is None:
         return F.scaled_dot_product_attention(
             query_BHLD, key_BGKD, value_BGKD, attn_mask=mask, enable_gqa=True
@@ -350,18 +336,12 @@ def _attend_to_all_ranks(
     key_NGD: Tensor,
     value_NGD: Tensor,
 ) -> Tensor:
-    """Compute attention under context parallelism: of this rank's queries to keys and values gathered from
-    all ranks. [N, H, D].
-
-    Args:
-        positions_N: positions of the queries in their sequences.
-        cu_seqlens: boundaries of whole sequences.
-        sinks_H, window: as in `attend_in_rectangles`.
-    """
+    """Compute attention of this rank's queries, at `positions_N` in their sequences, to keys and values of
+    all context-parallel ranks. [N, H, D]. Other arguments as in `attend_in_rectangles`."""
     ranks = group.size()
     key_value = torch.cat((key_NGD, value_NGD), dim=1)
     by_rank = gather_from_sequence_parallel_region(key_value, tensor_parallel_output_grad=True, group=group)
-    ordered = by_rank.index_select(0, zigzag.places(cu_seqlens, ranks))
+    ordered = by_rank.index_select(0, packed.places(cu_seqlens, ranks))
     query_rectangles, key_rectangles = packed.by_length(cu_seqlens, ranks), packed.by_length(cu_seqlens)
     queries = query_rectangles.split(packed.take(query_NHD, query_rectangles))
     positions = query_rectangles.split(packed.take(positions_N, query_rectangles))

@@ -1,11 +1,7 @@
-"""Places of low-rank adapters in a model: the matrices that have them, their names, and their division over
-ranks.
+"""Low-rank adapters in a model: W [out, in] computes as W + alpha/rank · B·A (Hu et al., "LoRA", 2021).
 
-A matrix W [out, in] has A [rank, in] and B [out, rank] beside it; the model computes with W + alpha/rank ·
-B·A (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021). Every Hugging Face matrix has a
-pair of its own, even if Megatron joins several in one parameter, so that PEFT can store exactly what is
-trained. The experts of a layer are an exception that transformers makes: it holds gate and up of all experts
-as one tensor, PEFT gives each expert one pair for both, and so does this module.
+Every Hugging Face matrix has a pair A, B of its own, even if Megatron joins several, so that PEFT stores what
+is trained. Only of an expert gate and up share one pair, as in transformers, which holds them as one tensor.
 """
 
 from __future__ import annotations
@@ -38,8 +34,8 @@ class Lora:
 
 
 def chosen_lora(model: ModelConfig, shape: ModelShape) -> Lora | None:
-    """Return the adapters that --lora-* ask for; None without such flags. Raises ConfigError for a target
-    that the model lacks."""
+    """Return the adapters that --lora-* ask for, if any. Raises ConfigError for a target that is not
+    there."""
     if model.lora_rank is None:
         return None
     available = sorted({target_of(piece) for entry in weight_map(shape).values() for piece in adapted(entry)})
@@ -56,8 +52,7 @@ def chosen_lora(model: ModelConfig, shape: ModelShape) -> Lora | None:
 def check_lora(
     model: ModelConfig, shape: ModelShape, parallel: ParallelConfig, virtual_stages: int = 1
 ) -> list[str]:
-    """Return the problems of training these adapters under a layout that holds the model; empty if there are
-    none."""
+    """Return the problems of training these adapters under a layout that holds the model."""
     try:
         lora = chosen_lora(model, shape)
     except ConfigError as error:
@@ -87,8 +82,7 @@ def _layout_problems(
 
 def adapted(entry: Entry) -> tuple[Piece, ...]:
     """Return the HF matrices of a Megatron parameter that may have adapters: those of the layers' linear
-    modules; for an expert, the tensor in which transformers holds it. Routers and gates, which ranks do not
-    divide, have none."""
+    modules, and for an expert the tensor in which transformers holds it. Routers and gates have none."""
     if entry.layer is None or entry.cut is None or len(entry.shape) != 2:
         return ()
     if entry.expert is None:
@@ -106,8 +100,7 @@ def target_of(piece: Piece) -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """A and B beside one HF matrix; `number` is its index among the matrices that one Megatron parameter
-    joins."""
+    """A and B beside one HF matrix, the one of this number among those that a Megatron parameter joins."""
 
     number: int
     a: Entry
@@ -121,9 +114,8 @@ class Pair:
 
 
 def pairs(entry: Entry, lora: Lora) -> list[Pair]:
-    """Return the adapters beside a Megatron parameter. Their entries are named after it, `….lora.A0` and
-    `….lora.B0` for its first HF matrix, followed by the expert's number; pieces are named after that matrix,
-    `….lora_A.weight` and `….lora_B.weight`."""
+    """Return the adapters beside a Megatron parameter. Their entries are named after it, `….lora.A0` for its
+    first HF matrix, with the expert's number; their pieces after that matrix, `….lora_A.weight`."""
     adapter_pairs = []
     for number, piece in enumerate(adapted(entry)):
         if target_of(piece) not in lora.targets:

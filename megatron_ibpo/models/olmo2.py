@@ -61,4 +61,4 @@ def layer_spec(shape: ModelShape, layer: int, backend: spec.Backend) -> spec.Lay
 
 
 def megatron_fields(shape: ModelShape) -> dict[str, Any]:
-    return {"qk_layernorm": True, "add_qkv_bias": shape.qkv_bias}
+    return {"qk_layernorm": True}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_ibpo.basics.text import listed, shown
-from megatron_ibpo.basics.user_files import UserFileError, read_json_file
+from megatron_ibpo.basics.user_files import read_json_object
 from megatron_ibpo.models.families import FAMILIES, family_module
 
 
@@ -33,10 +33,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Dimensions of a model. Names follow config.json; sizes are in elements.
-
-    A family with dimensions of its own derives from this (`delta_net.shape`).
-    """
+    """Dimensions of a model, in elements; names follow config.json. Families with others derive from this."""
 
     family: str
     """`model_type` of config.json."""
@@ -124,7 +121,7 @@ class ModelShape:
         return Counter(self.window(layer) for layer, softmax in enumerate(self.full_attention) if softmax)
 
     def divided_by_tp(self) -> dict[str, int]:
-        """Return the sizes that tensor parallelism has to divide, in the trainer and in engines, by what they
+        """Return the sizes that tensor parallelism has to divide, in trainer and engines, by what they
         count."""
         return {
             "the attention heads": self.num_attention_heads,
@@ -134,27 +131,14 @@ class ModelShape:
 
 
 def read_hf_config(hf_dir: Path) -> ModelShape:
-    """Read `hf_dir`/config.json.
-
-    Raises:
-        ModelConfigError: the directory or file is missing, the JSON is malformed, the model type is
-            unknown, a field is missing or has the wrong type, or asks for what is not implemented.
-    """
+    """Read `hf_dir`/config.json. Raises ModelConfigError if there is none, it is malformed, lacks a field, or
+    asks for what is not implemented."""
     path = hf_dir / "config.json"
     if not hf_dir.is_dir():
         raise ModelConfigError(f"no checkpoint directory {hf_dir}: --hf-checkpoint must name one")
-    try:
-        raw = read_json_file(path)
-    except FileNotFoundError:
-        raise ModelConfigError(f"{hf_dir} holds no config.json: is it a Hugging Face checkpoint?") from None
-    except UserFileError as error:
-        raise ModelConfigError(str(error)) from None
-    except OSError as error:
-        raise ModelConfigError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ModelConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ModelConfigError(f"{path} must hold a JSON object, not a {type(raw).__name__}")
+    if not path.exists():
+        raise ModelConfigError(f"{hf_dir} holds no config.json: is it a Hugging Face checkpoint?")
+    raw = read_json_object(path, ModelConfigError)
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelConfigError(f"{path}: model_type {shown(family)} is unknown; one of {', '.join(FAMILIES)}")
@@ -186,8 +170,7 @@ class Fields:
     path: Path
 
     def or_default(self, defaults: Mapping[str, Any]) -> "Fields":
-        """Return the fields with those of a family's configuration class in `transformers` where config.json
-        has none: engines read the file by that class."""
+        """Return the fields with a family's defaults in `transformers`, as engines read the file."""
         return replace(self, raw={**defaults, **self.raw})
 
     def count(
@@ -204,15 +187,14 @@ class Fields:
         return value
 
     def number(self, name: str, default: float) -> float:
-        """Return a number; `default` if the field is missing."""
+        """Return a number."""
         value = self.raw.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
             raise self.error(f"{name} must be a number, is {shown(value)}")
         return float(value)
 
     def epsilon(self, default: float = 1e-6) -> float:
-        """Return the epsilon that RMSNorm adds to a mean of squares: with 0 or less a row of zeros becomes
-        NaN."""
+        """Return the epsilon of RMSNorm; with 0 or less a row of zeros would become NaN."""
         value = self.number("rms_norm_eps", default)
         if not 0 < value < 1:
             raise self.error(f"rms_norm_eps must be above 0 and below 1, is {value:g}")
@@ -254,12 +236,8 @@ class Fields:
 
 
 def common_fields(fields: Fields, *, may_have_biases: bool = False) -> dict[str, Any]:
-    """Return the fields common to decoders of this kind: SwiGLU, full attention in all layers.
-
-    Args:
-        fields: with the family's defaults (`Fields.or_default`).
-        may_have_biases: the family reads config.json's fields for them; otherwise they are refused.
-    """
+    """Return the fields common to decoders of this kind: SwiGLU, full attention in all layers. `fields` have
+    the family's defaults; biases of attention are refused unless the family reads the field."""
     fields.refuse("hidden_act", "silu")
     if not may_have_biases:
         fields.refuse("attention_bias", False)
@@ -306,8 +284,7 @@ def expert_fields(fields: Fields) -> dict[str, Any]:
 
 
 def _rope(fields: Fields) -> tuple[float, float, RopeScaling | None]:
-    """Return (theta, rotating share of a head, scaling); since transformers 5 all are in
-    `rope_parameters`."""
+    """Return (theta, rotating share of a head, scaling), since transformers 5 in `rope_parameters`."""
     old: dict[str, Any] = {
         name: fields.raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in fields.raw
     }
@@ -331,13 +308,11 @@ def _rope(fields: Fields) -> tuple[float, float, RopeScaling | None]:
 
 
 MEGATRON_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Values hard-coded in megatron-core 0.19.2 (`RotaryEmbedding._apply_scaling`); the published Llama 3.1, 3.2
-and 3.3 have these."""
+"""Values written into megatron-core 0.19.2 (`RotaryEmbedding._apply_scaling`), those of Llama 3.1 to 3.3."""
 
 
 def _rope_scaling(rope: Fields, share: float) -> RopeScaling | None:
-    """Return the scaling that megatron-core computes exactly as transformers does; any other is refused by
-    name."""
+    """Return the scaling, if megatron-core computes it exactly as transformers does; any other is refused."""
     kind = rope.raw.get("rope_type", rope.raw.get("type", "default"))
     if kind == "default":
         return None

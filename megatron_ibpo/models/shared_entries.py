@@ -40,8 +40,7 @@ def attention(shape: ModelShape) -> list[Entry]:
 
 
 def _qkv(shape: ModelShape, kind: str, columns: tuple[int, ...]) -> Entry:
-    """Return the input projection's weight, with rows of `columns`, or its bias, which has one number per
-    row."""
+    """Return the input projection's weight, with rows of `columns`, or its bias."""
     dim, gated = shape.head_dim, shape.attention_output_gate
     queries, groups = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
     qkv = _QKV(shape.num_attention_heads // shape.num_key_value_heads, dim, gated)
@@ -77,8 +76,7 @@ def mlp(shape: ModelShape) -> list[Entry]:
 
 
 def moe(shape: ModelShape, shared: str = "mlp.shared_expert") -> list[Entry]:
-    """Return the entries of a mixture of experts: the norm before it, router, shared expert if there is one,
-    and experts. `shared` is the name of the shared expert in checkpoints."""
+    """Return the norm, router, shared expert if there is one (`shared` in checkpoints), and experts."""
     hidden = shape.hidden_size
     entries = [
         Entry("pre_mlp_layernorm.weight", (Piece("post_attention_layernorm.weight", (hidden,)),)),

@@ -1,21 +1,8 @@
-"""Classes for the layer parts in Megatron's model that families share.
+"""The layers' parts as Megatron's specs, which families share. Transformer Engine's classes or local ones
+(`Backend`) give parameters and checkpoints the same names.
 
-One spec serves both back ends. Only the classes differ; parameter and checkpoint names are the same:
-
-| part                          | Transformer Engine              | local                      |
-|-------------------------------|---------------------------------|----------------------------|
-| norm before attention, MLP    | fused into the linear layer     | fused into the linear layer |
-| … with its linear layer       | TELayerNormColumnParallelLinear | NormColumnParallelLinear   |
-| column, row linear            | TEColumn/RowParallelLinear      | Column/RowParallelLinear   |
-| other norms                   | TENorm                          | RMSNorm                    |
-| attention                     | SelfAttention with TEDotProductAttention | PackedSelfAttention |
-| experts                       | TEGroupedMLP of TE grouped linears | TEGroupedMLP of local grouped linears |
-
-Megatron is imported by the functions that build something: families import this module, and a family's shape
-and cost are read where there is no Megatron.
-
-The optimizer's classes (fused Adam, multi-tensor norm and scale) are chosen by Megatron itself: Transformer
-Engine's if installed, then apex's, then torch's.
+Megatron is imported by the functions that build something: families import this module for their shapes too.
+Megatron itself chooses the optimizer's classes: Transformer Engine's, then apex's, then torch's.
 """
 
 from __future__ import annotations
@@ -53,8 +40,7 @@ class Backend:
 
 
 def make_backend(libraries: Backends) -> Backend:
-    """Return these libraries' classes. Raises ImportError if Transformer Engine is requested and not
-    installed."""
+    """Return these libraries' classes. Raises ImportError if Transformer Engine is not installed."""
     return _transformer_engine(libraries) if libraries.transformer_engine else _local(libraries)
 
 
@@ -96,8 +82,7 @@ def _transformer_engine(libraries: Backends) -> Backend:
 
 
 def block_spec(shape: ModelShape, backend: Backend, first_layer: int, layers: int) -> Any:
-    """Return Megatron's TransformerBlockSubmodules for the layers [first_layer, first_layer + layers) and the
-    final norm."""
+    """Return Megatron's TransformerBlockSubmodules for these layers and the final norm."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     family = family_module(shape.family)
@@ -146,8 +131,7 @@ def attention(backend: Backend, *, norms: bool = True, output_bias: bool = False
 
 
 def _biased(linear: type) -> Callable[..., Any]:
-    """Return the layer with a bias of its own. Megatron's add_bias_linear would give one to every linear
-    layer."""
+    """Return the layer with a bias; Megatron's add_bias_linear would give one to every linear layer."""
 
     def build(*args: Any, bias: bool, **kwargs: Any) -> Any:
         return linear(*args, bias=True, **kwargs)
@@ -168,12 +152,11 @@ def dense_mlp(backend: Backend, *, bias: bool = False) -> MLPAndNorm:
 
 def mlp(shape: ModelShape, backend: Backend) -> MLPAndNorm:
     """Return experts, or a dense MLP in a model without."""
-    return moe(shape, backend) if shape.is_moe else dense_mlp(backend)
+    return moe(shape, backend) if shape.is_moe else dense_mlp(backend, bias=shape.mlp_bias)
 
 
 def moe(shape: ModelShape, backend: Backend, router: Callable[..., Any] | None = None) -> MLPAndNorm:
-    """Return the spec of a mixture of experts, whose router and experts share one normed input. `router`
-    makes the router; None: Megatron's own."""
+    """Return a mixture of experts with one norm before router and experts; `router` makes the router."""
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules

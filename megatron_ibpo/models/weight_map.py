@@ -1,14 +1,9 @@
 """The map from Hugging Face tensors to Megatron parameters, and the division of both over ranks.
 
-Loading, export and conversion all follow from this map. A Megatron parameter is an `Entry` under its global
-name (layer and expert numbers count over the whole model). It is joined from one or more `Piece`s, HF
-tensors. Every piece is cut over the tensor-parallel ranks so that joining a rank's cuts gives exactly that
-rank's shard of the parameter: joins do not depend on the layout. Only if more ranks divide attention than
-there are key/value heads is a shard made of rows of the joined parameter (`Entry.even_up_to`). A Megatron
-checkpoint holds the parameter in `Block`s, which do not depend on the layout either.
-
-A family gives the entries of its layers, with names relative to the layer; `shared_entries` has those that
-families share.
+A Megatron parameter is an `Entry` under its global name. It is joined from HF tensors (`Piece`s), each cut
+over the tensor-parallel ranks so that joining a rank's cuts gives that rank's shard, under any layout. In a
+Megatron checkpoint it lies in `Block`s. A family gives the entries of its layers, with names relative to the
+layer.
 """
 
 from __future__ import annotations
@@ -37,8 +32,7 @@ def concatenate(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """A division of a tensor over ranks along `dim`: each of the `sections` separately (all of it if
-    none)."""
+    """A division of a tensor over ranks along `dim`, of each of the `sections`, or all of it, separately."""
 
     dim: int
     sections: tuple[int, ...] = ()
@@ -57,8 +51,7 @@ class Fused:
     expert: int
     first_row: int
     always: bool = False
-    """True if no checkpoint or export holds the piece by itself. It is then the larger tensor's whole content
-    for the expert."""
+    """True if no checkpoint holds the piece by itself; it is then the expert's whole part of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +82,7 @@ class Piece:
         return self.fused is None or not self.fused.always or self.fused.expert == self.fused.shape[0] - 1
 
     def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """Return (start, length) along the cut's dimension of the part of `rank` of `ranks`; of rows if
-        uncut."""
+        """Return (start, length) along the cut's dimension, or of rows, of the part of `rank` of `ranks`."""
         return _ranges(self.shape, self.cut, rank, ranks)
 
     def shard_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
@@ -135,8 +127,7 @@ class Entry:
     layer: int | None = None
     expert: int | None = None
     num_experts: int = 0
-    """Number of experts in the layer, if this is an expert's parameter: a slice of a stored tensor of them
-    all."""
+    """Number of experts in the layer, of which an expert's parameter is a slice of a stored tensor."""
     even_up_to: int | None = None
     """Largest number of ranks for which an equal share of every piece makes up a shard; None: any number.
     More ranks divide the rows of the joined parameter, regardless of pieces."""
@@ -145,8 +136,7 @@ class Entry:
     joined_shape: tuple[int, ...] | None = None
     """Shape of the whole parameter, if `join` changes that of its piece."""
     dtype: torch.dtype | None = None
-    """Data type of an untrained buffer that Megatron holds in another one than the weights. None: a parameter
-    in the model's dtype."""
+    """Data type of an untrained buffer, if another than the weights'; None: a parameter."""
 
     @property
     def cut(self) -> Cut | None:
@@ -166,15 +156,13 @@ class Entry:
         return _shard_shape(self.shape, self.cut, rank, ranks)
 
     def padding(self, rank: int, ranks: int) -> int:
-        """Return the number of rows of that rank's parameter after its shard, which are no part of the
-        model."""
+        """Return the rows of padding after that rank's shard."""
         if self.cut is None or self.cut.padded is None:
             return 0
         return self.cut.padded // ranks - self.shard_shape(rank, ranks)[0]
 
     def ranges(self, number: int, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """Return (start, length) along its cut of the part of piece `number` in the shard of `rank` of
-        `ranks`; of rows if uncut. None if the shard holds nothing of it."""
+        """Return (start, length) along the cut, or of rows, of piece `number` in the shard of `rank`."""
         if self._is_even(ranks):
             return self.pieces[number].ranges(rank, ranks)
         spans = sorted(self._rows_of_whole(rank, ranks))
@@ -228,8 +216,7 @@ class Entry:
         return replace(self, name=megatron + self.name, pieces=pieces, layer=layer)
 
     def blocks(self, rank: int = 0, ranks: int = 1) -> list[Block]:
-        """Return the blocks of a Megatron checkpoint that hold the shard of `rank` of `ranks`: in order, they
-        make it up along the cut's dimension."""
+        """Return the blocks of a Megatron checkpoint that make up the shard of `rank`, in order."""
         spans = _ranges(self.shape, self.cut, rank, ranks)
         if self.cut is None or not self.stored_apart:
             dim = self.cut.dim if self.cut else 0
@@ -294,8 +281,7 @@ def _shard_shape(shape: tuple[int, ...], cut: Cut | None, rank: int, ranks: int)
 
 ROWS, COLUMNS = Cut(0), Cut(1)
 EXPERT_BIAS = "mlp.router.expert_bias"
-"""Name of the only buffer among a layer's weights: the correction that a router adds to scores before it
-chooses."""
+"""Name of the only buffer of a layer: the correction of a router's scores before it chooses."""
 
 
 HEAD = "lm_head.weight"
@@ -313,8 +299,8 @@ def weight_map(shape: ModelShape, mtp_layers: int = 0, vocab_rows: int | None = 
 
     Args:
         mtp_layers: multi-token prediction layers, carried along or trained beside the policy.
-        vocab_rows: rows of embedding and head over all ranks, padding included (`padded_vocab_size`). None:
-            the vocabulary's alone, which ranks can only divide if it is a multiple.
+        vocab_rows: rows of embedding and head over all ranks with padding (`padded_vocab_size`); None: the
+            vocabulary's alone.
     """
     family = family_module(shape.family)
     hidden = shape.hidden_size
@@ -336,8 +322,7 @@ _MTP = re.compile(r"^mtp\.layers\.(\d+)\.")
 
 
 def mtp_layers(names: Iterable[str]) -> int:
-    """Return the number of multi-token prediction layers of a checkpoint with these tensors, in either
-    format."""
+    """Return the number of multi-token prediction layers of a checkpoint, in either format."""
     return max((int(match[1]) + 1 for name in names if (match := _MTP.match(name))), default=0)
 
 
@@ -346,8 +331,7 @@ _EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)$")
 
 
 def global_name(local_name: str, first_layer: int, first_expert: int) -> str:
-    """Map a rank's own parameter name to the name in the whole model. DDP's "module." is dropped, and the
-    layer inside a multi-token prediction layer has the name that Megatron's checkpoints give it."""
+    """Map a rank's own parameter name, in DDP or not, to its name in Megatron's checkpoints."""
     name = local_name
     while name.startswith("module."):
         name = name.removeprefix("module.")
@@ -357,20 +341,17 @@ def global_name(local_name: str, first_layer: int, first_expert: int) -> str:
 
 
 def carried_entry(name: str, shape: tuple[int, ...]) -> Entry:
-    """Return the entry of a tensor that is kept unchanged (`ModelShape.carried`): a Megatron checkpoint holds
-    it under its Hugging Face name."""
+    """Return the entry of a carried tensor, which a Megatron checkpoint holds under its Hugging Face name."""
     return Entry(name, (Piece(name, shape),))
 
 
 def is_carried(shape: ModelShape, name: str) -> bool:
-    """Return whether a checkpoint's tensor is kept and not trained: multi-token prediction layers, and other
-    tensors beside the policy."""
+    """Return whether a checkpoint's tensor is kept beside the policy and not trained."""
     return (shape.mtp_in_checkpoints and name.startswith("mtp.")) or name.startswith(shape.carried)
 
 
 def is_ignored(shape: ModelShape, name: str) -> bool:
-    """Return whether the trained model has no use for a checkpoint's tensor: carried ones, rotary tables, the
-    head's copy of tied embeddings."""
+    """Return whether the model has no use for a tensor: carried, a rotary table, or a tied head's copy."""
     return (
         is_carried(shape, name)
         or name.endswith("rotary_emb.inv_freq")

@@ -1,17 +1,9 @@
 """Low-rank adapters beside a Megatron model's linear layers: all that a run with --lora-rank trains.
 
-A layer's module keeps its class, its parameters and their names; a hook adds the adapters' output to the
-layer's. Ranks share the work as they do for the layer:
-
-| layer          | A                  | between the two             | B                  |
-|----------------|--------------------|-----------------------------|--------------------|
-| column-parallel | whole on every rank | as the layer's input, rank wide | rows, as the layer's |
-| row-parallel    | columns, as the layer's | as the layer's output, rank wide | whole on every rank |
-| experts         | as above, nothing between: the token dispatcher has gathered, and will sum | | |
-
-A factor may be whole on ranks that see different tokens or different rows; each of them then has a part of
-its gradient. Megatron sums the parts for dense layers once per step (`sequence_parallel`), as it does for
-norms; those for experts are summed in the backward pass.
+A hook adds their output to the layer's. Ranks divide B's rows as a column-parallel layer's, A's columns as a
+row-parallel one's; A's output, rank wide, is passed on as the layer's input or output is. Of a factor that is
+whole on several ranks each has part of the gradient: Megatron sums it where `sequence_parallel` is set, the
+backward pass for experts.
 """
 
 import hashlib
@@ -44,10 +36,10 @@ from megatron_ibpo.weights.layout.export import HFExport, Holding, my_holding
 
 
 def add_adapters(chunks: Sequence[Any], shape: ModelShape, lora: Lora, seed: int) -> None:
-    """Freeze the model and put adapters beside its layers.
+    """Freeze the parts of a model on this rank, not wrapped yet, and put adapters beside its layers.
 
-    B starts at 0, so that the model computes as before. A starts as in PEFT, uniform within ±1/√(its inputs),
-    the same under every layout. `chunks` are the parts of a model on this rank, not wrapped yet.
+    B starts at 0, so that the model computes as before, and A as in PEFT, uniform within ±1/√(its inputs),
+    the same under every layout.
     """
     holding = my_holding(shape, chunks)
     by_module: dict[str, list[Entry]] = {}
@@ -123,12 +115,8 @@ class Adapter(Module):
         return self.entries[0].expert is not None
 
     def forward(self, x: Tensor, tokens_per_expert: Sequence[int] | None = None) -> Tensor:
-        """Return the sum to add to the layer's output.
-
-        Args:
-            x: the layer's input, after its norm.
-            tokens_per_expert: rows of the input that belong to each expert, in order.
-        """
+        """Return what to add to the layer's output, for its input `x` after its norm; of experts with the
+        numbers of rows that belong to each, in order."""
         a, b = self._factors()
         if tokens_per_expert is None:
             return F.linear(self._between(F.linear(x, a) * self.scale), b)
@@ -156,8 +144,8 @@ class Adapter(Module):
         return copy_to_tensor_model_parallel_region(hidden)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """Return (A, B) of the whole layer on this rank: the factors of all its HF matrices as one, with
-        experts, if any, as the first dimension."""
+        """Return (A, B) of the whole layer on this rank: the factors of all its HF matrices as one, of
+        experts with these as the first dimension."""
         a = torch.cat([self._a(pair) for pair in self.pairs[0]], dim=-2)
         b_by_number = {pair.number: self._b(pair) for pair in self.pairs[0]}
         entry = self.entries[0]
@@ -184,8 +172,8 @@ class Adapter(Module):
 
     @torch.no_grad()
     def added(self, place: int) -> Tensor:
-        """Return the increase of this rank's part of matrix number `place`: alpha/rank · B·A in float32, or
-        in the adapters' dtype if that is wider."""
+        """Return the increase of this rank's part of matrix number `place`: alpha/rank · B·A, at least
+        fp32."""
         factors = self._factors()
         a, b = (factor[place] if self._is_moe else factor for factor in factors)
         dtype = torch.promote_types(a.dtype, torch.float32)
@@ -237,8 +225,7 @@ def _initial(entry: Entry, seed: int, rank: int, ranks: int, device: torch.devic
 
 
 def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor]:
-    """Return the adapters' sharded tensors, by their parameters' names in a part of the model that is not
-    wrapped."""
+    """Return the adapters' sharded tensors by their parameters' names in a part of the model, not wrapped."""
     return {
         f"{module}.{name}": sharded
         for module, adapter in chunk.named_modules()
@@ -263,7 +250,7 @@ def shift_factors(chunks: Sequence[Module], factor: str, amount: float) -> None:
 
 def merged_values(chunks: Sequence[Module]) -> Mapping[str, Callable[[], Tensor]]:
     """Return functions that give this rank's part of each matrix as the model computes with it, by global
-    name: summed with the adapters' part in at least float32, and rounded once to the matrix's dtype."""
+    name: the sum with the adapters' part, rounded once to the matrix's dtype."""
     values = {}
     for adapter, linear in _adapters(chunks):
         for place, entry in enumerate(adapter.entries):

@@ -37,12 +37,8 @@ MTP = "mtp_"
 
 
 def saved_state(trained: Trainer | Critic) -> dict[str, Any]:
-    """Return everything that a checkpoint keeps of a model: weights, optimizer and schedule, with Megatron's
-    shard names.
-
-    The layer trained beside it is included, under names of its own. For a model with adapters only these are
-    kept.
-    """
+    """Return everything that a checkpoint keeps of a model and of the layer trained beside it: weights, or
+    adapters alone, optimizer and schedule, with Megatron's shard names."""
     state: dict[str, Any] = {}
     for prefix, part in _parts(trained):
         models = _models(part.chunks, is_loading=False)
@@ -62,17 +58,15 @@ def _parts(trained: Trainer | Critic) -> Iterator[tuple[str, Trained]]:
 
 def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = None) -> tuple[str, ...]:
     """Restore weights, optimizer state and schedule, saved under any layout; under the same layout also FP8
-    scales.
-
-    A checkpoint of weights alone, as the conversion tools write, leaves optimizer, schedule and critic new.
+    scales. From a checkpoint of weights alone, as the conversion tools write, optimizer, schedule and critic
+    stay new.
 
     Returns:
         notes for the user: what has not been restored, and why.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or unsafe, or holds NaN, another model, or no critic
-            although one is trained. Or only one of its optimizer and this one is sharded over data-parallel
-            ranks. Or it was trained with other adapters, beside another model, or without any.
+        CheckpointError: the checkpoint is damaged or unsafe, holds NaN, or is of another model, optimizer or
+            adapters, or of no critic although one is trained.
     """
     world = trainer.world
     world.on_all_ranks(lambda: check_integrity(checkpoint, world.rank, world.size))
@@ -111,8 +105,7 @@ def load_checkpoint(trainer: Trainer, checkpoint: Path, critic: Critic | None = 
 
 
 def _differing_sizes(saved: Mapping[str, Any], present: ParallelConfig) -> list[str]:
-    """Return the dimensions in which the saved model was divided differently. FP8 scales are named by these
-    parts."""
+    """Return the dimensions that name FP8 scales in which the saved model was divided differently."""
     axes = ("expert_model", "expert_tensor", "pipeline_model", "tensor_model")
     sizes = [f"{axis}_parallel_size" for axis in axes]
     return [f"{name} {saved.get(name)}" for name in sizes if saved.get(name) != getattr(present, name)]
@@ -135,9 +128,8 @@ def _restore(trained: Trainer | Critic, directory: Path, vocab_size: int, *, wit
     sharded_state: dict[str, Any] = {}
     for prefix, part in _parts(trained):
         for optimizer in _torch_optimizers(part):
-            if (
-                not optimizer.optimizer.state
-            ):  # torch's Adam has none before a first step; Megatron looks for it
+            # torch's Adam has no state before a first step; Megatron looks for it
+            if not optimizer.optimizer.state:
                 optimizer._init_optimizer_states_with_dummy_values()
         places = read_metadata(directory).storage_data if with_scales and _is_fp8(part) else ()
         scales = {index.fqn for index in places if "_extra_state" in index.fqn}  # a conversion has none
@@ -155,15 +147,9 @@ def _restore(trained: Trainer | Critic, directory: Path, vocab_size: int, *, wit
 
 
 def load_weights(chunks: Sequence[Any], checkpoint: Path, vocab_size: int) -> None:
-    """Fill this rank's models, wrapped by DDP or not, from a checkpoint, cast to their dtype.
-
-    Args:
-        vocab_size: true size of the vocabulary; rows beyond it are padding, which a checkpoint may or may not
-            have.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or unsafe, or holds NaN or another model.
-    """
+    """Fill this rank's models, wrapped by DDP or not, from a checkpoint, cast to their dtype; the
+    vocabulary's rows beyond `vocab_size` are padding, which a checkpoint may have or not. Raises
+    CheckpointError if it is damaged or unsafe, or holds NaN or another model."""
     _fill(chunks, _load(_models(chunks, is_loading=True), checkpoint, vocab_size), checkpoint)
 
 
@@ -181,8 +167,7 @@ def _load(
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason of an error in one line. torch's exception holds the reasons of all ranks, each with
-    a traceback."""
+    """Return an error in one line; torch's exception holds those of all ranks, with tracebacks."""
     inner = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
     return f"{type(inner).__name__}: {first_line(inner)[:500]}"
 
@@ -215,8 +200,8 @@ def _is_extra_state(name: str) -> bool:
 
 
 def _check_scales(value: Any, checkpoint: Path, name: str) -> None:
-    """Check, with an unpickler that cannot run code, a pickle that Transformer Engine would load unchecked.
-    It is a tensor of bytes, empty without FP8."""
+    """Check, with an unpickler that cannot run code, a pickle that Transformer Engine would load unchecked: a
+    tensor of bytes, empty without FP8."""
     try:
         if value.numel():
             SafeUnpickler(io.BytesIO(value.numpy().tobytes())).load()
@@ -253,8 +238,8 @@ def _metadata() -> dict[str, Any]:
 def _models(
     chunks: Sequence[Any], *, is_loading: bool, scales: Container[str] = frozenset()
 ) -> dict[str, Any]:
-    """Return the state that Megatron names for each chunk: only its adapters if it has some, otherwise its
-    weights. `scales` are the keys of the extra state to load."""
+    """Return the state of each chunk as Megatron names it: its weights, or its adapters alone. `scales` are
+    the keys of the extra state to load."""
     models = {}
     for index, model in enumerate(map(unwrapped, chunks)):
         state = sharded_adapters(model) or model.sharded_state_dict(metadata=_metadata())
@@ -275,8 +260,8 @@ def _progress(trained: Trained, models: dict[str, Any], *, is_loading: bool) -> 
 
 
 def _without_classes(state: Any) -> Any:
-    """Return the state without the classes that would be pickled as code. An optimizer in host memory names
-    the classes it is made of among its settings, and a checkpoint with such an entry cannot be read."""
+    """Return the state without classes: an optimizer in host memory names those it is made of, and a
+    checkpoint with pickled code cannot be read."""
     if isinstance(state, dict):
         return {key: _without_classes(value) for key, value in state.items() if not isinstance(value, type)}
     return [_without_classes(value) for value in state] if isinstance(state, list) else state
@@ -290,9 +275,8 @@ def _optimizers(trained: Trained) -> Sequence[Any]:
 
 @contextmanager
 def _state_to_save(trained: Trained) -> Iterator[list[Any]]:
-    """Give optimizers that have not stepped yet the state that their first step starts from, while it is
-    saved, and yield these optimizers. Megatron saves the state as it is, and could not load a checkpoint
-    without it."""
+    """While it is saved, give optimizers that have not stepped yet the state that their first step starts
+    from, and yield them: Megatron could not load a checkpoint without it."""
     fresh = [
         optimizer
         for optimizer in _optimizers(trained)
@@ -329,8 +313,7 @@ def _torch_optimizers(trained: Trained) -> Iterator[DistributedOptimizer]:
 
 
 def _step_left_alone() -> AbstractContextManager[Any]:
-    """Keep Megatron from filling in `step`. It fills every tensor of a parameter's state, and has none for
-    torch's `step`, which it has already set."""
+    """Keep Megatron from filling in each parameter's `step`, which is set and has no tensor there."""
     fill_in = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def fill_in_all_but_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
@@ -342,8 +325,7 @@ def _step_left_alone() -> AbstractContextManager[Any]:
 
 
 def _give_each_parameter_its_step(trained: Trained) -> None:
-    """Give each parameter its own `step`. Megatron loads one tensor for all, and each of them would count it
-    up."""
+    """Give each parameter its own `step`: Megatron loads one tensor, which each of them would count up."""
     for optimizer in _torch_optimizers(trained):
         for state in optimizer.optimizer.state.values():
             state["step"] = state["step"].clone()
@@ -351,18 +333,16 @@ def _give_each_parameter_its_step(trained: Trained) -> None:
 
 def gathered_by_kind() -> AbstractContextManager[Any]:
     """Make Megatron gather a sharded optimizer's state in main memory one kind after the other, within the
-    context, with the same result.
+    context.
 
-    Megatron's function holds all kinds of state of a bucket beside the whole at once, and most buffers are a
-    single bucket. So the first data-parallel rank needs 24 bytes per parameter and 12 per parameter of its
-    own shard. Here it needs 16, and 4 for the shard.
+    Megatron's function holds all kinds of state of a bucket beside the whole at once: 24 bytes per parameter
+    on the first data-parallel rank, and 12 per parameter of its shard. Here these are 16 and 4.
     """
     return mock.patch.object(DistributedOptimizer, "get_parameter_state_dp_zero", _gather)
 
 
 def _gather(optimizer: Any, **_: Any) -> dict[Any, Any] | None:
-    """Return Megatron's dictionary on the first rank of the data-parallel group, None on the others.
-    Collective."""
+    """Return Megatron's dictionary on the data-parallel group's first rank, else None. Collective."""
     kinds = ("param", *optimizer.optimizer_state_keys)
     group = optimizer.data_parallel_group_gloo
     state: dict[Any, Any] = {"buckets_coalesced": True}

@@ -1,25 +1,9 @@
-"""Megatron-core on machines without CUDA. The only module that deals with the absence of CUDA.
+"""Megatron-core on machines without CUDA, whose absence no other module deals with.
 
-megatron-core 0.19.2 takes CUDA for granted in about sixty places of the paths that a trainer executes, but
-nothing of it needs a GPU: gloo serves all its collectives. `activate()` puts CPU stand-ins there:
-
-1. `torch.cuda` functions that ask for, set or wait on a device (`CUDA_FUNCTIONS`): the device is the CPU,
-   waiting is over at once, memory statistics are 0, the random generator is the CPU's.
-2. `torch.cuda.Stream` and `Event`: objects that do nothing, as everything is in order on a CPU.
-3. `Tensor.cuda` and `Module.cuda`: stay where they are.
-4. Tensors made with the literal `device="cuda"` (`CUDA_LITERALS`): in those Megatron modules the name
-   `torch` leads to a view of torch whose factories take the CPU instead. So do those made with
-   `pin_memory=True` (`PINNED_MEMORY`): there is nothing to pin memory for.
-5. Comparisons of `Tensor.type()` with "torch.cuda.FloatTensor" in the optimizer (`CUDA_TYPE_NAMES`):
-   CPU tensors answer with the CUDA name there, and only there.
-6. `maybe_move_tensor_to_cpu` in the MoE token dispatcher, which leaves a CPU tensor unconverted where
-   the caller wants numpy.
-7. The random state that activation recomputation saves and restores: the CPU generator's.
-8. torch.compile (Megatron's `jit_fuser`): gives functions back as they are. Compiling took 27 s for a step
-   that runs in 0.1 s, and importing the compiler nearly 2 s.
-
-Call it in trainer processes only; the vLLM process must not see it. It does nothing where CUDA is available.
-`tests/policy/test_process_start.py` pins the sites to the Megatron version, so that an upgrade is noticed.
+megatron-core 0.19.2 takes CUDA for granted in about sixty places, but needs no GPU: gloo serves all its
+collectives. `activate()` puts CPU stand-ins there, in trainer processes only: the vLLM process must not see
+them. `tests/policy/test_process_start.py` pins the sites to the Megatron version, so that an upgrade is
+noticed.
 """
 
 from __future__ import annotations
@@ -47,7 +31,7 @@ CUDA_LITERALS = (
     "megatron.core.transformer.utils",
     "megatron.core.utils",
 )
-"""Megatron modules that name the device "cuda" as text."""
+"""Megatron modules that name the device "cuda" as text; `torch` is a view of torch there (`_TorchOnCpu`)."""
 
 PINNED_MEMORY = ("megatron.core.models.common.embeddings.rope_utils",)
 """Megatron modules that ask for pinned memory: YaRN's positions where ranks share sequences."""
@@ -61,7 +45,7 @@ CUDA_TYPE_NAMES = (
 
 
 class NullStream:
-    """A stream on which all work is already done. There is only one."""
+    """A stream on which all work is already done, as everything is in order on a CPU. There is only one."""
 
     cuda_stream = 0
     _instance: NullStream | None = None
@@ -148,11 +132,12 @@ def _type_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_numpy_if_asked(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Stand in for the dispatcher's `maybe_move_tensor_to_cpu`, which leaves CPU tensors as they are."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _as_it_is(function: Any = None, **_: Any) -> Any:
-    """Stand in for torch.compile, as a call or a decorator; return the function unchanged."""
+    """Stand in for torch.compile, as a call or a decorator: it takes 27 s for a step of 0.1 s."""
     return _as_it_is if function is None else function
 
 

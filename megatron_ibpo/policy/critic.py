@@ -15,15 +15,12 @@ from megatron_ibpo.config import Config
 from megatron_ibpo.policy import forward_backward
 from megatron_ibpo.policy.forward_backward import Observed
 from megatron_ibpo.policy.packing import PackedBatch, packed
-from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import MiniBatch, RankForward, RankUpdate
 
 
 class ValueHead(torch.nn.Module):
-    """A head with one number per hidden state, in place of GPTModel's output layer. Starts at 0.
-
-    It is the same on every tensor-parallel rank, and so is its gradient, since each sees all rows.
-    """
+    """A head with one number per hidden state, in place of GPTModel's output layer. Starts at 0. It and its
+    gradient are the same on every tensor-parallel rank, since each sees all rows."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, sequence_parallel: bool):
         super().__init__()
@@ -61,8 +58,8 @@ class Critic:
         )
 
     def values(self, share: RankForward) -> list[tuple[int, Floats]]:
-        """Return the critic's values before each response token: (index in the planned list, values) of each
-        sequence of this rank; empty on ranks that do not report. Collective."""
+        """Return (index in the planned list, values before each response token) of each sequence of this
+        rank; empty on ranks that do not report. Collective."""
         values = forward_backward.infer(
             self.chunks, packed(share), lambda _, values_1N1: values_1N1[0, :, 0], self.world.device
         )
@@ -71,11 +68,10 @@ class Critic:
     def update(self, share: RankUpdate) -> dict[str, float]:
         """Take one rollout's optimizer steps towards the sequences' `returns`; every trained token of a
         mini-batch counts the same. Collective. Returns metrics, the same on every rank;
-        `critic_updates_skipped` counts steps that were not taken because the loss or the gradient was not
-        finite."""
+        `critic_updates_skipped` counts steps that were not taken because loss or gradient was not finite."""
         epochs = range(self.config.loss.num_epochs_per_rollout)
         steps = [self._optimizer_step(part) for _ in epochs for part in share]
-        finish_gathers(self.chunks)
+        forward_backward.finish_gathers(self.chunks)
         taken_steps = [step for step in steps if step["critic_updates_skipped"] == 0]
         metrics = {"critic_updates_skipped": float(len(steps) - len(taken_steps))}
         for name in ("critic_loss", "critic_error", "critic_clip_fraction", "critic_grad_norm"):

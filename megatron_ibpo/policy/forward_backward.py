@@ -1,7 +1,7 @@
 """Packed micro-batches through a Megatron model, and its optimizer: the code that policy and critic share.
 
-Megatron-core computes the gradient's norm again in its step, and without Transformer Engine or Apex the host
-waits for the GPU once for each parameter. Here it is computed once, and the host waits once.
+The gradient's norm is computed once, with one wait of the host. (Megatron computes it again in its step and,
+without Transformer Engine or Apex, waits once for each parameter.)
 """
 
 from collections import defaultdict
@@ -33,13 +33,14 @@ from megatron_ibpo.config import Config, OptimizerConfig
 from megatron_ibpo.policy import packing
 from megatron_ibpo.policy.overrides import OPTIMIZER, as_megatron, blaming, optimizer_overrides
 from megatron_ibpo.policy.packing import SINGLE_RANK, Context, PackedArrays, PackedBatch
-from megatron_ibpo.policy.param_gather import Waits, find_uncalled, wait_around
-from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.policy.routing_replay import RoutingReplay
 
 QUANTIZED_ROWS = 128
-"""Under fp8 and fp4 a rank's rows are a multiple of this: blocks of scales have 32 or 128 rows, others need
-8."""
+"""Under fp8 and fp4 a rank's rows are a multiple of this: blocks of scales have 32 or 128 rows."""
+
+UNCALLED = ("conv1d", "core_attention", "output_layer", "shared_experts")
+"""Modules whose parameters may be read without a call of the module, by the one around it: the convolution of
+a delta net, sinks, the head that the loss takes, the gate of an expert that overlaps with others."""
 
 Values = Callable[[PackedBatch, Tensor], Tensor]
 """(micro-batch, output of the last stage) → [N], one value per row."""
@@ -51,24 +52,11 @@ Loss = Callable[[float, PackedBatch, Tensor], tuple[Tensor, Observed]]
 
 
 def make_trainable(
-    chunks: list[Any],
-    config: Config,
-    lr: float,
-    total_updates: int,
-    processor: Callable[..., Tensor] | None = None,
+    chunks: list[Any], config: Config, lr: float, total_updates: int
 ) -> tuple[list[Any], Any, OptimizerParamScheduler]:
-    """Return this rank's part of a model under data parallelism, its optimizer and its schedule.
-
-    Args:
-        chunks: result of `build_model` on this rank.
-        lr: peak learning rate.
-        total_updates: optimizer steps of the whole run, for the learning-rate schedule.
-        processor: GPTModel's `output_processor` in all passes, in place of its output layer.
-
-    Raises:
-        ValueError: --overlap-param-gather with a model that does not support it, or settings that Megatron's
-            optimizer refuses.
-    """
+    """Return this rank's part of a model, as `build_model` made it, under data parallelism, its optimizer,
+    and the schedule of `total_updates` steps with the peak `lr`. Raises ValueError for settings that
+    Megatron's optimizer refuses, and for --overlap-param-gather with CUDA graphs."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
@@ -76,16 +64,14 @@ def make_trainable(
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
     )
     model_config = chunks[0].config
-    uncalled: list[Waits] = [[] for _ in chunks]
-    if config.parallel.overlap_param_gather:
-        uncalled = [find_uncalled(chunk, partial(_forward_nothing, chunk, processor)) for chunk in chunks]
     wrapped = [
         # as in Megatron-LM: only the reduction of a backward pass's last part has nothing to overlap with
         DistributedDataParallel(model_config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
-    for chunk, waits in zip(wrapped, uncalled, strict=True):
-        wait_around(chunk, waits)
+    for chunk in wrapped:
+        if config.parallel.overlap_param_gather:
+            wait_around(chunk)
         _count_padding(chunk)
     optimizer: Any = get_megatron_optimizer(_optimizer_config(config, lr), wrapped)
     # where only experts have adapters Megatron has one for nothing dense, which steps but cannot be saved
@@ -100,12 +86,8 @@ def make_trainable(
 
 
 def _count_padding(chunk: Any) -> None:
-    """Make Megatron count the padding of buckets as content when it saves a sharded optimizer.
-
-    Its checkpoint leaves out the padding at the end of buckets, and then looks for each parameter's state at
-    its place with the padding. After a padded bucket, every parameter would be saved with a part of another's
-    state.
-    """
+    """Make Megatron count the padding of buckets as content when it saves a sharded optimizer: its checkpoint
+    leaves that out, and then looks for each parameter's state at its place with the padding."""
     for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
         buffer.numel_unpadded = buffer.numel
         for bucket in buffer.buckets:
@@ -126,8 +108,7 @@ def infer(
 
     Args:
         processor: GPTModel's `output_processor`, in place of its output layer.
-        routing: replay for the model's routers, which then choose as the micro-batches say; None: they choose
-            freely.
+        routing: replay for the model's routers, which then choose as the micro-batches say; None: freely.
         records: filled with the routers' choices for each sequence of this rank ([tokens but the last, this
             rank's layers, K], by its index), on every stage; needs `routing`.
 
@@ -170,18 +151,11 @@ def accumulate_gradients(
     processor: Callable[..., Tensor] | None = None,
     routing: RoutingReplay | None = None,
 ) -> list[dict[str, float]]:
-    """Fill the gradient buffers with the gradient of the sum of losses over all ranks' micro-batches.
-    Collective.
+    """Fill the gradient buffers, whose content is lost, with the gradient of the sum of losses over all
+    ranks' micro-batches, one or more. Collective. `routing` as in `infer`.
 
-    There must be at least one micro-batch. Gradients are reduced over the ranks; the buffers' old content is
-    lost.
-
-    Args:
-        routing: see `infer`.
-
-    Returns:
-        the observed numbers of every rank's micro-batches, in the order of ranks and micro-batches, the same
-        on every rank. Ranks that share sequences each observe their own rows.
+    Returns the observed numbers of every rank's micro-batches, in the order of ranks and micro-batches, the
+    same on every rank. Ranks that share sequences each observe their own rows.
     """
     batches = _lay_out_all(packs, world.device, chunks[0].config)
     for chunk in chunks:
@@ -206,7 +180,7 @@ def _on_host(observed: Sequence[Observed]) -> list[dict[str, float]]:
 
 
 def _lay_out_all(packs: Sequence[PackedArrays], device: torch.device, model: Any) -> list[PackedBatch]:
-    """Return this rank's micro-batches as tensors. `model` is the model's TransformerConfig."""
+    """Return this rank's micro-batches as tensors. `model` is Megatron's TransformerConfig."""
     multiple, context = parallel_state.get_tensor_model_parallel_world_size(), SINGLE_RANK
     if (ranks := parallel_state.get_context_parallel_world_size()) > 1:
         rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
@@ -226,14 +200,8 @@ def _run(
     forward_only: bool,
     records: bool = False,
 ) -> list[Any]:
-    """Run every micro-batch through the pipeline.
-
-    Args:
-        output: (micro-batch, output of the last stage) → (loss, what to keep of it).
-
-    Returns:
-        what was kept of each, on ranks of the last stage.
-    """
+    """Run every micro-batch through the pipeline. `output`: (micro-batch, output of the last stage) → (loss,
+    what to keep of it). Returns what was kept of each, on ranks of the last stage."""
 
     def forward(iterator: Any, model: Any) -> tuple[Tensor, Callable]:
         batch: PackedBatch = next(iterator)
@@ -278,28 +246,47 @@ def packed_sequences(batch: PackedBatch) -> PackedSeqParams:
     )
 
 
-def _forward_nothing(model: Any, processor: Callable[..., Tensor] | None) -> None:
-    """Run padding through this rank's part of the model, without the rest of the pipeline."""
-    weight = next(model.parameters())
-    (batch,) = _lay_out_all([packing.pack(MicroBatch((), ()))], weight.device, model.config)
-    if not model.pre_process:
-        rows = batch.input_ids_1N.shape[1]
-        if model.config.sequence_parallel:
-            rows //= parallel_state.get_tensor_model_parallel_world_size()
-        size = (rows, 1, model.config.hidden_size)
-        model.set_input_tensor(torch.zeros(size, dtype=weight.dtype, device=weight.device))
-    _forward(model, batch, processor)
+def wait_around(chunk: Any) -> None:
+    """Have the modules around `UNCALLED` ones wait for these parameters' new values too. `chunk` is the model
+    in Megatron's DistributedDataParallel, built with overlap_param_gather: there a hook on each module waits
+    for its own parameters. Raises ValueError if CUDA graphs are in use, which run without hooks."""
+    if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
+        raise ValueError(
+            "--overlap-param-gather: CUDA graphs of the model read weights without waiting for them; "
+            "drop the flag, or the graphs"
+        )
+    wait = chunk._make_forward_pre_hook()
+    for name, module in chunk.module.named_modules():
+        outer, _, last_name = name.rpartition(".")
+        if last_name in UNCALLED:
+            around = chunk.module.get_submodule(outer)
+            around.register_forward_pre_hook(lambda *_, module=module: wait(module))
+
+
+def finish_gathers(chunks: Sequence[Any]) -> None:
+    """Wait until every rank has all weights, before anything but a forward pass reads them. Collective. Does
+    nothing without --overlap-param-gather, or if the weights have arrived."""
+    groups = [
+        group
+        for chunk in chunks
+        if chunk.ddp_config.overlap_param_gather
+        for chunk_groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups)
+        for group in reversed(chunk_groups)  # the order in which forward passes need them
+    ]
+    for group in groups:
+        if not group.param_gather_dispatched:
+            group.start_param_sync()
+    for group in groups:
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def is_reporting_rank() -> bool:
-    """Return whether this rank holds the results; one rank does for each data-parallel share of the last
-    stage."""
+    """Return whether this rank holds results, as one does for each data-parallel share of the last stage."""
     return _has_own_rows() and parallel_state.get_context_parallel_rank() == 0
 
 
 def _has_own_rows() -> bool:
-    """Return whether this rank represents its share of the rows of the last stage; one rank per share
-    does."""
+    """Return whether this rank is the one that represents its share of the rows of the last stage."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
@@ -355,12 +342,9 @@ def _scheduler(
 
 @torch.no_grad()
 def gradient_norm(optimizer: Any) -> float:
-    """Return the norm of the gradient buffers, with each parameter of the whole model counted once.
-    Collective.
-
-    Megatron decides which of a rank's gradients count, and over which ranks their squares are summed. In
-    float32 on a CPU the result is Megatron's, bit for bit. `optimizer` is Megatron's ChainedOptimizer.
-    """
+    """Return the norm of the gradient buffers of Megatron's ChainedOptimizer, with each parameter of the
+    whole model counted once. Collective. Megatron decides which of a rank's gradients count, and over which
+    ranks squares are summed; in float32 on a CPU the result is Megatron's, bit for bit."""
     optimizer.prepare_grads()
     by_group: dict[Any, list[Tensor]] = defaultdict(list)
     for part in optimizer.chained_optimizers:
@@ -371,8 +355,7 @@ def gradient_norm(optimizer: Any) -> float:
 
 
 def take_step(optimizer: Any, norm: float) -> None:
-    """Clip the gradients by their norm and step. Collective. `optimizer` is Megatron's ChainedOptimizer, and
-    `norm` the result of `gradient_norm` with the same gradients."""
+    """Clip the gradients by their `gradient_norm` and step. Collective."""
     optimizer.get_grad_norm = lambda: norm  # in place of the method that computes it once more
     try:
         optimizer.step()

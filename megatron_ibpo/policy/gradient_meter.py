@@ -1,13 +1,8 @@
-"""Signal-to-noise ratio of a step's policy gradient over its prompts.
+"""Signal-to-noise ratio of a step's policy gradient over its P prompts: SNR = (|g|² - v/P) / v.
 
-A step's gradient is the mean of one gradient per prompt. Their spread (v, the trace of their covariance),
-relative to the length of their mean, tells how much of a step is signal. Both scale with the loss, but their
-ratio does not, so only the ratio may be compared between objectives:
-
-    SNR = (|g|² - v/P) / v
-
-over P prompts. v/P is the part of |g|² due to noise alone; without subtracting it, pure noise would read 1/P
-instead of 0.
+g is the mean of one gradient per prompt, v their spread (the trace of their covariance), and v/P the part of
+|g|² due to noise alone. Both scale with the loss, and the ratio does not: only it may be compared between
+objectives.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,21 +68,14 @@ def as_sampled(blocks: Iterable[Block]) -> Iterator[Packed]:
 def measure_gradient(
     trainer: Trainer, blocks: Iterable[Packed], objective: Objective
 ) -> GradientNoise | None:
-    """Measure at the trainer's present weights, which do not change; only gradient buffers are used.
-    Collective.
+    """Measure at the trainer's present weights, which do not change; None without blocks. Collective.
 
-    The gradient of each block of prompts is computed by itself, under any layout: all ranks work on one block
-    at a time, as they do on a mini-batch. It costs one forward and backward pass over the sequences, and
-    memory for one more copy of the gradients.
+    All ranks work on one block of prompts at a time, as on a mini-batch: one forward and backward pass over
+    the sequences, and memory for one more copy of the gradients.
 
-    Args:
-        blocks: this rank's part of a whole step's blocks, two or more, with training weights. Without old
-            log-probs ratios are 1: the forward pass gives them. A prompt whose advantages are all 0 counts,
-            with a gradient of 0. With as many blocks as prompts, the estimate is exact. Two halves are the
-            cheapest unbiased estimate, for models whose backward pass is expensive.
-
-    Returns:
-        None if there are no blocks.
+    `blocks` are this rank's part of a whole step's, two or more, with training weights. Without old log-probs
+    ratios are 1. A prompt whose advantages are all 0 counts, with a gradient of 0. With as many blocks as
+    prompts, the estimate is exact; two halves are the cheapest unbiased one.
     """
     sizes, squares = [], []
     total = [torch.zeros_like(buffer) for buffer in trainer.gradient_buffers()]

@@ -1,7 +1,4 @@
-"""All trainer ranks as one policy, on the driver's side, and the ranks' reports to it: no torch, no model.
-
-The caller determines how a call reaches the ranks (`RankCalls`).
-"""
+"""All trainer ranks as one policy, on the driver's side, and the ranks' reports to it: no torch, no model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -75,19 +72,16 @@ class Policy:
         return self._run("measure_gradient", plan)[0]
 
     def save(self, directory: Path, step: int, run_state: dict[str, Any], keep: Keep) -> None:
-        """Begin a Megatron checkpoint under `directory`, which all ranks reach; training may go on. Waits for
-        the one before.
-
-        The checkpoint has its final name once `saved` returns True. Raises OSError or CheckpointError if
-        nothing was begun, or the one before failed.
-        """
+        """Begin a Megatron checkpoint under `directory`, which all ranks reach, after the one before;
+        training may go on. It has its final name once `saved` returns True. Raises OSError or CheckpointError
+        if nothing was begun, or the one before failed."""
         self.saved(wait=True)
         self._ranks.call_all("save", directory, step, run_state, keep)
         self._saves = ["seal_save", "end_save"]
 
     def saved(self, *, wait: bool) -> bool:
-        """Return whether no save is in progress any more. Advances the save; waits for it only with `wait`.
-        Raises OSError or CheckpointError if the save failed: it is over then, and has left nothing."""
+        """Return whether no save is in progress any more, after advancing it, and waiting for it with `wait`.
+        Raises OSError or CheckpointError if it failed: it is over then, and has left nothing."""
         while self._saves:
             if not all(self._ranks.call_all("save_rests", wait)):
                 return False
@@ -124,8 +118,8 @@ class Policy:
         return planning.merge_parts(self._run(method, plan), len(sequences))
 
     def _run(self, method: str, plan: Plan[Any]) -> list[Any]:
-        """Run `method` on every rank with the share of its data-parallel rank; a share that several ranks get
-        is sent once. (A small argument of one call travels in the call itself, in half the time.)"""
+        """Run `method` on every rank with the share of its data-parallel rank, sent once to ranks that get
+        the same. (A small argument of one call travels in the call itself, in half the time.)"""
         shared = [
             self._ranks.share(plan.shares[share]) if self._shares.count(share) > 1 else plan.shares[share]
             for share in range(self._num_shares)

@@ -1,16 +1,10 @@
-"""Importance corrections: weights for tokens and sequences that were not drawn from the policy in training.
+"""Importance corrections: weights for tokens and sequences that were not drawn from the policy in training,
+by the ratio r = π_prox / π_behave of the trainer's own policy at its first optimizer step and the engine that
+sampled.
 
-The engine that sampled a response (π_behave) computes differently from the trainer, and may have had older
-weights. Training starts from the proximal policy π_prox, the trainer's own at its first optimizer step. The
-ratio r = π_prox / π_behave of a token corrects both differences:
-
-    truncation (TIS, ibpo step 14)      min(r, clip)                        of each token
-    masking (IcePop)                    r inside [low, high], else 0        of each token
-    rejection by the geometric mean     1 where exp(mean log r) lies inside [low, high], else 0
-                                                                            of each sequence
-
-Token weights scale the gradient of the token, whatever the loss variant, and the reported loss. Divisors do
-not change: tokens that are cut still count. Sources are in docs/loss_variants.md.
+TIS (ibpo step 14) takes min(r, clip) of each token, IcePop r inside [low, high], else 0, and rejection leaves
+out a sequence whose exp(mean log r) lies outside. They scale gradients and the reported loss; divisors count
+tokens that are cut.
 """
 
 import math
@@ -25,8 +19,7 @@ from megatron_ibpo.config import LossConfig
 from megatron_ibpo.policy.packing import PackedArrays
 
 MAX_GAP = 50.0
-"""Limit on log-ratios: exp of more exceeds any bound and may be infinite; exp of less than its negative may
-be 0."""
+"""Limit on log-ratios, beyond which exp exceeds any bound and may be infinite, or 0."""
 
 Ratios = npt.NDArray[np.float64]
 
@@ -44,16 +37,6 @@ class Corrected(NamedTuple):
     """Sum of its tokens' weights; 0 if it was rejected."""
 
 
-def truncated(ratios: Ratios, clip: float) -> Ratios:
-    """Return the ratios capped at `clip`."""
-    return np.minimum(ratios, clip)
-
-
-def masked(ratios: Ratios, low: float, high: float) -> Ratios:
-    """Return the ratios, with 0 for those outside [low, high]."""
-    return np.where((ratios >= low) & (ratios <= high), ratios, 0.0)
-
-
 def is_rejected(log_ratios: Ratios, low: float, high: float) -> bool:
     """Return whether the geometric mean of the ratios of a sequence's tokens lies outside [low, high]."""
     mean = _sum(log_ratios) / len(log_ratios)
@@ -61,13 +44,8 @@ def is_rejected(log_ratios: Ratios, low: float, high: float) -> bool:
 
 
 def correct(arrays: PackedArrays, loss: LossConfig) -> tuple[PackedArrays, list[Corrected]]:
-    """Return `arrays` with the run's corrections multiplied into the weights of tokens and sequences, and the
-    outcome for each sequence.
-
-    Args:
-        arrays: old log-probs are those of π_prox; neither they nor the rollout's may be missing if there are
-            sequences. Every sequence has a token in the loss.
-    """
+    """Return `arrays` with the run's corrections in the weights of tokens and sequences, and the outcome for
+    each sequence, which needs old and rollout log-probs and a token in the loss."""
     if not len(arrays.members_S):
         return arrays, []
     assert arrays.old_logprobs_R is not None
@@ -97,21 +75,21 @@ def correct(arrays: PackedArrays, loss: LossConfig) -> tuple[PackedArrays, list[
 
 
 def _token_weights(gaps_R: Ratios, loss: LossConfig) -> tuple[Ratios, npt.NDArray[np.bool_]]:
-    """Return each token's weight, and whether it differs from the token's ratio; all 1 without a correction
-    of tokens."""
+    """Return each token's weight (1 without a correction of tokens), and whether it is not the ratio."""
     ratios_R = np.exp(np.clip(gaps_R, -MAX_GAP, MAX_GAP))
     if loss.use_tis:
-        weights_R = truncated(ratios_R, loss.tis_clip)
+        weights_R = np.minimum(ratios_R, loss.tis_clip)
     elif loss.icepop is not None:
-        weights_R = masked(ratios_R, *loss.icepop)
+        low, high = loss.icepop
+        weights_R = np.where((ratios_R >= low) & (ratios_R <= high), ratios_R, 0.0)
     else:
         return np.ones_like(ratios_R), np.zeros(len(ratios_R), np.bool_)
     return weights_R, weights_R != ratios_R
 
 
 def correction_metrics(outcomes: Sequence[Corrected]) -> dict[str, float]:
-    """Return shares and the mean weight over all corrected sequences; empty if there are none. Their order
-    must not depend on the layout, so that the sums do not either."""
+    """Return shares and the mean weight over all corrected sequences, summed in an order that does not depend
+    on the layout; empty if there are none."""
     if not outcomes:
         return {}
     tokens = sum(outcome.tokens for outcome in outcomes)

@@ -1,5 +1,4 @@
-"""Logits of the trainer's model beside those of transformers', each from its own files: a tensor that a
-conversion misplaced shows here."""
+"""Logits of the trainer's model beside those of transformers', each from its own files."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,8 +25,7 @@ def transformers_model(hf_dir: Path, dtype: torch.dtype) -> Any:
 
 
 def tensor_per_expert(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield transformers' tensors as checkpoints hold them: experts one by one, but for gpt-oss's, which
-    stay together as in transformers."""
+    """Yield transformers' tensors as checkpoints hold them: experts one by one, but for gpt-oss's."""
     if any(name.endswith("mlp.router.bias") for name in tensors):
         yield from tensors.items()
         return

@@ -17,14 +17,7 @@ from megatron_ibpo.loss import (
 
 
 def run_objective(config: Config, divisor: str | float, backend: ChosenBackend) -> Objective:
-    """Return the run's loss of a mini-batch.
-
-    Args:
-        divisor: divisor of a sequence's sum over tokens, see `aggregation`.
-
-    Raises:
-        ValueError: see `loss_params`.
-    """
+    """Return the run's loss of a mini-batch, with the divisor of `aggregation`. Raises as `loss_params`."""
     loss = config.loss
     return make_objective(
         loss.loss_variant,
@@ -44,11 +37,8 @@ def gspo_objective(config: Config, device: torch.device) -> Objective:
 
 def loss_params(loss: LossConfig) -> dict[str, float]:
     """Return all parameters of the run's loss variant: those of the flags, and the variant's own defaults.
-
-    Raises:
-        ValueError: an unknown variant, a parameter that the variant lacks or that is out of range, one given
-            both by a clip's flag and by --loss-param, or a --loss-param that is not a number.
-    """
+    Raises ValueError for an unknown variant, and for a parameter that it lacks, that is out of range, no
+    number, or given by a clip's flag and --loss-param."""
     named = _named_params(loss.loss_param)
     low, high = loss.eps_clip, loss.eps_clip_high
     if high is None and "eps_high" not in named:
@@ -95,8 +85,8 @@ def check_loss(loss: LossConfig) -> None:
 
 
 def aggregation(config: Config, mean_length: float) -> str | float:
-    """Return the divisor of a sequence's sum over tokens in every micro-batch of a mini-batch. `mean_length`
-    is `planning.weighted_mean_length` of the mini-batch, the divisor of a token mean."""
+    """Return the divisor of a sequence's sum over tokens in every micro-batch of a mini-batch with the
+    `planning.weighted_mean_length` given."""
     chosen = config.loss.loss_aggregation
     if chosen == "variant":
         chosen = resolve_variant(config.loss.loss_variant)[0].aggregation
@@ -106,12 +96,8 @@ def aggregation(config: Config, mean_length: float) -> str | float:
 
 
 def backend_in_use(config: Config, device: torch.device) -> ChosenBackend:
-    """Return the back end that computes the loss on this device.
-
-    Raises:
-        ValueError: an unknown variant; one that the kernels cannot compute, where they would be used; or
-            --loss-backend triton where they cannot be used.
-    """
+    """Return the back end that computes the loss on this device. Raises ValueError for an unknown variant,
+    one that kernels would compute and cannot, and --loss-backend triton where they cannot be used."""
     loss = config.loss
     chosen = choose_backend(loss.loss_backend, device, _logits_dtype(config))
     if chosen.name == "triton" and not loss.fuse_lm_head:  # the fused head takes terms in torch
@@ -125,8 +111,7 @@ def backend_in_use(config: Config, device: torch.device) -> ChosenBackend:
 
 
 def check_kernels(config: Config) -> None:
-    """Refuse a loss that the kernels would compute and cannot, before any process starts. Raises ValueError
-    as `backend_in_use` does."""
+    """Refuse, before any process starts, a loss that kernels would compute and cannot."""
     if config.loss.loss_backend == "triton" or torch.cuda.is_available():
         backend_in_use(config, torch.device("cuda"))
 

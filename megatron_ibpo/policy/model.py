@@ -1,5 +1,4 @@
-"""Builds this rank's part of the Megatron model from a ModelShape, and gives the parts of its output layer to
-code that needs the head's weight and not its logits."""
+"""This rank's part of the Megatron model, from a ModelShape; and its output layer's, for the loss."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -38,25 +37,21 @@ def build_model(
     """Build this rank's part of the model: a GPTModel, or in an interleaved pipeline several, in the order of
     their layers.
 
-    Megatron's groups must exist (`parallel.initialize`). Weights are not initialised:
-    `weights.formats.hf_models.load_hf` fills every one of them. "meta" builds without memory, for counting.
-    Parameters are bfloat16 under config.model.bf16, else float32. With --lora-rank they are frozen, and
-    adapters are added beside them.
+    Megatron's groups must exist (`parallel.initialize`). Weights are not initialised: `load_hf` fills every
+    one of them. "meta" builds without memory, for counting. Parameters are bfloat16 under config.model.bf16,
+    else float32; with --lora-rank they are frozen, and adapters are added beside them.
+
+    chunk(input_ids [1, N], position_ids [1, N], None, packed_seq_params=PackedSeqParams("thd", …)) gives
+    logits [1, N, padded_vocab_size/TP] in the last chunk of the last stage, and hidden states elsewhere. N
+    must be a multiple of TP; cu_seqlens_q is int32 [sequences + 1] from 0 to N; max_seqlen_q must be set.
 
     Args:
         libraries: libraries that compute the layers; None: those that `find_backends` finds for the device.
-            Names and shapes of parameters do not depend on them.
 
     Raises:
-        BackendError: a library is missing on a GPU, or for --delta-net-cp heads; or ranks would share
-            sequences whose attention Transformer Engine computes with sinks.
+        BackendError: a library is missing, or cannot do what the layout asks for.
         ConfigError: adapters beside modules that the model lacks.
         ValueError: Megatron refuses the configuration with --model-override.
-
-    chunk(input_ids [1, N], position_ids [1, N], None, packed_seq_params=PackedSeqParams("thd", …)) gives
-    logits [1, N, padded_vocab_size/TP] in the last chunk of the last pipeline stage, which mean nothing
-    beyond the vocabulary, and hidden states elsewhere. N must be a multiple of TP; cu_seqlens_q is int32
-    [sequences + 1] from 0 to N; max_seqlen_q must be set.
     """
     cpu.activate()
     if libraries is None:
@@ -97,8 +92,7 @@ def build_model(
 
 
 def _chunk(shape: ModelShape, core: Any, backend: Any, number: int, vocab_size: int) -> Any:
-    """Build number `number` of this rank's pieces of the model, with the vocabulary padded to
-    `vocab_size`."""
+    """Build a numbered piece of this rank's model, with the vocabulary padded to `vocab_size`."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -135,8 +129,7 @@ def _rotation_arguments(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def _rotation_attributes(scaling: RopeScaling | None) -> dict[str, Any]:
-    """Return the attributes that Megatron reads from a TransformerConfig without having fields for them, as
-    its own training script sets them (`megatron.training.argument_utils`)."""
+    """Return what Megatron reads from a TransformerConfig without having fields for it."""
     if scaling is None or scaling.rope_type != "yarn":
         return {}
     return {
@@ -159,8 +152,7 @@ def build_value_model(
     libraries: Backends | None = None,
 ) -> list[Any]:
     """Build the same model with a value head in place of the LM head: chunk(…) gives values [1, N, 1] in fp32
-    on the last pipeline stage. Embeddings are not tied to anything; `weights.formats.hf_models.load_hf` fills
-    all but the head."""
+    on the last pipeline stage. Embeddings are not tied; `load_hf` fills all but the head."""
     untied = replace(shape, tie_word_embeddings=False)
     chunks = build_model(untied, config, device=device, libraries=libraries)
     from megatron_ibpo.policy.critic import ValueHead
@@ -177,8 +169,7 @@ def build_value_model(
 
 
 def current_device(device: str) -> AbstractContextManager[Any]:
-    """Set the current device: Megatron asks CUDA for it in many places, and a model without memory needs its
-    own."""
+    """Set the current device, which Megatron asks CUDA for; a model without memory needs its own."""
     if device != "meta":
         return nullcontext()
     return mock.patch.object(torch.cuda, "current_device", return_value=torch.device("meta"))
@@ -187,15 +178,8 @@ def current_device(device: str) -> AbstractContextManager[Any]:
 def transformer_config(
     shape: ModelShape, config: Config, *, use_te: bool = False, fused: frozenset[str] = frozenset()
 ) -> Any:
-    """Return Megatron's configuration in the family's class: the model's dimensions, the layout, precision
-    and recomputation.
-
-    Args:
-        fused: parts of local modules that are fused.
-
-    Raises:
-        ValueError: Megatron refuses the result of --model-override.
-    """
+    """Return Megatron's configuration: dimensions, layout, precision, recomputation, and parts of local
+    modules that are `fused`. Raises ValueError if Megatron refuses the result of --model-override."""
     fields = _own_fields(shape, config, use_te=use_te)
     fields["bias_activation_fusion"] |= ACTIVATION in fused
     core: Any = _megatron_config(fields, config)
@@ -226,7 +210,7 @@ def device_config(
 
 def check_model(shape: ModelShape, config: Config) -> None:
     """Have Megatron check the configuration of a GPU run, on a machine that may lack its libraries. Raises
-    ValueError if Megatron refuses the result of --model-override."""
+    ValueError if it refuses the result of --model-override."""
     cpu.activate()  # before Megatron, which would import the compiler: 3 s
     fields = _own_fields(shape, config, use_te=True)
     fields |= {"apply_rope_fusion": False, "moe_permute_fusion": False}  # Megatron looks for their kernels
@@ -263,7 +247,8 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "qk_layernorm": True,
+        "qk_layernorm": shape.query_key_norms,
+        "add_qkv_bias": shape.qkv_bias,
         "attention_output_gate": shape.attention_output_gate,
         "softmax_type": "learnable" if shape.attention_sinks else "vanilla",
         "hidden_dropout": 0.0,
@@ -322,14 +307,13 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
             "moe_shared_expert_intermediate_size": shape.shared_expert_hidden_size,
             "moe_shared_expert_gate": shape.shared_expert_gate,
         }
-    return fields | family_module(shape.family).megatron_fields(shape)
+    further = getattr(family_module(shape.family), "megatron_fields", lambda _: {})
+    return fields | further(shape)
 
 
 def whole_hidden_states(*, hidden_states: Tensor, output_layer: Any, **_: Any) -> Tensor:
-    """Act as GPTModel's `output_processor`: return [1, N, H], every row on every tensor-parallel rank.
-
-    As in the output layer, the backward pass sums the gradients of the ranks' columns.
-    """
+    """Act as GPTModel's `output_processor`: return [1, N, H], every row on every tensor-parallel rank. As in
+    the output layer, the backward pass sums the gradients of the ranks' columns."""
     if output_layer.sequence_parallel:
         return gather_from_sequence_parallel_region(hidden_states).transpose(0, 1)
     return copy_to_tensor_model_parallel_region(hidden_states).transpose(0, 1)
@@ -343,8 +327,7 @@ def head_weight(model: Any) -> Tensor:
 
 
 def own_vocabulary(width: int, vocab_size: int) -> dict[str, Any]:
-    """Return this rank's columns of the vocabulary as arguments for the functions of `megatron_ibpo.loss`;
-    `width` counts its columns with padding."""
+    """Return this rank's columns of the vocabulary, `width` with padding, as arguments for the loss."""
     start = parallel_state.get_tensor_model_parallel_rank() * width
     return {
         "tp_group": parallel_state.get_tensor_model_parallel_group(),

@@ -1,16 +1,9 @@
 """Training of the multi-token prediction layer, so that it keeps drafting for the present policy.
 
-A row of the policy's last hidden states and the embedding of the next token predict the token after that, by
-cross-entropy. Hidden states, embedding and head are the policy's and pass no gradient.
-
-The loss covers the positions that an engine would draft: the next token and the one after it are both the
-policy's own. The first token of a response is never drafted, nor is a tool's output. Published practice for
-RL also trains on response tokens alone (slime's --enable-mtp-training); Megatron-LM in pretraining uses all
-tokens.
-
-The layer is a separate Megatron model beside the policy's; Megatron would build it into GPTModel. So its
-gradients, optimizer and data parallelism cannot touch the policy's: the policy is the same bit for bit
-whether the layer is trained or not.
+A row of the policy's last hidden states and the embedding of the next token predict the token after that,
+where both are the policy's own, as an engine would draft it. The layer is a model of its own beside the
+policy's: no gradient passes between them, and the policy is the same bit for bit whether the layer is trained
+or not.
 """
 
 import math
@@ -81,15 +74,12 @@ class MtpModel(MegatronModule):
         packed: PackedSeqParams,
     ) -> Tensor:
         """Return the hidden states from which the policy's head computes logits for the tokens after
-        `next_ids`; shaped like `hidden_states`.
+        `next_ids`, shaped like `hidden_states`.
 
         Args:
-            hidden_states: [N, 1, H] the policy's, after its final norm, one row per token; [N / TP, 1, H]
-                with sequence parallelism.
-            next_ids: [1, N] the token after each.
-            position_ids: [1, N].
+            hidden_states: [N, 1, H], [N / TP, 1, H] with sequence parallelism, after the policy's final norm.
+            next_ids, position_ids: [1, N], the token after each row's, and the row's position.
             rotary: as GPTModel's `rotary_pos_emb` gives it.
-            packed: places of the sequences.
         """
         # the only path through it that rolls no tokens; they are known here
         return self.mtp.layers[0].forward_single_position(
@@ -100,12 +90,9 @@ class MtpModel(MegatronModule):
 def build_mtp(
     shape: ModelShape, config: Config, *, device: Literal["cpu", "cuda", "meta"], libraries: Backends
 ) -> MtpModel:
-    """Build this rank's part of the layer that --mtp-num-layers asks for, in the dtype of the policy.
-
-    Weights are not initialised: `weights.formats.hf_models.load_mtp` fills them. The layer has no loss that
-    balances its experts, since it only has to predict what the policy samples. Its activations are never
-    recomputed as a whole, not even under --recompute-granularity full: it is one layer.
-    """
+    """Build this rank's part of the layer that --mtp-num-layers asks for, in the dtype of the policy;
+    `load_mtp` fills its weights. It has no loss that balances its experts, since it only predicts what the
+    policy samples, and is never recomputed as a whole: it is one layer."""
     core = device_config(shape, config, device, libraries)
     core.moe_router_load_balancing_type, core.moe_aux_loss_coeff = "none", 0.0
     core.mtp_num_layers = config.model.mtp_num_layers
@@ -139,9 +126,7 @@ class Mtp:
         Args:
             model: result of `build_mtp` on this rank, with its weights.
             policy: the GPTModel that it drafts for, divided only by tensor and expert parallelism.
-            vocab_size: true size of the vocabulary.
-            total_updates: optimizer steps of the whole run, for the learning-rate schedule, which is the
-                policy's.
+            total_updates: optimizer steps of the whole run, for the policy's learning-rate schedule.
             backend: computes log-probs, see `megatron_ibpo.loss`.
         """
         self._policy, self._vocab_size, self._backend = policy, vocab_size, backend
@@ -155,11 +140,8 @@ class Mtp:
 
     @contextmanager
     def listening(self) -> Iterator[Callable[[Loss], Loss]]:
-        """Record the hidden states of the policy's passes within the context.
-
-        Yields a function that wraps the policy's loss: the result also fills this layer's gradients, from 0,
-        and adds its own observations.
-        """
+        """Record the hidden states of the policy's passes within the context. Yields a function that wraps
+        the policy's loss: the result also fills this layer's gradients, from 0, and observes its own."""
         self.chunks[0].zero_grad_buffer()
         self.optimizer.zero_grad()
         # Transformer Engine quantizes weights for fp8 at the first micro-batch alone, and only Megatron's
@@ -173,14 +155,8 @@ class Mtp:
             self._hidden = None
 
     def step(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Take an optimizer step on the gradients of all micro-batches. Collective.
-
-        Args:
-            sums: sums of the observations over all ranks; the same on all of them.
-
-        Returns:
-            sums from which `mtp_metrics` makes metrics.
-        """
+        """Take an optimizer step on the gradients of all micro-batches. Collective. `sums` are those of the
+        observations over all ranks. Returns sums from which `mtp_metrics` makes metrics."""
         tokens = sums.get("mtp_tokens", 0.0)
         if not tokens:
             return {}
@@ -247,8 +223,7 @@ class Mtp:
     def _loss_of_rows(
         self, hidden_RH: Tensor, weight_VH: Tensor, labels_R: Tensor, drafted_R: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return (Σ -log p of the labels, number of labels that are the likeliest token), over the drafted
-        rows."""
+        """Return (Σ -log p of the labels, labels that are the likeliest token) over the drafted rows."""
         logits_RV = F.linear(hidden_RH, weight_VH)
         vocabulary = own_vocabulary(len(weight_VH), self._vocab_size)
         logprobs_R, _ = packed_logprobs(
@@ -260,10 +235,8 @@ class Mtp:
 
 def mtp_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Return metrics from the sums of the observations and of `Mtp.step`; empty without the layer.
-
-    `mtp_acceptance`: the share of drafted tokens that the policy sampled. An engine that drafts one token and
-    corrects by rejection accepts as many on average, under these weights.
-    """
+    `mtp_acceptance` is the share of drafted tokens that the policy sampled; an engine that drafts one token
+    at a time accepts as many."""
     if "mtp_tokens" not in sums:
         return {}
     tokens = max(1.0, sums["mtp_tokens"])

@@ -1,8 +1,5 @@
 """--model-override and --optimizer-override: any field of Megatron's TransformerConfig and OptimizerConfig by
-its name, checked before anything starts and without Megatron.
-
-Their effect on a GPU has not been run.
-"""
+its name, checked before anything starts and without Megatron. Their effect on a GPU has not been run."""
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,13 +64,7 @@ MODEL_OURS = {
     "moe_router_load_balancing_type": "use --moe-aux-loss-coeff",
 }  # fmt: skip
 """Fields of TransformerConfig, besides those with a flag of the same name, that follow from other settings →
-what to do instead. Passed on, most of them would change the result or do nothing without a word; the others
-would fail only when the weights are loaded."""
-_OF_MEGATRON_LM = {
-    "num_layers_per_virtual_pipeline_stage": "use virtual_pipeline_model_parallel_size, into how many such "
-    "pieces the layers of a rank are cut"
-}
-"""Settings of Megatron-LM's command line that are not fields → what to do instead."""
+what to do instead. Passed on, most of them would change the result or do nothing without a word."""
 
 OPTIMIZER_OURS = {
     "optimizer": "only AdamW is supported",
@@ -84,8 +75,7 @@ OPTIMIZER_OURS = {
     "overlap_param_gather_with_optimizer_step": "use --overlap-param-gather",
     "store_param_remainders": "Megatron cannot load a checkpoint of 16-bit remainders",
 }
-"""Fields of OptimizerConfig, besides those with a flag of the same name, that follow from other settings →
-what to do instead."""
+"""The same of OptimizerConfig."""
 
 
 _FP32, _BF16, _FP16, _FP8 = ("float32", 4), ("bfloat16", 2), ("float16", 2), ("uint8", 1)
@@ -98,13 +88,12 @@ _DTYPES = {
 
 
 def model_overrides(config: Config) -> dict[str, Any]:
-    """Return the fields of TransformerConfig that --model-override sets. Values of torch's and Megatron's own
-    types stay text. Raises ValueError if there is no such field, for one that follows from other settings, or
-    a value of another type."""
+    """Return the fields of TransformerConfig that --model-override sets; values of torch's and Megatron's own
+    types stay text. Raises ValueError for an unknown field, one of `MODEL_OURS`, or a value of another
+    type."""
     if not config.model.model_override:
         return {}
-    instead = MODEL_OURS | _OF_MEGATRON_LM
-    return _values(MODEL, config.model.model_override, instead, "TransformerConfig")
+    return _values(MODEL, config.model.model_override, MODEL_OURS, "TransformerConfig")
 
 
 def optimizer_overrides(config: Config) -> dict[str, Any]:
@@ -119,14 +108,8 @@ def optimizer_overrides(config: Config) -> dict[str, Any]:
 
 
 def as_megatron(overrides: Mapping[str, Any], config_class: type) -> dict[str, Any]:
-    """Return the same values with names of torch's and Megatron's own types resolved.
-
-    Args:
-        config_class: Megatron's class with these fields.
-
-    Raises:
-        ValueError: no such kernels for attention.
-    """
+    """Return the same values with names of torch's and Megatron's own types resolved, as fields of Megatron's
+    class. Raises ValueError if there are no such kernels for attention."""
     import torch
     from megatron.core.transformer.enums import AttnBackend
 
@@ -151,10 +134,8 @@ def blaming(flag: str, settings: Sequence[str]) -> Iterator[None]:
     except (ValueError, AssertionError, ImportError) as error:
         if not settings:
             raise
-        blamed_settings = ", ".join(settings)
-        raise ValueError(
-            f"{flag} {blamed_settings}: Megatron refuses it: {error or 'without a reason'}"
-        ) from error
+        named = ", ".join(settings)
+        raise ValueError(f"{flag} {named}: Megatron refuses it: {error or 'without a reason'}") from error
 
 
 @dataclass(frozen=True)
@@ -179,14 +160,12 @@ class Overrides:
     """A pass's micro-batches are a multiple of it. In an interleaved pipeline a rank takes that many through
     one of its pieces of the model before it turns to the next."""
     recomputed_modules: frozenset[str]
-    """Parts of a layer that selective recomputation covers; by default, as in Megatron, the attention
-    core."""
+    """Parts of a layer that selective recomputation covers; by default Megatron's, the attention core."""
     optimizer_bytes: OptimizerBytes
 
 
 def read_overrides(config: Config) -> Overrides:
-    """Return the checked values of both flags. Raises ValueError as `model_overrides` and
-    `optimizer_overrides` do."""
+    """Return the checked values of both flags. Raises as `model_overrides` and `optimizer_overrides` do."""
     model = model_overrides(config)
     chunks = model.get(CHUNKS) or 1
     group = model.get(GROUP) or config.parallel.pipeline_model_parallel_size
@@ -236,8 +215,7 @@ def _check_pipeline(overrides: Mapping[str, Any], stages: int) -> None:
 
 
 def check_overrides(config: Config) -> None:
-    """Refuse overrides that cannot work. Raises ValueError as `model_overrides` does, with a line for each of
-    both flags, and for an interleaved pipeline that cannot run."""
+    """Refuse overrides that cannot work, with a line of one ValueError for each of both flags."""
     problems = []
     for read in (_check_model, optimizer_overrides):
         try:
@@ -262,8 +240,8 @@ _SOURCES = {
 
 @cache
 def _declared(class_name: str) -> tuple[Fields, Mapping[str, str]]:
-    """Return the fields of one of `_SOURCES`, and what to do instead of setting fields that hold a Python
-    object. Cached, since reading takes a tenth of a second, and an update asks several times."""
+    """Return the fields of one of `_SOURCES`, and what to do instead of setting Python objects. Reading takes
+    a tenth of a second, and an update asks several times."""
     fields: dict[str, ast.expr] = {}
     for file, name in _SOURCES[class_name]:
         fields |= declared_fields("megatron.core", file, name)

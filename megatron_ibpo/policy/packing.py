@@ -1,8 +1,5 @@
 """The trainer's half of packing: from a micro-batch's records to the tensors that model and loss take.
-
-Suffixes of arrays and tensors name their dimensions: S sequences, T tokens (prompts and responses), R
-response tokens, N rows of the model's output.
-"""
+Suffixes: S sequences, T tokens (prompts and responses), R response tokens, N rows of the model's output."""
 
 import math
 from collections.abc import Sequence
@@ -19,8 +16,8 @@ from megatron_ibpo.basics.records import ExpertIds, Flags, Floats, TokenIds, Tra
 from megatron_ibpo.basics.sampling_mask import SamplingMask
 from megatron_ibpo.loss import LossRows, RowIndex, SamplingSets
 from megatron_ibpo.loss.packed_rows import GradientPlaces, response_positions
-from megatron_ibpo.models import zigzag
 from megatron_ibpo.models.layout import context_chunks
+from megatron_ibpo.models.packed import places as packed_places
 from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.policy.sampling_masks import joined_mask, sets_of_rows
 
@@ -64,7 +61,7 @@ class PackedArrays:
     token]. None if no sequence has any; `no_expert` throughout a sequence without any."""
 
     sampling_mask_R: SamplingMask | None = None
-    """Ids over which log-probs of response tokens are normalised, the same in every pass; None if no token is
+    """Ids over which log-probs of response tokens are normalised in every pass; None if none is
     restricted."""
 
     @property
@@ -90,10 +87,9 @@ SINGLE_RANK = Context()
 class PackedBatch:
     """Sequences laid end to end, as the model and the loss take them.
 
-    A last token is never an input, since nothing is predicted from it. The rows are padded by one more
-    sequence of weight 0, so that they divide among tensor-parallel ranks. Under context parallelism each
-    sequence is padded too, by rows that are not in the loss, and this rank has its chunks of all of them
-    (`models.zigzag`). Then arrays [N] cover these chunks; boundaries and arrays [S] cover the whole
+    A last token is never an input. One more sequence of weight 0 pads the rows, so that they divide among
+    tensor-parallel ranks. Under context parallelism each sequence is padded too, and this rank has its chunks
+    of all of them (`models.packed.places`): arrays [N] cover these; boundaries and arrays [S] cover whole
     sequences.
     """
 
@@ -128,8 +124,7 @@ class PackedBatch:
         return is_real.reshape(self.context.size, -1)[self.context.rank]
 
     def loss_rows(self) -> Tensor:
-        """Return [R] int64, rising: the rows in the loss. Indexing by number needs nothing from the device;
-        with a mask the host would wait for the count."""
+        """Return [R] int64, rising: the rows in the loss. With a mask the host would wait for their count."""
         assert self.rows.index is not None  # `lay_out` sets it
         return self.rows.index.response_rows_R
 
@@ -202,8 +197,7 @@ def _or_all(values: Weights | None, value: float, sequence: TrainSequence) -> We
 def lay_out(
     arrays: PackedArrays, *, multiple: int, device: torch.device, context: Context = SINGLE_RANK
 ) -> PackedBatch:
-    """Return the tensors of a micro-batch on this rank; its number of rows becomes a multiple of
-    `multiple`."""
+    """Return the tensors of a micro-batch on this rank, with rows padded to a multiple of `multiple`."""
     chunks = context_chunks(context.size)
     lengths = arrays.prompt_lengths_S + arrays.response_lengths_S - 1
     padded = -(-lengths // chunks) * chunks
@@ -220,7 +214,7 @@ def lay_out(
     real = positions < np.repeat(with_padding(lengths, 0), all_lengths)
     rows_R = np.flatnonzero(real & (positions >= np.repeat(prompts - 1, all_lengths)))
     ends = (arrays.prompt_lengths_S + arrays.response_lengths_S).cumsum()
-    places = zigzag.places(torch.from_numpy(bounds), context.size).numpy()
+    places = packed_places(torch.from_numpy(bounds), context.size).numpy()
     rank_rows = np.argsort(places).reshape(context.size, -1)[context.rank]
     places_R = places[rows_R]
     is_own_R = places_R // len(rank_rows) == context.rank
@@ -331,12 +325,8 @@ def _has_policy_gradient(arrays: PackedArrays) -> Flags:
 
 
 def response_values(batches: Sequence[PackedBatch], values: Sequence[Tensor]) -> list[Floats]:
-    """Return [R] float32 for each micro-batch: the value of each response token, 0 where a token is not in
-    the loss. There must be at least one micro-batch.
-
-    All come from the device in one copy; under context parallelism from all ranks, in one all-gather.
-    `values` are [N] of each micro-batch.
-    """
+    """Return [R] float32 for each micro-batch, one or more: the value of each response token, 0 outside of
+    the loss. One copy from the device; under context parallelism after one all-gather."""
     masked = [
         torch.where(batch.rows.response_mask_N.bool(), values_N, 0.0).float()
         for batch, values_N in zip(batches, values, strict=True)
@@ -368,8 +358,7 @@ def split_choices(arrays: PackedArrays, ids: ExpertIds) -> list[tuple[int, Exper
 def with_choices(
     packs: Sequence[PackedArrays], choices: Sequence[tuple[int, ExpertIds]]
 ) -> list[PackedArrays]:
-    """Return each micro-batch with the experts that routers must choose, from choices by sequence
-    (`split_choices`)."""
+    """Return each micro-batch with the experts that routers must choose, from choices by sequence."""
     by_member = dict(choices)
     return [
         replace(arrays, routed_experts=np.concatenate([by_member[m] for m in arrays.members_S.tolist()]))
@@ -380,8 +369,8 @@ def with_choices(
 
 
 def packed_values(packs: Sequence[PackedArrays], values: Sequence[tuple[int, Floats]]) -> list[Floats | None]:
-    """Return [R] for each micro-batch, from values by sequence (`split_sequences`); None if one of its
-    sequences has none, as on pipeline stages that compute none."""
+    """Return [R] for each micro-batch, from values by sequence; None where a sequence has none, as on
+    pipeline stages that compute none."""
     by_member = dict(values)
     members_by_pack = [arrays.members_S.tolist() for arrays in packs]
     return [

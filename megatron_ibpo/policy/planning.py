@@ -1,7 +1,4 @@
-"""The driver's half of packing: it assigns the computation to ranks. A rank receives only its own share.
-
-The driver has neither a GPU nor a model, so nothing here needs torch.
-"""
+"""The driver's half of packing: it assigns the computation to ranks. Needs no torch."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,11 +23,8 @@ wait for each other, so all should have about the same amount to compute."""
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences that go through the model together. May be empty.
-
-    They travel as records whose arrays are serialized once, on the way to their rank, which lays them end to
-    end. So the driver holds no second copy of them.
-    """
+    """Sequences that go through the model together. May be empty. Their arrays are serialized once, on the
+    way to the rank that lays them end to end, so that the driver holds no second copy."""
 
     members: tuple[int, ...]
     """Index of each sequence in the planned list."""
@@ -109,8 +103,7 @@ class Passes:
     def from_sequences(
         cls, forward: Sequence[Sequence[TrainSequence]], updates: Sequence[Sequence[TrainSequence]]
     ) -> "Passes":
-        """Return the passes of these sequences; each list holds the sequences computed with the same
-        weights."""
+        """Return the passes of these sequences, in lists of those that are computed with the same weights."""
         return cls(*map(_lengths, (forward, updates)), *map(_repeated, (forward, updates)))
 
 
@@ -126,17 +119,10 @@ class Plan(Generic[Share]):
 def plan_update(
     sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
 ) -> Plan[RankUpdate]:
-    """Plan the optimizer steps of one rollout: the mini-batches of an epoch, and the passes of all epochs.
-
-    Sequences without a gradient (`has_gradient`) are not computed; they count in the divisor of a token mean.
-
-    Args:
-        num_ranks: data-parallel ranks.
-
-    Raises:
-        ValueError: a sequence whose arrays do not fit its response, or one without the rollout's log-probs
-            where the loss needs them.
-    """
+    """Plan the optimizer steps of one rollout: the mini-batches of an epoch, and the passes of all epochs,
+    over `num_ranks` data-parallel ranks. Sequences without a gradient are not computed; they count in the
+    divisor of a token mean. Raises ValueError for arrays that do not fit their response, and for rollout
+    log-probs that the loss needs and lacks."""
     loss = config.loss
     _check(sequences)
     parts = split_minibatches(sequences, loss.num_steps_per_rollout)
@@ -164,9 +150,8 @@ def plan_update(
 def plan_value_update(
     sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
 ) -> Plan[RankUpdate]:
-    """Plan the critic's optimizer steps of one rollout, as `plan_update` does for the policy. The critic
-    learns from all sequences, whatever their advantage. Raises ValueError for a sequence whose arrays do not
-    fit its response, or without returns and old values."""
+    """Plan the critic's optimizer steps of one rollout, as `plan_update` does for the policy; it learns from
+    all sequences, which must have returns and old values."""
     _check(sequences)
     for number, s in enumerate(sequences):
         if s.returns is None or s.values is None:
@@ -183,8 +168,7 @@ def plan_value_update(
 def plan_forward(
     sequences: Sequence[TrainSequence], config: Config, num_ranks: int, cost: Cost
 ) -> Plan[RankForward]:
-    """Plan a pass for log-probs or values of every response token. Raises ValueError for a sequence whose
-    arrays do not fit its response."""
+    """Plan a pass for log-probs or values of every response token."""
     _check(sequences)
     bare = [_without(s, *OF_POLICY, "returns", "values") for s in sequences]
     shares = [cut.forward_batches for cut in _cuts(bare, config, num_ranks, cost)]
@@ -207,12 +191,8 @@ def plan_measure(
     num_ranks: int,
     cost: Cost,
 ) -> Plan[RankMeasure]:
-    """Plan a measurement of the gradient's noise over at most --gradient-meter-blocks blocks of prompts.
-
-    Args:
-        sequences: sequences of a whole step, with their training weights.
-        plain: the same responses with plain advantages and no corrections.
-    """
+    """Plan a measurement of the gradient's noise over at most --gradient-meter-blocks blocks of a whole
+    step's prompts. `plain` are the same responses with plain advantages, uncorrected."""
     _check([*sequences, *plain])
     trained = [s for s in sequences if has_gradient(s, config)]
     _check_rollout_logprobs(trained, config.loss)
@@ -240,8 +220,7 @@ def update_metrics(sequences: Sequence[TrainSequence], config: Config) -> dict[s
 
 
 def merge_parts(parts: Iterable[Sequence[tuple[int, Any]]], count: int) -> list[Any]:
-    """Merge the ranks' results for `count` planned sequences, in order. Raises ValueError if some sequences
-    have no result."""
+    """Merge the ranks' results for `count` planned sequences, in order; ValueError if one is missing."""
     results = {index: value for part in parts for index, value in part}
     if missing := [index for index in range(count) if index not in results]:
         raise ValueError(
@@ -251,11 +230,8 @@ def merge_parts(parts: Iterable[Sequence[tuple[int, Any]]], count: int) -> list[
 
 
 def split_minibatches(sequences: Sequence[TrainSequence], count: int) -> list[list[TrainSequence]]:
-    """Cut a step's sequences into `count` mini-batches of whole groups, as equal as possible.
-
-    Weights are relative to the step; in a mini-batch with a share of the groups they are scaled up by the
-    inverse of that share, so that each update is an average over its own prompts.
-    """
+    """Cut a step's sequences into `count` mini-batches of whole groups, as equal as possible. Weights, which
+    are relative to the step, are scaled up to an average over the mini-batch's own prompts."""
     parts = _cut_groups(sequences, count)
     total = sum(len(groups) for groups in parts)
     minibatches = []
@@ -272,31 +248,23 @@ def _cut_groups(sequences: Sequence[TrainSequence], count: int) -> list[set[int]
 
 
 def weighted_mean_length(sequences: Sequence[TrainSequence]) -> float:
-    """Return Σ weight x trained tokens / Σ weight: the divisor of a token mean over `sequences`.
-
-    The sum is over a whole mini-batch, including sequences without a gradient, so that the loss does not
-    depend on how it is cut into micro-batches. 1 if nothing has weight.
-    """
+    """Return Σ weight x trained tokens / Σ weight of a whole mini-batch, the divisor of a token mean, which
+    does not depend on micro-batches; 1 if nothing has weight."""
     weight = sum(s.weight for s in sequences)
     tokens = sum(s.weight * s.num_trained_tokens for s in sequences)
     return tokens / weight if weight > 0 and tokens > 0 else 1.0
 
 
 def empty_micro_batches(shares: Sequence[RankUpdate]) -> int:
-    """Return the number of an update's micro-batches, on all ranks, without a sequence: passes over padding
-    alone."""
+    """Return the number of an update's micro-batches, on all ranks, that hold nothing but padding."""
     cuts = [part.cut for share in shares for part in share]
     return sum(not batch.members for cut in cuts for batch in cut.micro_batches)
 
 
 def deal(lengths: Sequence[int], num_ranks: int, cost: Cost) -> list[list[int]]:
-    """Deal the sequences to data-parallel ranks, longest first, so that all have about the same amount to
-    compute.
-
-    The longest remaining one goes to the rank with the least so far. The fullest of R ranks gets at most 4/3
-    - 1/(3R) of its load under the best deal (R. L. Graham, "Bounds on multiprocessing timing anomalies",
-    1969).
-    """
+    """Deal the sequences to data-parallel ranks, longest first, each to the rank with the least so far. The
+    fullest of R ranks gets at most 4/3 - 1/(3R) of its load under the best deal (R. L. Graham, "Bounds on
+    multiprocessing timing anomalies", 1969)."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]
     heapify(loads)
@@ -313,12 +281,9 @@ def cut_shares(
     """Cut each rank's sequences into micro-batches of up to `max_tokens` tokens; a longer sequence has one of
     its own.
 
-    Returns [rank][micro-batch][index]. Every rank has the same number of micro-batches, a multiple of
-    `multiple`; empty ones fill up.
-
-    Each sequence goes into the first micro-batch with room, longest first, which leaves few micro-batches.
-    The most expensive come first: ranks that share experts wait for each other in every micro-batch, and so
-    process similar ones at the same time.
+    Returns [rank][micro-batch][index]. Every rank has the same number of them, a multiple of `multiple`;
+    empty ones fill up. Each sequence goes into the first micro-batch with room. The most expensive come
+    first, since ranks that share experts wait for each other in every micro-batch.
     """
     plan = [_first_fit(share, lengths, max_tokens) for share in shares]
     for batches in plan:
@@ -343,8 +308,7 @@ def _first_fit(share: Sequence[int], lengths: Sequence[int], max_tokens: int) ->
 
 
 def has_gradient(sequence: TrainSequence, config: Config) -> bool:
-    """Return whether the run's loss of a sequence has a gradient: by its advantage, or by a term that every
-    sequence pays."""
+    """Return whether the run's loss of a sequence has a gradient, by its advantage or a term that all pay."""
     if _has_advantage(sequence):
         return True
     pays_kl = config.loss.kl_coef > 0 and sequence.weight != 0
@@ -449,8 +413,7 @@ PER_TOKEN = ("loss_mask", "rollout_logprobs", "token_weights", "token_advantages
 
 
 def _check(sequences: Iterable[TrainSequence]) -> None:
-    """Refuse arrays of wrong length, which would shift all later sequences in a pack, and sampling masks of
-    other responses."""
+    """Refuse arrays of wrong length, which would shift what follows, and masks of other responses."""
     for number, s in enumerate(sequences):
         if not len(s.prompt_token_ids) or not len(s.response_token_ids):
             raise ValueError(

@@ -1,9 +1,6 @@
-"""The first code that a trainer's process runs: it sets the environment before a library reads it.
-
-The user's settings stay, except for the one setting that makes it impossible to lend weights to engines. The
-settings for Transformer Engine and for engines on the same GPU have not been run on a GPU; they follow from
-the sources of the pinned versions.
-"""
+"""The first code that a trainer's process runs: it sets the environment before a library reads it. The user's
+settings stay, but for one that makes it impossible to lend weights to engines. What is for GPUs follows from
+the sources of the pinned versions, and has not been run."""
 
 import logging
 import os
@@ -34,12 +31,8 @@ CUDA_WHEELS = Path(sysconfig.get_path("purelib"), "nvidia", "cu13")
 
 
 def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
-    """Return a `rank.TrainerRank`, after setting the environment, which libraries read when they are
-    imported.
-
-    Without CUDA the stand-ins come before Megatron, which would import torch.compile's machinery for nothing:
-    two seconds.
-    """
+    """Return a `rank.TrainerRank`, after setting the environment. Without CUDA the stand-ins come before
+    Megatron, which would import torch.compile's machinery for nothing: two seconds."""
     notes = set_environment(
         os.environ, colocate=config.rollout.colocate, in_float32=config.model.bf16 is False
     )
@@ -57,15 +50,13 @@ def trainer_rank(config: Config, checkpoint: Path | None) -> Any:
 
 
 def hide_tilelang() -> None:
-    """Hide TileLang from flash-linear-attention unless it is to be used. If flash-linear-attention finds
-    TileLang, it imports all of TVM, even if FLA_TILELANG is 0 (0.6.0, `ops/utils/sinkhorn`)."""
+    """Hide TileLang, unless it is to be used: flash-linear-attention 0.6.0 would import all of TVM."""
     if os.environ["FLA_TILELANG"] == "0":
         sys.modules.setdefault("tilelang", None)  # type: ignore[arg-type]
 
 
 def hush_megatron() -> None:
-    """Drop warnings of megatron-core and of torch's collectives, which are true, many, and nothing that a
-    user can act on. Call it before importing them."""
+    """Drop warnings of megatron-core and torch's collectives, true and many, on which no user can act."""
     for module in (r"megatron\.", r"torch\.distributed\.", r"torch\.jit\."):
         warnings.filterwarnings("ignore", module=module)
     logging.getLogger("megatron.core").setLevel(logging.ERROR)

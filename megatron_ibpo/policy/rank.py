@@ -1,8 +1,5 @@
-"""One trainer process: a rank of Megatron's world, with the methods that the driver calls.
-
-All ranks get the same calls at the same time, each with its own share of the data. A method's result is
-small, or this rank's own share again.
-"""
+"""One trainer process: a rank of Megatron's world, with the methods that the driver calls. All ranks get the
+same calls at the same time, each with its own share of the data; results are small, or of that share."""
 
 import math
 import os
@@ -40,15 +37,9 @@ class TrainerRank:
     """This rank's part of the policy (and of the critic), and its connection to the engines."""
 
     def __init__(self, config: Config, checkpoint: Path | None) -> None:
-        """Join the other ranks, build the model and load the weights. Collective, like all methods here.
-
-        Args:
-            checkpoint: checkpoint to resume from; None: the weights of --hf-checkpoint.
-
-        Raises:
-            ValueError, OSError: a layout, checkpoint or model that cannot be used, or a machine that lacks a
-                library.
-        """
+        """Join the other ranks, build the model and load the weights, or the checkpoint to resume from.
+        Collective, like all methods here. Raises ValueError or OSError for a layout, checkpoint or model that
+        cannot be used, or a library that the machine lacks."""
         self.config = config
         self.shape = shape = read_hf_config(config.model.hf_dir)
         self.libraries = find_backends(
@@ -108,8 +99,7 @@ class TrainerRank:
         return self.critic.update(work)
 
     def logprobs(self, work: RankForward) -> list[tuple[int, Floats]]:
-        """Return (index of the sequence, log-probs of its response tokens); empty on ranks that do not
-        report."""
+        """Return (index of the sequence, log-probs of its response tokens) on ranks that report."""
         self.residence.bring(OnDevice.WEIGHTS)
         return self.trainer.logprobs(work)
 
@@ -125,8 +115,7 @@ class TrainerRank:
         return compare_with_gspo(self.trainer, work)
 
     def save(self, directory: Path, step: int, run_state: dict[str, Any], keep: Keep) -> None:
-        """Begin a Megatron checkpoint under `directory`; `policy.group` drives the later stages. See
-        `Saver`."""
+        """Begin a Megatron checkpoint under `directory` (`Saver`); `policy.group` drives its later stages."""
         self.residence.bring(OnDevice.EVERYTHING)
         self.saver.begin(self.trainer, SaveOrder(directory, step, run_state, keep), self.critic)
 
@@ -164,8 +153,8 @@ class TrainerRank:
         self.residence.leave(OnDevice.NOTHING)
 
     def open_transport(self, path: str, drafts_with_mtp: bool = False) -> None:
-        """Prepare to send weights by the transport class at this import path; call it before `connect`. With
-        `drafts_with_mtp` engines take the multi-token prediction layer too; others have no place for it."""
+        """Prepare to send weights by the transport class at this import path, before `connect`. Engines that
+        draft (`drafts_with_mtp`) take the multi-token prediction layer too; others have no place for it."""
         rollout = self.config.rollout
         if drafts_with_mtp:
             self.export = self.whole_export

@@ -1,16 +1,9 @@
 """Weights and states that wait in host memory: a trainer's, while engines sample on the same device, and the
-reference policy's of the KL penalty.
+reference policy's of the KL penalty, which replace the policy's for a pass of log-probs.
 
-A second model would occupy the device with its weights all the time. The reference's weights replace the
-policy's for a pass of log-probs.
-
-Megatron's `DistributedDataParallel.offload_grad_buffers` frees gradients. Its `optimizer.offload_to_cpu` is
-not used, since it gives each of the optimizer's parameters new memory. If these are views into the model
-(float32 parameters, or --use-precision-aware-optimizer), they are separate from the model afterwards, and
-steps have no effect. It also brings back to the GPU what --optimizer-cpu-offload keeps off it, and copies
-through pageable memory. Here the memory itself is freed and comes back below the same tensors and all their
-views, as Megatron does with its own flat buffers. Streams have only been run as stand-ins that delay: not on
-a GPU.
+Memory is freed and comes back below the same tensors and all their views. (Megatron's
+`optimizer.offload_to_cpu` gives the optimizer's parameters new memory: views into the model would be cut
+off.) Streams have not run on a GPU.
 """
 
 import gc
@@ -29,8 +22,7 @@ from megatron_ibpo.models import ModelShape
 from megatron_ibpo.weights.formats.hf_models import load_hf
 
 ALIGNMENT = 256
-"""Alignment in bytes of storages that wait side by side: a multiple of every element's size, and fast to copy
-from."""
+"""Alignment in bytes of storages in host memory: a multiple of any element's size, fast to copy from."""
 
 
 class OnDevice(IntEnum):
@@ -75,8 +67,8 @@ class Residence:
         self._wait_for_arrivals()
 
     def bring_for_steps(self) -> None:
-        """Bring everything, for optimizer steps: these wait for the optimizer's state, which is copied during
-        the passes before them. Nothing else may use that state."""
+        """Bring everything, for optimizer steps, which alone may use the optimizer's state: they wait for it,
+        and it is copied during the passes before them."""
         self._fetch(OnDevice.EVERYTHING)
 
     def _fetch(self, needed: OnDevice) -> None:
@@ -97,8 +89,8 @@ class Residence:
         torch.cuda.current_stream().wait_stream(self._arrivals)
 
     def leave(self, limit: OnDevice) -> None:
-        """Keep at most `limit` on the device, and empty PyTorch's caches. Return when all ranks have done so,
-        since other processes may then take the devices' memory. Collective."""
+        """Keep at most `limit` on the device, and empty PyTorch's caches. Returns when all ranks have done
+        so, since other processes may then take the devices' memory. Collective."""
         self._wait_for_arrivals()
         if self._offload:
             self._move_out(limit)
@@ -112,8 +104,7 @@ class Residence:
 
     @contextmanager
     def visited(self) -> Iterator[None]:
-        """Bring the weights to the device within the context; afterwards restore the state before it.
-        Collective."""
+        """Bring the weights to the device within the context, and restore the state after it. Collective."""
         previous = self.on_device
         self.bring(OnDevice.WEIGHTS)
         yield
@@ -163,8 +154,7 @@ class _HostCopy:
         self._taken: list[tuple[UntypedStorage, Tensor]] = []
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
-        """Copy the contents of `storages` to the host, and free them: their views must not be used until
-        `allocate` and `fill`."""
+        """Copy the contents of `storages` to the host, and free them until `allocate` and `fill`."""
         sizes = [-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages]
         if sum(sizes) > len(self._memory):
             self._grow(sum(sizes), pinned=storages[0].device.type == "cuda")
@@ -189,9 +179,8 @@ class _HostCopy:
         self._taken.clear()
 
     def _grow(self, size: int, *, pinned: bool) -> None:
-        """Grow the memory to `size` bytes, pinned for copies at full speed; optimizers have more state after
-        a first step. PyTorch's own pinned memory comes in powers of two, which would waste up to half of the
-        memory that a node's ranks take."""
+        """Grow the memory to `size` bytes, pinned for copies at full speed. PyTorch's own pinned memory comes
+        in powers of two, which would waste up to half of it."""
         if pinned and len(self._memory):
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._memory = torch.empty(size, dtype=torch.uint8)
@@ -221,34 +210,22 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 class Reference:
-    """Weights of this rank that can be exchanged with those of the policy.
-
-    One set waits here while the other is in the model, so the host holds one copy and never two. Values are
-    exchanged in place: their views (flat buffers of data parallelism, tied embeddings) stay valid. The
-    optimizer's float32 master weights are no part of the model and are not touched.
-    """
+    """Weights of this rank that can be exchanged with those of the policy: one set waits here while the other
+    is in the model. Values are exchanged in place, so that their views stay valid; master weights of the
+    optimizer are not touched."""
 
     def __init__(self, chunks: Sequence[Any], *, frozen: bool = True):
-        """
-        Args:
-            chunks: the model's parts on this rank, wrapped or not; their present weights are copied.
-            frozen: False leaves out weights that are never trained, if the two sets agree on them.
-        """
+        """Copy the present weights of the model's parts on this rank, wrapped or not; `frozen=False` leaves
+        out those that are never trained, if the two sets agree on them."""
         self._frozen = frozen
         self._waiting = [_host_copy(weight) for weight in self._weights(chunks)]
         self._is_in = False
 
     @contextmanager
     def swapped_in(self, chunks: Sequence[Any]) -> Iterator[None]:
-        """Make the chunks compute with these weights within the context; afterwards, even after an error,
-        with their own again, bit for bit. Not collective: each rank exchanges its own part.
-
-        Args:
-            chunks: parts of the same model as at the start.
-
-        Raises:
-            RuntimeError: the weights are in already, and a second exchange would take them out.
-        """
+        """Make the chunks, parts of the same model as at the start, compute with these weights within the
+        context; afterwards with their own again, bit for bit, even after an error. Not collective. Raises
+        RuntimeError if they are in already: a second exchange would take them out."""
         if self._is_in:
             raise RuntimeError("the reference's weights are in the model already")
         self._exchange(chunks)
@@ -276,16 +253,8 @@ class Reference:
 
 
 def load_reference(chunks: Sequence[Any], shape: ModelShape, hf_dir: Path | None) -> Reference:
-    """Return the reference policy for the model `chunks`, which keeps its own weights.
-
-    Args:
-        chunks: result of `build_model` on this rank, with weights.
-        hf_dir: --ref-load, in Hugging Face format. None: the chunks' present weights; beside adapters only
-            these are exchanged.
-
-    Raises:
-        CheckpointError: see `load_hf`.
-    """
+    """Return the reference policy for the model `chunks`, which keeps its own weights: that of --ref-load, or
+    the present weights (beside adapters only these). Raises CheckpointError as `load_hf` does."""
     reference = Reference(chunks, frozen=hf_dir is not None)
     if hf_dir is not None:
         with reference.swapped_in(chunks):

@@ -1,12 +1,9 @@
 """Replay of routing: routers repeat their earlier choices, from the engine that sampled or from an earlier
 pass.
 
-Only *which* experts is replayed. Their weights are the trainer's own, of its own logits at those experts, so
-that gradients flow through them (R3, arXiv 2510.11370); an expert keeps its slot, and with it its weight.
-
-Megatron's own RouterReplay keeps all routers of a process in one list and their replayed choices in another,
-by the order of construction and of calls. This class replaces it in the routers of one model, layer by layer,
-and knows the micro-batch of each call.
+Only *which* experts is replayed; their weights are the trainer's own, so that gradients flow through them
+(R3, arXiv 2510.11370). Megatron's RouterReplay keeps all routers and choices of a process in lists by the
+order of calls; this one knows the micro-batch of each call.
 """
 
 from __future__ import annotations
@@ -35,20 +32,13 @@ class RoutingReplay:
     """The routers of this rank's part of a model."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
-        """
-        Args:
-            chunks: the model's parts on this rank, wrapped or not.
-
-        Raises:
-            ValueError: the model has no routers.
-        """
+        """`chunks` are the model's parts on this rank. Raises ValueError if the model has no routers."""
         config = chunks[0].config
         if config.num_moe_experts is None:
             raise ValueError("replay of routing: the model has no routers")
         routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
         self.layers = [_place(router.layer_number - 1, config.moe_layer_freq) for router in routers]
-        """Index of each router here among all routers of the model; None on a pipeline stage of dense
-        layers."""
+        """Index of each router here among all routers of the model."""
         self.num_experts: int = config.num_moe_experts
         self._chosen: int = config.moe_router_topk
         self._routers = [_Router(self, column) for column in range(len(routers))]
@@ -75,11 +65,9 @@ class RoutingReplay:
         """Prepare the routers for all micro-batches of one pass, within the context.
 
         Args:
-            trains: there is a backward pass, which may recompute parts of the forward pass.
+            trains: there is a backward pass, which may recompute parts of the forward pass; RuntimeError if
+                that was another part than the forward pass announced.
             records: keep the routers' choices for `recorded`.
-
-        Raises:
-            RuntimeError: the backward pass recomputed another part than the forward pass announced.
         """
         self.trains, self.records = trains, records
         for router in self._routers:
@@ -98,8 +86,7 @@ class RoutingReplay:
 
     @contextmanager
     def forward(self, batch: PackedBatch) -> Iterator[None]:
-        """Prepare the routers for the forward pass of one micro-batch through one chunk, within the
-        context."""
+        """Prepare the routers for one micro-batch's forward pass through one chunk, within the context."""
         rows = _own_rows(batch.input_ids_1N.shape[1])
         self.replayed_NLK = None
         if batch.routed_experts_NLK is not None:
@@ -123,15 +110,14 @@ class RoutingReplay:
         self._choices += choices
 
     def take_counts(self) -> dict[str, float]:
-        """Return this rank's counts since the last call. They add up over all ranks, since each sees rows and
-        layers of its own."""
+        """Return this rank's counts since the last call, which add up over all ranks."""
         counts = {CHANGED: float(self._changed), LIVE: float(self._live), CHOICES: self._choices}
         self._changed = self._live = self._choices = 0.0
         return counts
 
     def recorded(self, batches: Sequence[PackedBatch]) -> list[ExpertIds]:
         """Return [input tokens, routers here, K] for each micro-batch of the preceding recording pass; the
-        same on all tensor- and context-parallel ranks. Collective among these."""
+        same on all tensor- and context-parallel ranks, and collective among these."""
         if not self._routers:
             empty = [np.empty((len(batch.places_T), 0, self._chosen), np.int32) for batch in batches]
             return [expert_ids(ids, self.num_experts) for ids in empty]
@@ -207,22 +193,20 @@ class _Router:
 
 
 def _place(layer: int, frequency: int | list[int]) -> int:
-    """Return a layer's place among those with experts. `frequency` is Megatron's `moe_layer_freq`: 1 for all
-    layers, or a flag for each layer."""
+    """Return a layer's place among those with experts, by Megatron's `moe_layer_freq`."""
     return layer if isinstance(frequency, int) else sum(frequency[:layer])
 
 
 def _own_rows(rows: int) -> slice:
-    """Return the slice of rows that the routers of this rank see: its part of them under sequence
-    parallelism, which mixtures always have under tensor parallelism."""
+    """Return the rows that routers of this rank see: its part under sequence parallelism, which mixtures
+    always have under tensor parallelism."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     return slice(rows // size * rank, rows // size * (rank + 1))
 
 
 def _all_rows(own_NLK: Tensor) -> Tensor:
-    """Return the rows of all tensor-parallel ranks, in order, and so those of all ranks that share the
-    sequences."""
+    """Return the rows of all ranks that share the sequences, in order."""
     groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
     for group in groups:
         if group.size() > 1:

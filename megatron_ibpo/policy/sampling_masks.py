@@ -1,9 +1,6 @@
-"""Sampling masks on their way from sequences to the trainer's rows, on the host: no torch.
-
-A mask holds the ids that an engine's top-k and top-p left to sample from. Old, new and reference log-probs
-of a token are all normalised over the same ids, those of the distribution that it was drawn from. A sequence
-sampled from another prompt was drawn from another distribution, so its mask does not apply.
-"""
+"""Sampling masks on their way from sequences to the trainer's rows, on the host: no torch. Old, new and
+reference log-probs of a token are all normalised over the ids that it was drawn from; a sequence sampled from
+another prompt has no mask."""
 
 from collections.abc import Sequence
 
@@ -17,15 +14,8 @@ Places = npt.NDArray[np.int64]
 
 
 def check_mask(sequence: TrainSequence, number: int) -> None:
-    """Refuse a sequence whose mask does not fit its response.
-
-    Args:
-        number: the sequence's, for the message.
-
-    Raises:
-        ValueError: not one set per response token; ids that do not rise; a token in the loss that is not in
-            its own set.
-    """
+    """Refuse a mask without one set per response token, with ids that do not rise, or with a token in the
+    loss that is not in its own set. `number` is the sequence's, for the message."""
     mask, tokens = sequence.sampling_mask, sequence.response_token_ids
     if mask is None:
         return
@@ -55,7 +45,7 @@ def check_mask(sequence: TrainSequence, number: int) -> None:
 
 
 def check_ids(mask: SamplingMask | None, vocab_size: int) -> None:
-    """Refuse ids that the model does not have. Raises ValueError, which names the first such id."""
+    """Raise ValueError for an id that the model does not have."""
     if mask is None or not len(mask.token_ids):
         return
     outside = (mask.token_ids < 0) | (mask.token_ids >= vocab_size)
@@ -67,8 +57,7 @@ def check_ids(mask: SamplingMask | None, vocab_size: int) -> None:
 
 
 def joined_mask(sequences: Sequence[TrainSequence]) -> SamplingMask | None:
-    """Return the masks of the sequences' responses laid end to end; None if none of them restricts a
-    token."""
+    """Return the masks of the sequences' responses laid end to end; None if none restricts a token."""
     masks = [None if s.off_policy else s.sampling_mask for s in sequences]
     if not any(mask is not None and len(mask.token_ids) for mask in masks):
         return None
@@ -79,12 +68,8 @@ def joined_mask(sequences: Sequence[TrainSequence]) -> SamplingMask | None:
 def sets_of_rows(
     mask: SamplingMask, chosen_R: Flags, rows_R: Places, num_rows: int
 ) -> tuple[Ids, Offsets, Offsets]:
-    """Return the ids of all rows, and the bounds of each row's ids among them.
-
-    Args:
-        chosen_R: response tokens whose sets are needed.
-        rows_R: row of each response token, if it is chosen.
-    """
+    """Return the ids of all rows, and the bounds of each row's ids among them, for the chosen response
+    tokens, whose rows are `rows_R`."""
     counts_R = np.where(chosen_R, mask.counts, 0)
     stops_R = counts_R.cumsum()
     starts_N, stops_N = np.zeros((2, num_rows), np.int64)

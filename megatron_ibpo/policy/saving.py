@@ -1,11 +1,10 @@
 """Checkpoints written in the background of training, one at a time; a checkpoint is whole before it gets its
 name.
 
-The stages are those of Megatron's asynchronous save (`dist_checkpointing.save(async_sharded_save=True)`): all
-ranks plan, each writes its part, all ranks finalize. Megatron's two callers of the middle stage are not used.
-One forks the trainer, which is not safe beside the threads of Ray, gloo and CUDA: a lock that one of them
-holds stays locked in the child. The other keeps a process for each rank that imports everything again. Here a
-thread of the rank writes copies that were taken before training went on.
+The stages are those of Megatron's asynchronous save: all ranks plan, each writes its part, all finalize. A
+thread of the rank writes copies that were taken before training went on. (Megatron would fork the trainer,
+which is unsafe beside the threads of Ray, gloo and CUDA, or keep a process for each rank that imports
+everything again.)
 """
 
 import errno
@@ -91,8 +90,8 @@ class Saver:
     _model_info: dict[str, Any] = field(default_factory=dict)
 
     def begin(self, trainer: Trainer, order: SaveOrder, critic: Critic | None = None) -> None:
-        """Copy the state and begin to write it. Training may go on when this returns. Raises OSError (ENOSPC)
-        if the disk has no room for it; nothing is left of it then."""
+        """Copy the state and begin to write it, when training may go on. Raises OSError (ENOSPC) if the disk
+        has no room for it; nothing is left of it then."""
         assert self._order is None, "one save at a time"
         partial = run_state.partial_of(order.final)
         directories = [partial] if critic is None else [partial, partial / CRITIC]
@@ -140,9 +139,8 @@ class Saver:
         return self._job is None or self._job.done()
 
     def seal(self) -> None:
-        """Complete the checkpoint once every rank rests: write what joins the parts, and begin to publish it.
-        Raises OSError or CheckpointError on all ranks if some rank could not write its part; nothing is left
-        of it then."""
+        """Complete the checkpoint once every rank rests, and begin to publish it. Raises OSError or
+        CheckpointError on all ranks if some rank could not write its part; nothing is left of it then."""
         order, parts, job = self._order, self._parts, self._job
         assert order is not None
         assert job is not None
@@ -171,8 +169,7 @@ class Saver:
             job.result()
 
     def _on_rank_0(self, work: Callable[[], None]) -> None:
-        """Run `World.on_rank_0`, but raise the original error on every rank: the driver must recognise a full
-        disk."""
+        """Run `World.on_rank_0` with the original error on every rank: a full disk must be recognised."""
         error: Exception | None = None
         if self.world.is_rank_0:
             try:
@@ -239,9 +236,8 @@ def _gathered(optimizer: dict[str, Any]) -> Iterator[ShardedTensor]:
 
 
 def _cut_out(gathered: Sequence[ShardedTensor]) -> set[int]:
-    """Give each of them memory of its own, and return the addresses. They come as views into buffers of a
-    whole model's part. Megatron would copy all views while the buffers exist; here a buffer is freed before
-    the next one is cut."""
+    """Give each of them, views into buffers of a whole model's part, memory of its own, and return the
+    addresses. Here each buffer is freed before the next is cut; Megatron would copy while all exist."""
     buffers: dict[int, list[ShardedTensor]] = {}
     for shard in gathered:
         buffers.setdefault(_place(shard.data), []).append(shard)
@@ -263,11 +259,8 @@ def _place(tensor: Tensor) -> int:
 
 
 def _write(parts: Sequence[_Part]) -> None:
-    """Write this rank's files, in its thread; they are on the disk when this returns.
-
-    Megatron's function for all files of a rank turns every error into text, and a full disk into no more than
-    the word OSError; its function for one file, used here, keeps the error.
-    """
+    """Write this rank's files, in its thread; they are on the disk when this returns. (Megatron's function
+    for all files of a rank turns every error into text; its function for one file, used here, keeps it.)"""
     for part in parts:
         if not part.files:
             continue

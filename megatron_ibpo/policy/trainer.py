@@ -33,7 +33,6 @@ from megatron_ibpo.policy.loss_objective import aggregation, backend_in_use, che
 from megatron_ibpo.policy.model import head_weight, own_vocabulary, whole_hidden_states
 from megatron_ibpo.policy.mtp import Mtp, MtpModel, mtp_metrics
 from megatron_ibpo.policy.packing import PackedArrays, PackedBatch, packed, packed_values, with_choices
-from megatron_ibpo.policy.param_gather import finish_gathers
 from megatron_ibpo.policy.planning import Cut, MicroBatch, MiniBatch, RankForward, RankUpdate
 from megatron_ibpo.policy.residence import Reference
 from megatron_ibpo.policy.routing_replay import CHANGED, CHOICES, LIVE, RoutingReplay
@@ -62,12 +61,10 @@ class Trainer:
             chunks: result of `build_model` on this rank.
             vocab_size: true size of the vocabulary; logits beyond it are padding.
             total_updates: optimizer steps of the whole run, for the learning-rate schedule.
-            reference: policy whose log-probs go into the loss of every micro-batch; None without a KL
-                penalty.
+            reference: policy whose log-probs go into the loss; None without a KL penalty.
             mtp: the multi-token prediction layer to train beside it, with weights; None to train none.
 
-        Raises:
-            ValueError: an unknown loss, flags that do not fit the loss, or replay of routing without routers.
+        Raises ValueError for an unknown loss, flags that do not fit it, or replay of routing without routers.
         """
         self.config, self.world, self.vocab_size = config, world, vocab_size
         self.reference = reference
@@ -75,7 +72,7 @@ class Trainer:
         self.loss_backend = backend_in_use(config, world.device)
         lr = config.optimizer.lr
         self.chunks, self.optimizer, self.scheduler = forward_backward.make_trainable(
-            chunks, config, lr, total_updates, whole_hidden_states
+            chunks, config, lr, total_updates
         )
         self.routing = RoutingReplay(self.chunks) if config.replays_routing else None
         self.mtp: Mtp | None = None
@@ -85,8 +82,7 @@ class Trainer:
 
     def update(self, share: RankUpdate) -> dict[str, float]:
         """Take one rollout's optimizer steps. Collective. Returns metrics, the same on every rank;
-        `updates_skipped` counts optimizer steps that were not taken because the loss or the gradient was not
-        finite."""
+        `updates_skipped` counts steps that were not taken because loss or gradient was not finite."""
         started = time.perf_counter()
         if self.routing is not None:
             self.routing.take_counts()  # drop the counts of passes that measured the gradient
@@ -101,25 +97,19 @@ class Trainer:
                 corrected += self._in_order(outcomes)
             inputs.append((self._with_reference(packs, part.cut), part.mean_length))
         epochs = [self._epoch(inputs) for _ in range(self.config.loss.num_epochs_per_rollout)]
-        finish_gathers(self.chunks)
+        forward_backward.finish_gathers(self.chunks)
         metrics = _update_metrics(epochs, len(share)) | {"seconds_old_logprobs": seconds_logprobs}
         return metrics | correction_metrics(corrected) | self._routing_metrics()
 
     def logprobs(self, share: RankForward) -> list[tuple[int, Floats]]:
-        """Return log-probs of the response tokens under the present weights. Collective.
-
-        Returns:
-            (index in the planned list, one float32 per response token, 0 where the loss mask is False) of
-            each sequence of this rank; empty on ranks that do not report.
-        """
+        """Return log-probs of the response tokens under the present weights, as `infer` does; empty on ranks
+        that do not report. Collective."""
         logprobs = self._logprobs(share)
         return logprobs if forward_backward.is_reporting_rank() else []
 
     def as_trained(self, cut: Cut) -> list[PackedArrays]:
-        """Return the micro-batches as the first optimizer step of an update trains on them. Collective.
-
-        Their old log-probs are the engine's, or absent at ratio 1; importance corrections are included.
-        """
+        """Return the micro-batches as the first optimizer step of an update trains on them, with importance
+        corrections. Old log-probs are the engine's, or absent at ratio 1. Collective."""
         loss = self.config.loss
         packs = self._packed(cut.micro_batches)
         if loss.old_logprobs == "engine":
@@ -136,8 +126,7 @@ class Trainer:
         return self._with_old_logprobs(packs, part.cut) if part.needs_old_logprobs else packs
 
     def _packed(self, micro_batches: Sequence[MicroBatch]) -> list[PackedArrays]:
-        """Return the packed micro-batches, with the experts that this rank's routers must choose for
-        sequences that have them."""
+        """Return the packed micro-batches, with the experts that this rank's routers must choose."""
         packs = self._checked(micro_batches)
         if self.routing is None:
             return packs
@@ -149,8 +138,7 @@ class Trainer:
         ]
 
     def _checked(self, micro_batches: Sequence[MicroBatch]) -> list[PackedArrays]:
-        """Return the packed micro-batches. Raises ValueError for an id of a sampling mask that the model does
-        not have."""
+        """Return the packed micro-batches, whose sampling masks hold only ids that the model has."""
         packs = packed(micro_batches)
         for arrays in packs:
             check_ids(arrays.sampling_mask_R, self.vocab_size)
@@ -164,8 +152,7 @@ class Trainer:
         )
 
     def _with_old_logprobs(self, packs: Sequence[PackedArrays], cut: Cut) -> list[PackedArrays]:
-        """Return the packs with old log-probs and, under --use-routing-replay, with the routers' choices in
-        that pass."""
+        """Return the packs with old log-probs and, under --use-routing-replay, the routers' choices then."""
         chosen: list[tuple[int, ExpertIds]] | None = [] if self.config.loss.use_routing_replay else None
         logprobs = forward_backward.infer(
             self.chunks,
@@ -183,7 +170,7 @@ class Trainer:
     def _with_reference(self, packs: Sequence[PackedArrays], cut: Cut) -> list[PackedArrays]:
         if self.reference is None or not packs:
             return list(packs)
-        finish_gathers(self.chunks)
+        forward_backward.finish_gathers(self.chunks)
         with self.reference.swapped_in(self.chunks):
             logprobs_by_pack = packed_values(packs, self._logprobs(cut.forward_batches))
         return [
@@ -193,7 +180,7 @@ class Trainer:
 
     def _corrected(self, packs: Sequence[PackedArrays]) -> tuple[list[PackedArrays], list[Corrected]]:
         """Return the packs with importance corrections, and the outcome for each sequence. Only the last
-        stage has log-probs and computes a loss; on other stages packs stay unchanged."""
+        stage has log-probs; on others packs stay unchanged."""
         if not parallel_state.is_pipeline_last_stage():
             return list(packs), []
         pairs = [correct(arrays, self.config.loss) for arrays in packs]
@@ -247,24 +234,17 @@ class Trainer:
         objective: Objective,
         wrap_loss: Callable[[Loss], Loss] = _as_it_is,
     ) -> list[dict[str, float]]:
-        """Fill the gradient buffers with the gradient of Σ weight x loss over all ranks' micro-batches.
-        Collective.
-
-        There must be at least one micro-batch. Gradients are reduced over the ranks; the buffers' old content
-        is lost. Returns the observed numbers of each micro-batch (`_observed`), the same on every rank.
-        `wrap_loss` wraps the loss to do something more.
-        """
+        """Fill the gradient buffers with the gradient of Σ weight x loss over all ranks' micro-batches, as
+        `forward_backward.accumulate_gradients` does, whose result is that of `_observed`. Collective.
+        `wrap_loss` wraps the loss to do something more."""
         output = wrap_loss(partial(self._loss_output, objective))
         return forward_backward.accumulate_gradients(
             self.chunks, self.optimizer, packs, output, self.world, whole_hidden_states, self.routing
         )
 
     def _routing_metrics(self) -> dict[str, float]:
-        """Return metrics of the routers' choices in an update, on all ranks.
-
-        `routing_changed` is the share of replayed choices that the router itself would have made differently;
-        `routing_live` is the share of choices that it made itself, for lack of a record.
-        """
+        """Return the shares of replayed choices that the router itself would have made differently, and of
+        choices that it made itself for lack of a record, in an update on all ranks."""
         if self.routing is None:
             return {}
         counts = self.world.all_gather(self.routing.take_counts())
@@ -278,8 +258,8 @@ class Trainer:
         return forward_backward.gradient_norm(self.optimizer)
 
     def gradient_buffers(self) -> list[Tensor]:
-        """Return this rank's gradients, as flat fp32 tensors that may be read and written. With the
-        distributed optimizer only this rank's shard of them is meaningful."""
+        """Return this rank's gradients, flat fp32 tensors to read and write; of the distributed optimizer's
+        only this rank's shard is meaningful."""
         return [
             buffer.grad_data
             for chunk in self.chunks
@@ -395,9 +375,8 @@ def _update_metrics(epochs: Sequence[_Totals], num_minibatches: int) -> dict[str
 
 
 def _observed(batch: PackedBatch, loss: Tensor, stats: LossStats, trainer_N: Tensor | None) -> Observed:
-    """Return sums and `_MAXIMA` of one micro-batch, without the padding sequence. The first of the ranks that
-    share sequences reports what concerns whole sequences. The engine's log-probs are compared with
-    `trainer_N`; None: with those of the present weights."""
+    """Return sums and `_MAXIMA` of one micro-batch, without padding; the first of ranks that share sequences
+    reports on whole ones. Engine log-probs are compared with `trainer_N`, or with the present ones."""
     count, is_first = batch.num_sequences, batch.context.rank == 0
     observed: dict[str, Tensor | float] = {"loss": loss.detach()} if is_first else {}
     if count == 0:

@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.basics.record_lines import append_record, open_records, record_lines
 from megatron_ibpo.basics.records import Group
 from megatron_ibpo.basics.strict_json import read_json
+from megatron_ibpo.basics.user_files import append_record, open_records, record_lines
 from megatron_ibpo.evaluate import EvalSample, SetEvaluation
 from megatron_ibpo.report.run_dir import METRICS_FILE, jsonable, require_room, write_whole
 

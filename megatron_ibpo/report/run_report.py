@@ -15,8 +15,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ibpo.basics.redaction import without_keys
-from megatron_ibpo.basics.text import counted
+from megatron_ibpo.basics.text import counted, without_keys
 from megatron_ibpo.config import Config, display_name
 from megatron_ibpo.evaluate import SetEvaluation
 from megatron_ibpo.evaluate.sets import finish_results

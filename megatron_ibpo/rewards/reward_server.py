@@ -17,8 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_ibpo.basics.redaction import keep_keys_from_logs, without_keys
-from megatron_ibpo.basics.text import counted, shown
+from megatron_ibpo.basics.text import counted, keep_keys_from_logs, shown, without_keys
 from megatron_ibpo.config import ConfigError
 from megatron_ibpo.rewards.http_wires import UNREADABLE, Question, Wire, is_transient
 from megatron_ibpo.rewards.workers import Outcome

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from megatron_ibpo.basics.redaction import without_keys
-from megatron_ibpo.basics.text import fault_text
+from megatron_ibpo.basics.text import fault_text, without_keys
 from megatron_ibpo.report import jsonable
 
 LOOK_AT = {

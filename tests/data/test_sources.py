@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from tiny_tokenizer import make_tiny_tokenizer
 
-from megatron_ibpo.basics.record_lines import append_record, open_records
+from megatron_ibpo.basics.user_files import append_record, open_records
 from megatron_ibpo.commands import data as data_command
 from megatron_ibpo.config import Config, DataConfig
 from megatron_ibpo.data import DataError, PassRates, open_pass_rates, open_sources, tables

@@ -83,9 +83,9 @@ def test_no_memory_of_the_logits_size_is_taken(device):
 
 
 def test_a_new_length_compiles_nothing(device):
-    from megatron_ibpo.kernels import logits_gradient, row_statistics, segment_loss
+    from megatron_ibpo.kernels import row_logprobs, row_statistics, segment_loss
 
-    known = {**vars(row_statistics), **vars(logits_gradient), **vars(segment_loss)}
+    known = {**vars(row_statistics), **vars(row_logprobs), **vars(segment_loss)}
     kernels = [kernel for name, kernel in known.items() if name.endswith("_kernel")]
 
     def compiled():

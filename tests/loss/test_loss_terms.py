@@ -13,13 +13,11 @@ import torch
 from megatron_ibpo.commands import loss as command
 from megatron_ibpo.config import Config, ConfigError, LossConfig
 from megatron_ibpo.kernels import term_agreement, term_calls, term_tables, traced_terms
-from megatron_ibpo.kernels.term_agreement import compare_with_torch
+from megatron_ibpo.kernels.term_agreement import check_call, compare_with_torch
 from megatron_ibpo.kernels.term_calls import TermError
-from megatron_ibpo.kernels.term_trials import check_call
 from megatron_ibpo.kernels.traced_terms import PASSED, traced_source
 from megatron_ibpo.loss import VARIANTS, resolve_variant
-from megatron_ibpo.loss.objective import KL_ESTIMATORS
-from megatron_ibpo.loss.term_checks import kernel_agreement, variant_terms
+from megatron_ibpo.loss.objective import KL_ESTIMATORS, kernel_agreement, variant_terms
 from megatron_ibpo.loss.term_inputs import FURTHER_INPUTS
 from megatron_ibpo.run.settings import check_loss_of_run
 from support import loss_terms

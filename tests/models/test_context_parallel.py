@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ibpo.config import ModelConfig
-from megatron_ibpo.models import read_hf_config, zigzag
+from megatron_ibpo.models import packed, read_hf_config
 from megatron_ibpo.models.backends import LOCAL, Backends
 from support.delta_net_kernels import HostReads, kernels_stood_in
 from support.example_runs import train_three_steps
@@ -26,11 +26,11 @@ from support.train_sequences import sequence
 
 def test_each_rank_holds_early_and_late_chunks_of_every_sequence():
     boundaries = torch.tensor([0, 8, 12])
-    assert zigzag.tokens(boundaries, 2).tolist() == [0, 1, 6, 7, 8, 11, 2, 3, 4, 5, 9, 10]
-    assert zigzag.positions(boundaries, 0, 2).tolist() == [0, 1, 6, 7, 0, 3]
-    assert zigzag.positions(boundaries, 1, 2).tolist() == [2, 3, 4, 5, 1, 2]
-    places = zigzag.places(boundaries, 2)
-    assert places[zigzag.tokens(boundaries, 2)].tolist() == list(range(12))
+    assert packed.tokens(boundaries, 2).tolist() == [0, 1, 6, 7, 8, 11, 2, 3, 4, 5, 9, 10]
+    assert packed.rank_positions(boundaries, 0, 2).tolist() == [0, 1, 6, 7, 0, 3]
+    assert packed.rank_positions(boundaries, 1, 2).tolist() == [2, 3, 4, 5, 1, 2]
+    places = packed.places(boundaries, 2)
+    assert places[packed.tokens(boundaries, 2)].tolist() == list(range(12))
 
 
 class BytesSent(TorchDispatchMode):
@@ -59,7 +59,7 @@ def test_sliced_delta_nets_equal_whole_ones_with_bounded_messages(world, chunks)
     cpu.activate()
     kernel, generator = 4, torch.Generator().manual_seed(1)
     boundaries = torch.tensor([0, *(torch.tensor(chunks) * 2 * world.size).cumsum(0)], dtype=torch.int32)
-    mine, total = zigzag.tokens(boundaries, world.size).chunk(world.size)[world.rank], int(boundaries[-1])
+    mine, total = packed.tokens(boundaries, world.size).chunk(world.size)[world.rank], int(boundaries[-1])
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)

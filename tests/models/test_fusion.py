@@ -103,7 +103,7 @@ LENGTHS = [5, 1, 12, 2]
 def loss_and_gradients(chunk, world):
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron_ibpo.models import zigzag
+    from megatron_ibpo.models import packed
 
     group = chunk.config.context_parallel_size
     lengths = torch.tensor(LENGTHS) * 2 * group
@@ -112,7 +112,7 @@ def loss_and_gradients(chunk, world):
     ids = torch.randint(1, 64, (total,), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
     if group > 1:
-        own = zigzag.tokens(ends, group).chunk(group)[world.rank]
+        own = packed.tokens(ends, group).chunk(group)[world.rank]
         ids, positions = ids[own], positions[own]
     packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
     loss = chunk(ids[None], positions[None], None, packed_seq_params=packed).square().sum()

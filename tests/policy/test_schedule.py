@@ -13,14 +13,11 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer as Hybrid
 
 from megatron_ibpo.config import ConfigError
-from megatron_ibpo.models import read_hf_config
-from megatron_ibpo.policy import forward_backward, parallel
+from megatron_ibpo.policy import forward_backward
 from megatron_ibpo.policy.checkpoint import load_checkpoint
-from megatron_ibpo.policy.model import build_model
 from megatron_ibpo.policy.residence import OnDevice, Residence
 from megatron_ibpo.policy.saving import save_checkpoint
 from megatron_ibpo.run.settings import check_run, parse_config
-from megatron_ibpo.weights.formats.hf_models import load_hf
 from support import planned, trainers
 from support.layouts import layout
 from support.train_sequences import sequences
@@ -259,20 +256,3 @@ def test_steps_readers_and_checkpoints_are_the_same(world, checkpoints, tmp_path
             metrics = updated(opened(overlapped)[0])
     # where stages share the embedding, reading too early shows on some processors only
     assert family == "tied" or metrics != expected[0], "it would have shown"
-
-
-@pytest.mark.world(1)
-def test_weights_read_before_their_gathering_are_named(world, checkpoints):
-    """The first layer reads the last norm's weight."""
-    shape, config = read_hf_config(checkpoints["dense"]), gathering({}, overlap=True)
-    parallel.initialize(config.parallel, world, seed=0)
-    chunks = build_model(shape, config, device="cpu")
-    load_hf(chunks, shape, checkpoints["dense"])
-    decoder = chunks[0].decoder
-
-    def read(*_):
-        torch.mul(decoder.final_layernorm.weight, 2)
-
-    decoder.layers[0].register_forward_pre_hook(read)
-    with pytest.raises(ValueError, match=r"final_layernorm\.weight, which other modules read before"):
-        forward_backward.make_trainable(chunks, config, 1e-3, 1)

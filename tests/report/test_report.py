@@ -25,10 +25,10 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_ibpo.basics.entry_point import guarded
-from megatron_ibpo.basics.record_lines import append_record, append_whole, open_records, record_lines
 from megatron_ibpo.basics.records import Correction, Group, Prompt, token_ids
 from megatron_ibpo.basics.reward_value import LARGEST_REWARD
 from megatron_ibpo.basics.sampling_mask import sampling_mask
+from megatron_ibpo.basics.user_files import append_record, append_whole, open_records, record_lines
 from megatron_ibpo.config import ConfigError, EvalSampling
 from megatron_ibpo.credit.explanation import GroupExplanation, Line, SampleExplanation
 from megatron_ibpo.data import load_tokenizer

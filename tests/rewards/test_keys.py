@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from megatron_ibpo.basics import entry_point
 from megatron_ibpo.basics.records import Prompt, token_ids
-from megatron_ibpo.basics.redaction import keep_keys_from_logs, without_keys
-from megatron_ibpo.basics.text import error_text
+from megatron_ibpo.basics.text import error_text, keep_keys_from_logs, without_keys
 from megatron_ibpo.config import ConfigError, DataConfig
 from megatron_ibpo.rewards import Score, Verifier, check_servers
 from megatron_ibpo.rewards.workers import WorkerPool

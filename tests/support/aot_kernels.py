@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_ibpo.kernels import logits_gradient, row_statistics, segment_loss, set_rows
+from megatron_ibpo.kernels import row_logprobs, row_statistics, segment_loss, set_rows
 from megatron_ibpo.loss import VARIANTS, make_objective
 from megatron_ibpo.loss.objective import KL_ESTIMATORS
 from support.paths import ROOT
@@ -95,8 +95,8 @@ def cases():
             name = f"row_statistics{'+entropy' if entropy else ''} {dtype}"
             kernel, warps = row_statistics.row_statistics_kernel, row_statistics.NUM_WARPS
             yield name, kernel, warps, {**plain, "ENTROPY": entropy}, logits, 0
-        kernel, warps = logits_gradient.logits_gradient_kernel, logits_gradient.NUM_WARPS
-        plain["BLOCK"] = logits_gradient.BLOCK_V
+        kernel, warps = row_logprobs.logits_gradient_kernel, row_logprobs.NUM_WARPS
+        plain["BLOCK"] = row_logprobs.BLOCK_V
         yield f"logits_gradient {dtype}", kernel, warps, plain, {**logits, "out_ptr": f"*{dtype}"}, 0
         yield from set_cases(dtype)
     yield "combine", row_statistics.combine_kernel, 4, {"BLOCK": row_statistics.BLOCK_N}, {}, 0

@@ -7,7 +7,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-import megatron_ibpo.kernels.logits_gradient
+import megatron_ibpo.kernels.row_logprobs
 import megatron_ibpo.kernels.row_statistics
 import megatron_ibpo.kernels.segment_loss
 import megatron_ibpo.kernels.set_rows  # noqa: F401  here, before TRITON_INTERPRET is set

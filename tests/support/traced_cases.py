@@ -8,8 +8,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from megatron_ibpo.kernels.term_agreement import run_source
-from megatron_ibpo.kernels.term_trials import trial_inputs
+from megatron_ibpo.kernels.term_agreement import run_source, trial_inputs
 from megatron_ibpo.kernels.traced_terms import PASSED, traced_source, traced_term
 from megatron_ibpo.loss.term_inputs import FURTHER_INPUTS
 from support.loss_terms import EXACT, OFTEN_BY_AUTOGRAD, PARAMETERS

@@ -15,7 +15,7 @@ from megatron_ibpo.config import COUNT, Config, RolloutConfig, built, eval_sampl
 from megatron_ibpo.config.values import BYTES, NAMED_VALUES, SECONDS, SHARE, declared_fields, declared_values
 from megatron_ibpo.engines.protocol import EngineNeeds, EngineSettings, Precision
 from megatron_ibpo.models import ModelShape
-from megatron_ibpo.models.delta_net.shape import DeltaNetShape
+from megatron_ibpo.models.qwen3_next import DeltaNetShape
 from megatron_ibpo.weights.transfer.link import TransportName
 
 VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"

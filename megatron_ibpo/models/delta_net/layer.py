@@ -1,14 +1,12 @@
-"""The gated delta net over packed sequences: by flash-linear-attention's kernels, or in plain torch.
-
-Megatron's layer needs those kernels, which run only on GPUs, and refuses to start without them. The one in
-plain torch keeps its parameters and checkpoint and computes the same. Gated DeltaNet: Yang, Kautz and
-Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.
+"""The gated delta net: Megatron's layer, by flash-linear-attention's kernels on GPUs, or in plain torch with
+the same parameters and checkpoint. Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with
+Delta Rule", 2024.
 """
 
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, overload
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,12 +25,9 @@ CHUNK = 32
 
 
 class FlashGatedDeltaNet(GatedDeltaNet):
-    """Megatron's GatedDeltaNet without its wait for the GPU in every layer.
-
-    Megatron compares the boundaries of sequences with the number of tokens in every layer. Here only the
-    first layer that sees a micro-batch's boundaries does. Under context parallelism states are passed
-    (`state_passing`), unless --delta-net-cp asks for Megatron's exchange of heads; neither has run on GPUs.
-    """
+    """Megatron's GatedDeltaNet, where only the first layer that sees a micro-batch's boundaries waits for the
+    GPU to compare them with the number of tokens. Under context parallelism states are passed
+    (`state_passing`), or heads exchanged by Megatron (--delta-net-cp); neither has run on GPUs."""
 
     def forward(
         self,
@@ -87,8 +82,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
 
 
 class GatedNorm(RMSNorm):
-    """The norm of a gated delta net's output. Never zero-centred, unlike the other norms of these
-    models: its checkpoint value is copied as it is (subtracting one would lose bits)."""
+    """The norm of a gated delta net's output, never zero-centred: its checkpoint value is copied as it is."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6):
         super().__init__(config, hidden_size, eps)
@@ -220,37 +214,13 @@ class _CausalConv(torch.autograd.Function):
 
 
 def _inside(positions_N: Tensor, shift: int, like: Tensor) -> Tensor:
-    """Return 1 for each token (from the `shift`-th on) whose sequence has a token `shift` places earlier,
-    otherwise 0."""
+    """Return 1 for each token from the `shift`-th on whose sequence reaches so far back, otherwise 0."""
     return (positions_N[shift:] >= shift).to(like.dtype).unsqueeze(1)
 
 
 def causal_conv(x_NF: Tensor, weight_FK: Tensor, positions_N: Tensor) -> Tensor:
     """Return the weighted sum of each channel's last K tokens, within its own sequence. [N, F]."""
     return _CausalConv.apply(x_NF, weight_FK, positions_N)
-
-
-@overload
-def gated_delta_rule(
-    query_NGD: Tensor,
-    key_NGD: Tensor,
-    value_NHE: Tensor,
-    decay_NH: Tensor,
-    beta_NH: Tensor,
-    cu_seqlens: Tensor,
-) -> Tensor: ...
-
-
-@overload
-def gated_delta_rule(
-    query_NGD: Tensor,
-    key_NGD: Tensor,
-    value_NHE: Tensor,
-    decay_NH: Tensor,
-    beta_NH: Tensor,
-    cu_seqlens: Tensor,
-    first_SHDE: Tensor,
-) -> tuple[Tensor, Tensor]: ...
 
 
 def gated_delta_rule(
@@ -261,16 +231,13 @@ def gated_delta_rule(
     beta_NH: Tensor,
     cu_seqlens: Tensor,
     first_SHDE: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Apply the gated delta rule to packed sequences. Returns [N, H, E] in the dtype of `value`.
 
     Each of the H value heads has a state S [D, E], zero at a sequence's start, and at every token:
     S ← exp(decay)·S;  S ← S + k ⊗ β(v − Sᵀk);  output = Sᵀq/√D, where q and k are of unit length and
-    every G-th head shares them. float32 inside, or float64.
-
-    Args:
-        first_SHDE: initial states of the sequences, in place of zero. The final states then come with the
-            output, [S, H, D, E]; for a sequence without tokens it is the initial one.
+    every G-th head shares them. float32 inside, or float64. With initial states `first_SHDE` the final ones
+    come with the output, as a pair; for a sequence without tokens it is the initial one.
     """
     rectangles = packed.by_chunks(cu_seqlens, CHUNK)
     (groups, dim), heads = query_NGD.shape[1:], value_NHE.shape[1]

@@ -1,12 +1,9 @@
-"""The gated delta net under context parallelism: the states passed between the ranks that share a sequence.
+"""The gated delta net under context parallelism: each rank's two chunks of every sequence get the last tokens
+before them, for the short convolution, and the recurrent state.
 
-Each rank holds two chunks of every sequence (`models.zigzag`). A chunk needs the same amount of data from
-those before it, whatever their length: the last tokens, for the short convolution, and the recurrent state.
-
-The rule is affine in the state S at a chunk's start: the outputs are O + Q S, and the state at the end is M S
-+ N. Every rank computes O, Q, M and N of its own chunks, all ranks at once, by the rule over the values [v |
-0] from the state [0 | 1]. Then the states pass along the chunks; each chunk costs one product of matrices as
-large as a state. Neither heads nor lengths have to divide.
+The rule is affine in the state S at a chunk's start: outputs are O + Q S, and the state at the end is M S +
+N. Every rank computes O, Q, M and N of its own chunks by the rule over the values [v | 0] from the state [0 |
+1]; then states pass on.
 """
 
 from collections.abc import Callable
@@ -29,9 +26,8 @@ H, D, E]) → (outputs [N, H, E], last states [S, H, D, E])."""
 
 @dataclass(frozen=True)
 class Slices:
-    """This rank's chunks of the sequences of a micro-batch, C = 2 per sequence, and the places of the tokens
-    before them. Chunks without tokens are left out. W: tokens that the convolution sees besides the present
-    one."""
+    """This rank's chunks with tokens of a micro-batch's sequences, C = 2 per sequence, and the places of the
+    W tokens before each that the convolution sees besides the present one."""
 
     group: Any
     lengths: list[int]
@@ -54,13 +50,8 @@ class Slices:
 
 @once_per_batch
 def make_slices(cu_seqlens: Tensor, group: Any, width: int) -> Slices:
-    """Return this rank's slices of a micro-batch.
-
-    Args:
-        cu_seqlens: boundaries of the whole sequences, each a multiple of 2 x ranks long.
-        group: the context-parallel ranks.
-        width: W.
-    """
+    """Return this rank's slices of a micro-batch, whose whole sequences are each a multiple of 2 x ranks
+    long. `group` are the context-parallel ranks, `width` is W."""
     ranks, rank, device = group.size(), group.rank(), cu_seqlens.device
     lengths_S = cu_seqlens.diff().long() // (2 * ranks)
     length_C = lengths_S[lengths_S > 0].repeat_interleave(2)
@@ -201,7 +192,6 @@ def _received(rank: int, like: Tensor, group: Any) -> Tensor:
 
 
 def _exchange(operation: Callable[..., Any], state: Tensor, rank: int, group: Any) -> None:
-    """Exchange a state in a batch of one: NCCL then uses the group's communicator, and creates none for the
-    two ranks."""
+    """Exchange a state in a batch of one: NCCL then creates no communicator for the two ranks."""
     (work,) = dist.batch_isend_irecv([dist.P2POp(operation, state, group=group, group_peer=rank)])
     work.wait()

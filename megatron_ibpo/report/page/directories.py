@@ -8,9 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from megatron_ibpo.basics.record_lines import finished_lines
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.basics.user_files import read_json_file
+from megatron_ibpo.basics.user_files import finished_lines, read_json_file
 from megatron_ibpo.config import display_name
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.evaluate.stored_samples import RESULTS_FILE

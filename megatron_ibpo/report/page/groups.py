@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ibpo.basics.record_lines import finished_lines
 from megatron_ibpo.basics.records import Correction, Group, Sample, TokenIds
 from megatron_ibpo.basics.strict_json import read_json
 from megatron_ibpo.basics.text import shown
-from megatron_ibpo.basics.user_files import check_user_file
+from megatron_ibpo.basics.user_files import check_user_file, finished_lines
 from megatron_ibpo.credit.explanation import SampleExplanation
 from megatron_ibpo.data import Tokenizer
 from megatron_ibpo.edit_distance import opcodes

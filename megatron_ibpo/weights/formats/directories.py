@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_ibpo.basics.distributed import World
-from megatron_ibpo.basics.record_lines import flush
+from megatron_ibpo.basics.user_files import flush
 from megatron_ibpo.weights.formats.checkpoint_files import ALGORITHM, write_integrity
 from megatron_ibpo.weights.formats.run_state import partial_of
 
