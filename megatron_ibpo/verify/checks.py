@@ -267,12 +267,17 @@ def check_arrival(run: Run, origin: Path, full: bool) -> Iterator[Row]:
         run.policy.load_weights(target)
         return target
 
+    def shift(factor: str, _: int) -> None:
+        run.policy.shift_adapters(factor, SHIFT)
+
     restore = partial(run.policy.load_weights, origin)
     changes: dict[str, tuple[Callable[[int], object], Callable[[], object]]]
     changes = {kind: (partial(change, names), restore) for kind, names in kinds.items()}
     for factor in () if run.config.model.lora_rank is None else ("A", "B"):
-        shift = partial(run.policy.shift_adapters, factor)
-        changes[f"adapters' {factor}"] = (lambda _, shift=shift: shift(SHIFT)), partial(shift, -SHIFT)
+        changes[f"adapters' {factor}"] = (
+            partial(shift, factor),
+            partial(run.policy.shift_adapters, factor, -SHIFT),
+        )
     # a policy so random that its samples tell much, and that rounding moves it more
     changed = change([*tensors], seed=2)
     sequences, _ = _sent(run)

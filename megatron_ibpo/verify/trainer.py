@@ -328,8 +328,8 @@ def mean_gap(
 ) -> float:
     """Return the mean |difference| from expected log-probs, or from the engine's, over all tokens that the
     policy wrote."""
-    of_engine = [s.rollout_logprobs for s in sequences]
-    triples = zip(logprobs, of_engine if expected is None else expected, sequences, strict=True)
+    others: Sequence[Any] = [s.rollout_logprobs for s in sequences] if expected is None else expected
+    triples = zip(logprobs, others, sequences, strict=True)
     gaps = [np.abs(np.subtract(a, b, dtype=float))[s.loss_mask] for a, b, s in triples]
     return float(np.concatenate(gaps).mean())
 
