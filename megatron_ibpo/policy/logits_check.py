@@ -1,6 +1,7 @@
-"""Logits of the trainer's model beside those of transformers', each from its own files."""
+"""Logits of the trainer's model beside those of transformers', each from its own files: a tensor that a
+conversion misplaced shows here. And transformers' log-probs, for other comparisons."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_ibpo.basics.distributed import World
+from megatron_ibpo.basics.records import Floats, TrainSequence
 from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy import parallel
@@ -22,6 +24,23 @@ def transformers_model(hf_dir: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(
         hf_dir, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
+
+
+def transformers_rows(model: Any, sequence: TrainSequence) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (transformers' logits of all tokens but the last [N, V], the tokens that follow [N])."""
+    ids = torch.tensor([*sequence.prompt_token_ids, *sequence.response_token_ids])
+    return model(ids[None]).logits[0, :-1], ids[1:]
+
+
+@torch.no_grad()
+def transformers_logprobs(model: Any, sequences: Sequence[TrainSequence]) -> list[Floats]:
+    """Return transformers' log-probs of response tokens, at the temperatures of the sequences, in float64."""
+    logprobs = []
+    for sequence in sequences:
+        logits, targets = transformers_rows(model, sequence)
+        rows = (logits / sequence.temperature).double().log_softmax(-1).gather(1, targets[:, None])
+        logprobs.append(rows[len(sequence.prompt_token_ids) - 1 :, 0].numpy())
+    return logprobs
 
 
 def tensor_per_expert(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -307,8 +307,8 @@ def _own_fields(shape: ModelShape, config: Config, *, use_te: bool) -> dict[str,
             "moe_shared_expert_intermediate_size": shape.shared_expert_hidden_size,
             "moe_shared_expert_gate": shape.shared_expert_gate,
         }
-    further = getattr(family_module(shape.family), "megatron_fields", lambda _: {})
-    return fields | further(shape)
+    family = family_module(shape.family)
+    return fields | (family.megatron_fields(shape) if hasattr(family, "megatron_fields") else {})
 
 
 def whole_hidden_states(*, hidden_states: Tensor, output_layer: Any, **_: Any) -> Tensor:

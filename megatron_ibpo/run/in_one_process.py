@@ -7,6 +7,7 @@ in place of vLLM. When this process dies, --load resumes from the last checkpoin
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 
 from megatron_ibpo.cluster.placement import Node, Placement, plan_placement
-from megatron_ibpo.config import Config
+from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.engines import EngineLostError
 from megatron_ibpo.engines.lean import LeanEngine, check_shape, checkpoint_weights
-from megatron_ibpo.models import ModelShape
+from megatron_ibpo.models import ModelShape, forward_flops
+from megatron_ibpo.policy.group import Policy
 from megatron_ibpo.policy.process_start import trainer_rank
 from megatron_ibpo.run.inputs import Inputs, Judges
 from megatron_ibpo.run.resolve import Foundation, ResolvedConfig, check_model_layout
@@ -170,6 +172,15 @@ def own_trainer(config: Config, checkpoint: Path | None = None) -> Iterator[Any]
     finally:
         parallel.destroy()
         rank.world.close()
+
+
+@contextmanager
+def own_policy(config: Config) -> Iterator[tuple[Policy, Any]]:
+    """Provide (the policy on one rank in this process, whatever the layout and cluster; the rank)."""
+    parallel = replace(ParallelConfig(), use_distributed_optimizer=config.parallel.use_distributed_optimizer)
+    config = replace(config, parallel=parallel, cluster=replace(config.cluster, num_trainers=1))
+    with own_trainer(config) as rank:
+        yield Policy(OwnRank(rank), config, 1, partial(forward_flops, rank.shape)), rank
 
 
 def _deaths(judges: Judges) -> dict[str, int]:

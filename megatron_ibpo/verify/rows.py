@@ -30,17 +30,15 @@ class NotCheckedError(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result."""
+    """One line of the result: `check` is the name of its check, a colon and what it looked at, `bound` the
+    largest figure that is right, `reason` what was measured, why it was not, or what to look at next."""
 
     check: str
-    """Name of the check, a colon, and what it looked at."""
     verdict: Literal["right", "wrong", "not checked"]
     figure: float | None = None
     bound: float | None = None
-    """Largest figure that counts as right."""
     bound_from: str = ""
     reason: str = ""
-    """What was measured, why it was not, or what to look at next."""
 
 
 def measured(check: str, figure: float, bound: float, bound_from: str, reason: str) -> Row:
@@ -50,16 +48,10 @@ def measured(check: str, figure: float, bound: float, bound_from: str, reason: s
     return Row(check, "right" if is_right else "wrong", figure, bound, bound_from, text)
 
 
-def counted_faults(check: str, faults: Sequence[str], reason: str) -> Row:
-    """Return the row of a check that allows no fault; the first three faults are named behind `reason`, which
-    says what was looked at."""
+def exact(check: str, faults: Sequence[str], reason: str) -> Row:
+    """Return the row of a check that allows no fault; three are named behind `reason`, what was looked at."""
     named = f"{reason}: {'; '.join(faults[:3])}" if faults else reason
     return measured(check, float(len(faults)), 0.0, "exact", named)
-
-
-def not_checked(check: str, reason: str) -> Row:
-    """Return the row of a check that was not made."""
-    return Row(check, "not checked", reason=reason)
 
 
 def attempted(check: str, work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
@@ -68,7 +60,7 @@ def attempted(check: str, work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
     try:
         yield from work()
     except NotCheckedError as why:
-        yield not_checked(check, str(why))
+        yield Row(check, "not checked", reason=str(why))
     except Exception as error:
         yield Row(check, "wrong", reason=f"it failed: {fault_text(error)}")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_ibpo.config import Config, ParallelConfig, RolloutConfig
+from megatron_ibpo.config import Config, ParallelConfig
 from megatron_ibpo.config.run import RunConfig
 from megatron_ibpo.data.tokenizer import TOKENIZER_FILES
 from megatron_ibpo.models import least_world
@@ -27,10 +27,13 @@ SMALL: dict[str, int] = {
     "intermediate_size": 192, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
     "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
     "n_shared_experts": 1, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 32,
-    "linear_num_key_heads": 2, "sliding_window": 24, "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 0,
+    "hidden_size": 96, "sliding_window": 24, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
 }  # fmt: skip
-"""Field of config.json → the most of it in the small model."""
+"""Field of config.json → the most of it in the small model. Heads of 32 are never 96 in all."""
+HEADS = (
+    ("num_attention_heads", "num_key_value_heads"),
+    ("linear_num_value_heads", "linear_num_key_heads"),
+)
 
 
 def small_run(config: Config, scratch: Path, *, full: bool) -> Config:
@@ -40,15 +43,22 @@ def small_run(config: Config, scratch: Path, *, full: bool) -> Config:
         scratch: directory for its model and its files.
         full: check the run's own model, whatever its size.
     """
-    on_gpu, hf_dir = torch.cuda.is_available(), config.model.hf_dir
-    if not full and not is_tiny(hf_dir):
-        hf_dir = cut_down(hf_dir, scratch / "model", config.run.seed)
+    on_gpu, hf_dir, rollout, run = torch.cuda.is_available(), config.model.hf_dir, config.rollout, config.run
+    files = [*hf_dir.glob("*.safetensors"), *hf_dir.glob("*.bin")]
+    is_tiny = has_weights(hf_dir) and sum(file.stat().st_size for file in files) <= TINY_BYTES
     parallel = config.parallel if on_gpu and full else _small_layout(config.parallel)
-    trainers = config.cluster.num_trainers if on_gpu else _num_trainers(config, parallel)
+    trainers, least = config.cluster.num_trainers, least_world(parallel)
+    if not on_gpu:
+        has_shares = (trainers or 1) // least_world(config.parallel) > 1 and 2 * least <= MOST_RANKS
+        trainers = least * (2 if has_shares else 1)
+    engine = dict(rollout.parameters)
+    if not on_gpu and "vllm_arg" in engine:  # quantization, which CPUs lack, and a GPU's cache
+        engine |= {"vllm_arg": (), "vllm_kv_cache_bytes": CACHE_BYTES}
     return replace(
         config,
         model=replace(
-            config.model, hf_checkpoint=hf_dir, bf16=False, mtp_num_layers=0, ref_load=None,
+            config.model, bf16=False, mtp_num_layers=0, ref_load=None,
+            hf_checkpoint=hf_dir if full or is_tiny else cut_down(hf_dir, scratch / "model", run.seed),
             model_override=config.model.model_override if on_gpu else (),
         ),
         parallel=parallel,
@@ -60,33 +70,24 @@ def small_run(config: Config, scratch: Path, *, full: bool) -> Config:
             overlap_cpu_optimizer_d2h_h2d=False, optimizer_override=(),
         ),
         cluster=replace(config.cluster, num_trainers=trainers),
-        rollout=_short(config.rollout, config.loss.num_steps_per_rollout, on_gpu=on_gpu),
+        rollout=replace(
+            rollout, parameters=engine,
+            rollout_batch_size=max(1, PROMPTS // (steps := config.loss.num_steps_per_rollout)) * steps,
+            n_samples_per_prompt=min(rollout.n_samples_per_prompt, RESPONSES),
+            rollout_max_response_len=min(rollout.rollout_max_response_len, LONGEST),
+            rollout_num_gpus_per_engine=rollout.rollout_num_gpus_per_engine if on_gpu else 1,
+            rollout_num_gpus=rollout.rollout_num_gpus if on_gpu else None,
+            max_staleness=0, over_sampling_batch_size=None, keep_order=False, check_weight_update_equal=False,
+        ),
         run=RunConfig(
-            run_dir=scratch / "run", num_rollout=STEPS, seed=config.run.seed, save_interval=1,
+            run_dir=scratch / "run", num_rollout=STEPS, seed=run.seed, save_interval=1,
             save_interval_minutes=None, eval_num_prompts=0, operator_skill_prompts=0,
-            max_reward_error_rate=config.run.max_reward_error_rate,
-            max_nonfinite_steps=config.run.max_nonfinite_steps,
+            max_reward_error_rate=run.max_reward_error_rate, max_nonfinite_steps=run.max_nonfinite_steps,
         ),
         data=replace(
             config.data, rm_type=STAND_IN, reward_part=(), reward_threshold=1.0, rm_url=None, rm_model=None,
             rm_template=None, rm_score=None,
         ),
-    )  # fmt: skip
-
-
-def _short(rollout: RolloutConfig, steps: int, *, on_gpu: bool) -> RolloutConfig:
-    """Return the settings with few prompts and short responses, in a rollout of `steps` optimizer steps."""
-    engine = dict(rollout.parameters)
-    if not on_gpu and "vllm_arg" in engine:  # quantization, which CPUs lack, and a GPU's cache
-        engine |= {"vllm_arg": (), "vllm_kv_cache_bytes": CACHE_BYTES}
-    return replace(
-        rollout, parameters=engine,
-        rollout_batch_size=max(1, PROMPTS // steps) * steps,
-        n_samples_per_prompt=min(rollout.n_samples_per_prompt, RESPONSES),
-        rollout_max_response_len=min(rollout.rollout_max_response_len, LONGEST),
-        rollout_num_gpus_per_engine=rollout.rollout_num_gpus_per_engine if on_gpu else 1,
-        rollout_num_gpus=rollout.rollout_num_gpus if on_gpu else None,
-        max_staleness=0, over_sampling_batch_size=None, keep_order=False, check_weight_update_equal=False,
     )  # fmt: skip
 
 
@@ -103,23 +104,10 @@ def _small_layout(parallel: ParallelConfig) -> ParallelConfig:
     return replace(parallel, **least)
 
 
-def _num_trainers(config: Config, small: ParallelConfig) -> int:
-    """Return the ranks of the small layout, twice if the run has data parallelism and there is room."""
-    least = least_world(small)
-    shares = (config.cluster.num_trainers or 1) // least_world(config.parallel)
-    return 2 * least if shares > 1 and 2 * least <= MOST_RANKS else least
-
-
-def is_tiny(hf_dir: Path) -> bool:
-    """Return whether the checkpoint's weights are small enough to be used as they are."""
-    files = [*hf_dir.glob("*.safetensors"), *hf_dir.glob("*.bin")]
-    return has_weights(hf_dir) and sum(file.stat().st_size for file in files) <= TINY_BYTES
-
-
 def cut_down(hf_dir: Path, target: Path, seed: int) -> Path:
     """Write a model of the same family with few layers and a small hidden size into `target`, with random
     weights in float32 and the same tokenizer. Return `target`."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig  # take seconds
+    from transformers import AutoConfig, AutoModelForCausalLM  # take seconds
 
     config = AutoConfig.from_pretrained(hf_dir).get_text_config()
     if hasattr(config, "quantization_config"):
@@ -131,43 +119,31 @@ def cut_down(hf_dir: Path, target: Path, seed: int) -> Path:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.dim() == 1 and (tensor.requires_grad or name.endswith("e_score_correction_bias")):
                 tensor.add_(torch.randn_like(tensor) * SPREAD / 2)  # constants would hide a mix-up
-    if (hf_dir / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(hf_dir)
     model.save_pretrained(target)
-    for name in TOKENIZER_FILES:
+    for name in ("generation_config.json", *TOKENIZER_FILES):
         if (hf_dir / name).is_file():
             shutil.copyfile(hf_dir / name, target / name)
     return target
 
 
 def _shrink(config: Any) -> None:
-    """Make the sizes small, and keep what decides how a layer is laid out: ratios of heads, experts, ties."""
-    heads, keys = config.num_attention_heads, config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    is_square = head_dim * heads == config.hidden_size
-    value_heads = getattr(config, "linear_num_value_heads", 0)
-    ratio = value_heads // config.linear_num_key_heads if value_heads else 0
-    config.num_hidden_layers = layers = _num_layers(config)
+    """Make the sizes small; keep every kind of layer, in an even number for two pipeline stages, and what
+    decides how a layer is laid out: ratios of heads, experts, ties."""
+    kinds = getattr(config, "layer_types", None) or [0]
+    last_new = max(kinds.index(kind) for kind in kinds) + 1
+    fewest = max(last_new + last_new % 2, 4 if getattr(config, "first_k_dense_replace", 0) else 2)
+    config.num_hidden_layers = min(config.num_hidden_layers, fewest)
+    if kinds != [0]:
+        config.layer_types = kinds[: config.num_hidden_layers]
+    for of_values, of_keys in HEADS:
+        if keys := getattr(config, of_keys, 0):
+            ratio = min(max(1, getattr(config, of_values) // keys), 2)
+            setattr(config, of_keys, min(2, keys))
+            setattr(config, of_values, min(2, keys) * ratio)
     for name, most in SMALL.items():
         if isinstance(value := getattr(config, name, None), int):
             setattr(config, name, min(value, most))
-    config.num_key_value_heads = min(2, keys)
-    config.num_attention_heads = config.num_key_value_heads * min(max(1, heads // keys), 2)
-    # 1, 2 or 4 heads of 32 are never 96
-    config.hidden_size = 32 * config.num_attention_heads if is_square else 96
-    if value_heads:
-        config.linear_num_value_heads = config.linear_num_key_heads * min(ratio, 2)
     config.initializer_range = SPREAD
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
     rope = getattr(config, "rope_parameters", None) or {}
     if "mrope_section" in rope:
         rope["mrope_section"] = [2, 1, 1]  # of the 32 / 8 pairs that are rotated
-
-
-def _num_layers(config: Any) -> int:
-    """Return the fewest layers, a multiple of two pipeline stages, that have every kind."""
-    kinds = getattr(config, "layer_types", None) or [0]
-    last_new = max(kinds.index(kind) for kind in set(kinds)) + 1
-    with_dense_start = 4 if getattr(config, "first_k_dense_replace", 0) else 2
-    return min(config.num_hidden_layers, max(last_new + last_new % 2, with_dense_start))
