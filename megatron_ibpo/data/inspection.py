@@ -1,7 +1,7 @@
 """Inspection of a source: prompts as the policy will see them, and what is left out and why."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
