@@ -30,8 +30,6 @@ METRICS = ("plain", "adam")
 """Update by the gradient itself, or by the gradient over the root mean square of each weight's gradient."""
 BLOCKS = 10
 STAR_SIZE, STAR_PROMPTS_AT_ONCE = 16, 16
-FAR = 1_000_000
-"""Index of the first prompt for g*; measured prompts begin at 0, those of the scores at twice this."""
 PROBES = 4
 """Further responses that tell how hard a prompt is, independently of the group that is judged."""
 
@@ -52,10 +50,12 @@ class Compass:
     """[scores, parameters]"""
     spread: Tensor
     """[parameters] root mean square of the gradients of small steps: Adam's divisor."""
+    num_prompts: int
+    """First prompts of the task, which it is made from. Prompts that are measured come after them."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the content for a file."""
-        return {"star": self.star, "scores": self.scores, "spread": self.spread}
+    def content(self) -> dict[str, Any]:
+        """Return the fields for a file."""
+        return {name: getattr(self, name) for name in ("star", "scores", "spread", "num_prompts")}
 
     def products(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the products of rows with g* [metrics, rows, blocks] and with the scores [metrics, rows,
@@ -226,28 +226,31 @@ def make_compass(
     num_scores: int,
     longest: int,
 ) -> Compass:
-    """Return g* in blocks, Adam's divisor and scores, from prompts of their own.
+    """Return g* in blocks, Adam's divisor and scores, from prompts of their own: the first of the task.
 
     Args:
-        prompt_at: prompt of an index.
-        num_star: prompts for g*, answered `STAR_SIZE` times each; leave-one-out baselines keep it unbiased.
+        prompt_at: prompt at a position.
+        num_star: prompts for g* at least, answered `STAR_SIZE` times each; leave-one-out baselines keep it
+            unbiased.
         num_scores: plain responses, one to each of as many prompts.
         longest: most tokens of a response.
     """
     star, counts = torch.zeros(BLOCKS, gradients.size), torch.zeros(BLOCKS)
-    second, steps = torch.zeros(gradients.size), -(-num_star // STAR_PROMPTS_AT_ONCE)
-    for step in range(max(steps, BLOCKS)):
-        first = FAR + step * STAR_PROMPTS_AT_ONCE
+    second, steps = torch.zeros(gradients.size), max(-(-num_star // STAR_PROMPTS_AT_ONCE), BLOCKS)
+    first_score = steps * STAR_PROMPTS_AT_ONCE
+    for step in range(steps):
+        first = step * STAR_PROMPTS_AT_ONCE
         prompts = [prompt_at(first + place) for place in range(STAR_PROMPTS_AT_ONCE)]
         gradient = accuracy_gradient(prompts, sampler, gradients, longest)
         star[step % BLOCKS] += gradient
         counts[step % BLOCKS] += 1
         second += gradient**2
-    spread = (second / max(steps, BLOCKS)).sqrt()
-    score_prompts = [prompt_at(2 * FAR + place) for place in range(num_scores)]
+    spread = (second / steps).sqrt()
+    score_prompts = [prompt_at(first_score + place) for place in range(num_scores)]
     samples = sampler([_star_request(prompt, 0, longest) for prompt in score_prompts])
     scores = gradients.each([score_query(s.prompt_token_ids, s.token_ids) for s in samples])
-    return Compass(star / counts[:, None], scores, spread + 0.01 * spread.mean())
+    divisor = spread + 0.01 * spread.mean()
+    return Compass(star / counts[:, None], scores, divisor, first_score + num_scores)
 
 
 def accuracy_gradient(

@@ -20,7 +20,7 @@ import tyro
 from frozen_policy import FrozenPolicy, open_space
 from gradient_records import Compass, load, make_compass, packed, record_prompts
 from gradient_records import save as save_file
-from referee_page import SIZES, judge_tasks, page, prompt_at
+from referee_page import SIZES, judge_tasks, page
 from sequence_gradients import transformers_gradients
 from training_bursts import check_bursts, write_bursts
 
@@ -73,20 +73,36 @@ def _record_task(
         started = time.process_time()
         longest = space.config.rollout.rollout_max_response_len
         compass = make_compass(
-            prompt_at(space), policy.answers, gradients, num_star=star, num_scores=scores, longest=longest
+            space.prompts.at, policy.answers, gradients, num_star=star, num_scores=scores, longest=longest
         )
-        save_file(compass_path, compass.tensors() | {"seconds": time.process_time() - started})
+        save_file(compass_path, compass.content() | {"seconds": time.process_time() - started})
     content = load(compass_path)
-    compass = Compass(content["star"], content["scores"], content["spread"])
+    compass = Compass(content["star"], content["scores"], content["spread"], content["num_prompts"])
+    require_prompts(task, space.prompts.num_prompts(), compass.num_prompts + prompts)
     for place, path in enumerate(paths):
         if path.exists():
             continue
         started = time.process_time()
-        batch = space.prompts.batch(place * PROMPTS_AT_ONCE, PROMPTS_AT_ONCE)
+        batch = [space.prompts.at(position) for position in measured_positions(compass, place)]
         records = record_prompts(batch, list(space.contenders.values()), policy.answers, gradients, compass)
         spent = time.process_time() - started
         save_file(path, {"prompts": [packed(each) for each in records], "seconds": spent})
         print(f"{task.name}: {path.stem}, {spent:.1f} s of processor time", flush=True)
+
+
+def measured_positions(compass: Compass, file: int) -> range:
+    """Return the places in the task of the prompts that a file of records holds, files counted from 0."""
+    first = compass.num_prompts + file * PROMPTS_AT_ONCE
+    return range(first, first + PROMPTS_AT_ONCE)
+
+
+def require_prompts(task: Task, num_prompts: int, num_needed: int) -> None:
+    """Refuse a task whose prompts would serve twice: g* must come from other prompts than those measured."""
+    if 0 < num_prompts < num_needed:
+        raise ValueError(
+            f"task {task.name}: has {num_prompts} prompts before they repeat, and {num_needed} different "
+            "ones are needed; lower --prompts, --star or --scores"
+        )
 
 
 def judge_methods(

@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from frozen_policy import Space, open_space
 from gradient_records import PromptRecord, load, unpacked
 from method_verdicts import CURRENCIES, judge, measure
 
-from megatron_ibpo.basics.records import Prompt
 from megatron_ibpo.study.plan import Study
 
 SIZES = (4, 8)
@@ -21,11 +20,6 @@ STRATA = {"none of 4 right": (0, 0), "1 or 2": (1, 2), "3 or 4": (3, 4)}
 """Difficulty of a prompt by further responses to it: name → least and most right ones."""
 FEWEST = 20
 """Prompts of a stratum that is judged."""
-
-
-def prompt_at(space: Space) -> Callable[[int], Prompt]:
-    """Return the function from an index to its prompt."""
-    return lambda index: space.prompts.batch(index, 1)[0]
 
 
 def judge_tasks(study: Study, directory: Path, metric: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -42,7 +36,7 @@ def judge_tasks(study: Study, directory: Path, metric: str) -> Iterator[tuple[st
             space = open_space(study, task, SIZES, Path(scratch))
         contents = [load(path) for path in paths]
         compass = load(directory / task.name / "compass.pt")
-        records = [unpacked(entry, prompt_at(space)) for content in contents for entry in content["prompts"]]
+        records = [unpacked(entry, space.prompts.at) for content in contents for entry in content["prompts"]]
         star_scores = (compass["star"] @ compass["scores"].T).double().numpy()
         cell = rounded(_judge_task(space, records, star_scores, study.baseline, metric))
         seconds = compass["seconds"] + sum(content["seconds"] for content in contents)

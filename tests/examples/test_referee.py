@@ -20,6 +20,7 @@ from gradient_records import (
     unpacked,
 )
 from method_verdicts import judge, measure, prices
+from referee import measured_positions, require_prompts
 from sequence_gradients import (
     GradientQuery,
     SequenceGradients,
@@ -34,6 +35,7 @@ from megatron_ibpo.credit import Vocabulary, credit_of, find_method
 from megatron_ibpo.loss import LossRows, make_objective, policy_loss
 from megatron_ibpo.models import read_hf_config
 from megatron_ibpo.policy.logits_check import transformers_model
+from megatron_ibpo.study.plan import Task
 from support.credit_cases import context
 from support.paths import ROOT
 from support.samples import sample_of
@@ -262,6 +264,26 @@ def test_gradients_of_sequences_equal_single_backward_passes():
         expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-3)
     torch.testing.assert_close(gradients.sum(queries, [1.0, -2.0, 0.5]), torch.tensor([1, -2, 0.5]) @ rows)
+
+
+def test_no_prompt_serves_both_the_compass_and_a_record():
+    taken = []
+
+    def noted(position):
+        taken.append(position)
+        return prompt_at(position)
+
+    compass = make_compass(noted, answers, toy_gradients(), num_star=170, num_scores=7, longest=2)
+    for file in range(3):
+        taken += measured_positions(compass, file)
+    assert taken == list(range(11 * 16 + 7 + 3 * 10))
+
+
+def test_a_task_with_too_few_prompts_is_refused():
+    require_prompts(Task("endless", {}), 0, 50)
+    require_prompts(Task("enough", {}), 50, 50)
+    with pytest.raises(ValueError, match="task short: has 49 prompts"):
+        require_prompts(Task("short", {}), 49, 50)
 
 
 def test_a_record_survives_its_file_and_refuses_missing_samples(toy):
