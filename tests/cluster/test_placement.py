@@ -129,7 +129,9 @@ def test_a_node_with_too_little_memory_is_named():
     said = str(refused.value)
     assert said.startswith("10.0.0.2 has 300.0 GiB of main memory, and this run needs at least ")
     layers = sum(count for name, count in elements.items() if ".layers." in name)
-    assert f"; the optimizer {16 * layers / 4 / GIB:.1f};" in said
+    optimizer = float(said.partition("; the optimizer ")[2].partition(";")[0])
+    # norms and routers are on every tensor-parallel rank
+    assert 1 <= optimizer / (16 * layers / 4 / GIB) < 1.002
     assert "--no-optimizer-cpu-offload keeps the optimizer's state on the GPUs" in said
     assert said.count("10.0.0.") == 1, "the others have enough"
     config.optimizer.optimizer_cpu_offload = config.rollout.offload_train = False

@@ -309,8 +309,8 @@ def test_a_mistake_in_a_term_takes_one_line(tmp_path, monkeypatch, capsys):
     ("text", "says"),
     [
         ("def f(:\n", r"SyntaxError: invalid syntax \(own_terms.py, line 1\)"),
-        ("x = {}['k']\n", r"KeyError: 'k' \(.*own_terms.py, line 1\)"),
-        ("import sys\nsys.exit(3)\n", r"SystemExit: 3 \(.*own_terms.py, line 2\)"),
+        ("x = {}['k']\n", r"KeyError: 'k' \(.*own_terms.py:1 in <module>\)"),
+        ("import sys\nsys.exit(3)\n", r"SystemExit: 3 \(.*own_terms.py:2 in <module>\)"),
         ("V = 3\n", "is a int, wanted a Variant"),
         ("", "defines no 'V'"),
     ],

@@ -305,7 +305,7 @@ def test_weights_must_leave_correct_to_the_main_part():
         ((), 1.0, "has no parts"), (("math=1", "composite=0.1"), 1.0, "cannot contain itself"),
         (("math=0.5", "code:format=0.5"), 0.5, "could be correct without the first"),
         (("math=0.5", "code:format=0.4"), 1.0, "no response could be correct"),
-        (("math=much",), 1.0, "must be a number"), (("math=0",), 1.0, "leave the part out"),
+        (("math=much",), 1.0, "must be a number"), (("math=0",), 1.0, "leave such a part out"),
         (("math=1", "code:format=-1e308"), 1.0, r"at most 1e\+09 in size"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):

@@ -95,9 +95,9 @@ def test_an_engine_unfit_for_the_model_is_refused_early():
 
 
 def test_overrides_are_data():
-    _, _, settled = settings("--model-override", "recompute_modules=[mlp]")
+    _, foundation, settled = settings("--model-override", "recompute_modules=[mlp]")
     settled.model.recompute_granularity = "selective"
-    overrides = read_overrides(settled)
+    overrides = read_overrides(resolve(settled, foundation, machine(1, gpus=True)).config)
     assert overrides.recomputed_modules == {"mlp"}
     assert (overrides.chunks, overrides.optimizer_bytes.device) == (1, 12)
 
