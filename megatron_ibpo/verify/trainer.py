@@ -34,8 +34,8 @@ to it, and nothing moves."""
 ROUNDING, NO_KL = 2.0**-21, 1e-6
 """Rounding of a float32 weight of size up to 4, twice; and of a KL of 0 in nats."""
 RESOLUTION = 2e-6
-"""Share of the largest gradient that float32 loses in another, whose terms cancel, such as a delta net's decay:
-1.2e-6 was measured (tiny Qwen3-Next, A_log)."""
+"""Share of the largest gradient that float32 loses in another, whose terms cancel, such as a delta net's
+decay: 1.2e-6 was measured (tiny Qwen3-Next, A_log)."""
 BOUND, RECURRENT_BOUND = 2e-4, 1e-3
 """Largest relative difference of a gradient in float32; delta nets sum long products."""
 FLOOR, SPREADS = 5e-5, 4
