@@ -176,11 +176,10 @@ def within(values, expected, *parts):
 def toy():
     """Records of the toy policy, and the directions that they are compared with."""
     gradients = toy_gradients()
-    compass = make_compass(prompt_at, answers, gradients, num_star=160, num_scores=80, longest=2)
+    compass = make_compass(prompt_at, answers, gradients, num_star=160, num_scores=160, longest=2)
     methods = {name: contender(name) for name in METHODS}
-    records = record_prompts(
-        [prompt_at(index) for index in range(100)], list(methods.values()), answers, gradients, compass
-    )
+    prompts = [prompt_at(compass.num_prompts + index) for index in range(100)]  # none that g* is made from
+    records = record_prompts(prompts, list(methods.values()), answers, gradients, compass)
     return methods, records, compass
 
 
