@@ -88,7 +88,7 @@ class OnAllNodes:
     which is restarted as long as its node is alive."""
 
     name: str
-    """Of an actor in messages, such as "verifier"."""
+    """Name of an actor in messages, such as "verifier"."""
     factory: str
     """module:name of the class of the actors' objects, a `NodeObject`."""
 

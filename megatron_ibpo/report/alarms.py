@@ -130,7 +130,7 @@ _DEAD_GROUPS = _Trend(
         "take harder or easier problems, or --dynamic-sampling"
     ),
 )
-"""Of groups as shares of all."""
+"""Watched as a share of all groups of a step."""
 
 
 def run_alarms(columns: Columns, *, groups_per_step: int | None) -> list[Alarm]:

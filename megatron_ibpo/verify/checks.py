@@ -67,7 +67,7 @@ PROMPTS, LONGEST, BLOCK = 6, 24, 300
 """Prompts to sample after each change of weights, tokens of a response, and tokens of a prompt that fills a
 block of every cache: those of delta nets have 256."""
 SHIFT, VISIBLE = 0.05, 3.0
-"""What changes adapters and tensors of zeros; bounds by which a change must move log-probs to be seen."""
+"""Shift of adapters and of tensors of zeros; bounds by which a change must move log-probs to be seen."""
 
 Turns = set[tuple[bytes, bytes]]
 """Ids and log-probs of each sample that engines returned, before samples were joined to episodes."""

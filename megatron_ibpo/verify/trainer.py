@@ -237,8 +237,8 @@ def _check_clipping(step: FirstStep) -> Iterator[Row]:
 
 
 def _check_small_steps(step: FirstStep) -> Iterator[Row]:
-    """What earns more has the larger advantage, and an update makes it likelier. The reference policy is the
-    initial one and stays it: a first step has a KL of 0, and a second has not."""
+    """Check that what earns more has the larger advantage, and that an update makes it likelier; and that the
+    reference policy is the initial one and stays it: a first step has a KL of 0, and a second has not."""
     sequences = [s for s in step.credited if s.has_advantage and s.loss_mask.any()]
     if not sequences:
         raise NotCheckedError("no sequence of the first step has an advantage")
@@ -269,7 +269,7 @@ def _check_small_steps(step: FirstStep) -> Iterator[Row]:
 
 
 def check_masked(step: FirstStep) -> Iterator[Row]:
-    """What stands at masked places has no part in a gradient."""
+    """Check that values at masked places have no part in a gradient."""
 
     def loud(s: TrainSequence) -> TrainSequence:
         arrays: dict[str, Any] = {name: getattr(s, name) for name in ABSURD if getattr(s, name) is not None}
