@@ -21,9 +21,12 @@ def transformers_model(hf_dir: Path, dtype: torch.dtype) -> Any:
     """Return transformers' model of a checkpoint, in plain torch."""
     from transformers import AutoModelForCausalLM  # takes seconds
 
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         hf_dir, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
+    # a policy may write the token for padding, whose embedding transformers gives no gradient
+    model.get_input_embeddings().padding_idx = None
+    return model
 
 
 def transformers_rows(model: Any, sequence: TrainSequence) -> tuple[torch.Tensor, torch.Tensor]:

@@ -144,6 +144,7 @@ def _shrink(config: Any) -> None:
         if isinstance(value := getattr(config, name, None), int):
             setattr(config, name, min(value, most))
     config.initializer_range = SPREAD
+    config.pad_token_id = None  # its embedding would be 0, which a norm magnifies a thousandfold
     rope = getattr(config, "rope_parameters", None) or {}
     if "mrope_section" in rope:
         rope["mrope_section"] = [2, 1, 1]  # of the 32 / 8 pairs that are rotated
