@@ -56,7 +56,7 @@ def add_block(x, k, shift, total_B, moment_B, ENTROPY: tl.constexpr):
 
 @triton.jit
 def sums_at(logits_ptr, num_columns, k, shift, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (total, moment) of a row with one shift for all of it."""
+    """Return (total, moment) of a row, with the same shift in all its blocks."""
     total_B = tl.zeros((BLOCK,), tl.float32)
     moment_B = tl.zeros((BLOCK,), tl.float32)
     full_columns = num_columns // BLOCK * BLOCK

@@ -235,7 +235,8 @@ LENGTHS = (1, 2, 5)
 RELATIVE, TYPICAL = 2e-5, 2e-6
 """Errors allowed: of the number itself, and of the typical number of the term."""
 NEAR = 4.0
-"""Log-ratios and log-probs up to this size have a typical number of their own."""
+"""Largest log-ratio or log-prob of near rows, which have a typical number of their own: the numbers of far
+rows are so large that errors of near ones would not show beside them."""
 ROUNDING = 1.2e-7
 """Relative change of a parameter by rounding: the kernels compute `1 - eps` in float32, torch in float64."""
 
@@ -325,7 +326,7 @@ def _check_lengths(term: _Term, reference: TermResults) -> None:
 
 
 def _largest_error(term: _Term, result: str, computed: Tensor, references: Sequence[Tensor]) -> float:
-    """Return the largest error of a result, beyond that of rounding, for which it raises Disagreement.
+    """Return the largest error of a result beyond that of rounding. Raises Disagreement if a number is wrong.
 
     A result may lie between those of torch in float32, in float64 and with parameters that are rounded
     otherwise (`references`, in this order but with float64 last). Where these leave torch's own number on one

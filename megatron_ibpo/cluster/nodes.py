@@ -76,7 +76,7 @@ HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Be one node of the cluster. Return the exit status of the command on node 0, and 0 elsewhere."""
+    """Run one node of the cluster. Return the exit status of the command on node 0, and 0 elsewhere."""
     words = list(sys.argv[1:] if argv is None else argv)
     node_flags, words = (
         (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])

@@ -1,7 +1,7 @@
 """Levenshtein distance of one pair and of batches, and the canonical alignment: the tokens that an edit
 keeps.
 
-Ids are read as callers hold them. Anything that is not clearly a batch of ids is refused by name.
+Ids may be in lists, arrays or tensors. Anything that is not clearly a batch of ids is refused by name.
 """
 
 from __future__ import annotations

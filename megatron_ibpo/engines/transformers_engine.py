@@ -72,7 +72,7 @@ class Parameters:
 
 
 class TransformersEngine:
-    """An `engines.protocol.Engine` whose control calls are those of `Policy`."""
+    """An `engines.protocol.Engine` that passes its control calls (`CONTROL_CALLS`) to a `Policy`."""
 
     parameters = Parameters
     model_problems = staticmethod(model_problems)

@@ -115,9 +115,9 @@ def _frame(kind: str, **choice: Any) -> dict[str, Any]:
 
 
 TASK_INDEX = "task_index"
-"""Key of a row's metadata: which of the taskset's tasks it is."""
+"""Key in a row's metadata for the number of its task in the taskset."""
 _INFINITE_TASKS = 256
-"""Tasks that are played of a taskset without an end, by the seed."""
+"""Number of tasks of an endless taskset among which the seed chooses."""
 _MOST_EMPTY_REPLIES = 64
 """Empty messages after which an episode without turns or tokens left must have ended."""
 

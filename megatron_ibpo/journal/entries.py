@@ -119,7 +119,7 @@ class SegmentStart:
     last_step: int
     """Number of the last batch closed by then; its own segment may be deleted before this one."""
     needed_from: int
-    """First segment needed to resume from that checkpoint, or from one of a later step."""
+    """First segment needed to resume from the checkpoint of step `saved` or of a later step."""
     rewound: int | None = None
     """If set, batches of later steps than this, and samples of groups open at that time, no longer count."""
 

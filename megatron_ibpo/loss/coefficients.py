@@ -49,7 +49,8 @@ class ChunkCoefficients:
     """Coefficients with which the rows of a chunk enter the weight's gradient."""
 
     final_C: Tensor
-    """Of the leading rows; of rows of the open sequence only the KL penalty's part."""
+    """Coefficients of the leading rows. With a KL penalty the rows of the open sequence follow, with the
+    penalty's part alone."""
     open_C: Tensor
     """Coefficients, without the slope, of the last rows, which belong to the open sequence."""
     closing: Tensor | None

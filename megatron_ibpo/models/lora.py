@@ -100,12 +100,14 @@ def target_of(piece: Piece) -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """A and B beside one HF matrix, the one of this number among those that a Megatron parameter joins."""
+    """The adapter's A and B of one HF matrix."""
 
     number: int
+    """Place of the matrix among those that a Megatron parameter joins."""
     a: Entry
     b: Entry
-    """B's rows are those of the matrix: a rank holds them section by section (`Cut.sections`)."""
+    """Entry of B, whose rows are those of the matrix: a rank holds them section by section
+    (`Cut.sections`)."""
 
     def sections(self) -> tuple[int, ...]:
         """Return the numbers of B's rows in the sections that ranks divide separately."""

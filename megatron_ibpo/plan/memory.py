@@ -219,9 +219,9 @@ def communicators(shape: ModelShape, config: Config, census: Census) -> dict[str
 
 
 def _logits(shape: ModelShape, config: Config, max_tokens: int, element: int) -> int:
-    """Return the bytes of a micro-batch's logits. With the LM head fused, those of a chunk and two fp32
-    gradients of the head: its own, and that of the sequence that the chunk leaves open. With adapters the
-    head has none."""
+    """Return the bytes of a micro-batch's logits. With the LM head fused this is a chunk of logits and two
+    fp32 gradients of the head: the sum so far, and the part of the sequence that the chunk leaves open. With
+    adapters the head has no gradient."""
     columns = padded_vocab_size(shape, config.parallel) // config.parallel.tensor_model_parallel_size
     if config.loss.fuse_lm_head:
         gradients = 0 if config.model.lora_rank else 2 * columns * shape.hidden_size * 4

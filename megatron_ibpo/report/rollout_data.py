@@ -70,8 +70,8 @@ class RecordedStep:
     step: int
     groups: list[Group]
     trained: dict[tuple[int, str, int], Trained]
-    """What was trained on, by (group, "response" or "correction", index in the group). It lacks what was left
-    out of training, and is empty for recordings without it."""
+    """Training data of each sample, by (group, "response" or "correction", index in the group). Samples left
+    out of training have none, and it is empty for recordings that do not hold it."""
     explanations: list[GroupExplanation]
     """How each advantage came about, group by group; empty for recordings of version 0.2 and before."""
 

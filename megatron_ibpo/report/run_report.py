@@ -291,7 +291,7 @@ _KINDS = {
         "corrections_skipped",
     ),
 }
-"""What became of counted things → the counts; all others failed or died."""
+"""Counts by the fate of the things counted. Counts that are not listed are of things that failed or died."""
 _IN_WORDS = {
     "truncated_responses": "responses",
     "truncated_corrections": "corrections",

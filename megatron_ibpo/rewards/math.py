@@ -73,9 +73,9 @@ _OR = re.compile(
 )
 _ASSIGNED = re.compile(r"[A-Za-z](?:_\w|_\{\w+\})?\s*=\s*(?=[^=])")
 _BEFORE_VALUE = re.compile(r"\A\s*+(?:=|\\(?:approx|bf|rm|it)(?![A-Za-z])|≈)\s*+")
-"""What may stand before a value in a box without meaning anything more."""
+"""A sign or a font command before a value in a box that does not change the value."""
 _MISREAD = re.compile(r"\d\s++\d|\d\s*+_")
-"""What the library misreads: digits that stand apart as a product, and 12_7 without its base."""
+"""Notation that math-verify misreads: separate groups of digits as a product, and 12_7 without its base."""
 _AND = re.compile(r",?\s++and\b")
 _DIGIT = re.compile(r"\d")
 
@@ -160,7 +160,7 @@ class _Answer:
     context: str
     """Text in which math-verify looks for it: the same, or the end of the response."""
     is_box: bool = False
-    """Whether the text is the whole context."""
+    """True if math-verify reads the text alone, as the content of a box."""
 
 
 def _answer(text: str) -> _Answer | None:

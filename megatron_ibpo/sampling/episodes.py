@@ -49,8 +49,8 @@ class Episodes:
     framed: Callable[[list[Message]], list[Message]] = lambda messages: messages
     """Puts the run's system prompt before an opening."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Faults of environments by kind since the last `take_metrics`, and the episodes that were played again
-    or have no reward for one."""
+    """Numbers since the last `take_metrics`: faults of environments by kind, and episodes that were played
+    again or left without a reward because of a fault."""
 
     async def play(self, prompt: Prompt, request: SampleRequest, ask: AskTurn, *, held_out: bool) -> Sample:
         """Return an episode with its reward. A fault of the environment, not of the policy, has it played

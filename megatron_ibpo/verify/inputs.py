@@ -76,7 +76,8 @@ def with_other_hashes(function: Callable[..., Any], *arguments: object) -> Any:
 
 
 def contents(config: Config, count: int) -> list[str]:
-    """Return all that the run's first prompts hold, the last first: each depends on its position alone."""
+    """Return the content of the run's first `count` prompts. They are read from the last to the first, since
+    each must depend on its position alone."""
     source = open_run_data(config, read_foundation(config)).prompts
     assert source is not None  # checked by the caller
     prompts = [source.at(position) for position in reversed(range(count))]

@@ -114,7 +114,7 @@ class Update:
         """How far each weight moved against its gradient g, over the learning rate: g / (|g| + 1)."""
         self.metrics = as_tensors(metrics)
         self.rounding = ROUNDING / lr
-        """Rounding of `change`."""
+        """Rounding error of `change`, from that of the weights."""
 
 
 def as_tensors(metrics: Mapping[str, float]) -> Tensors:
