@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logprobs import FlatLogprobs
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
@@ -20,7 +21,11 @@ from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
+from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.version import __version__ as VERSION
@@ -83,6 +88,9 @@ def fix_cpu() -> None:
     _expand_settings_to_drafts()
     _draft_for_marked_requests()
     _call_attention_directly()
+    _allocate_at_edges_of_blocks()
+    _draw_seeds_in_place()
+    _append_sampled_logprobs()
 
 
 def fix_gpu() -> None:
@@ -213,6 +221,66 @@ def _call_attention_directly() -> None:
     @replaces(CpuPlatform, "opaque_attention_op")
     def is_opaque(*_: Any) -> bool:
         return False
+
+
+@written_for("0.32")
+def _allocate_at_edges_of_blocks() -> None:
+    """Let vLLM 0.32 look for a token's slot only where a block of the cache begins or ends. In between the
+    block has room, nothing is cached or freed, and looking took a tenth of a decode step of a small model."""
+    managers = {FullAttentionManager, MambaManager}
+
+    @replaces(KVCacheManager, "allocate_slots")
+    def allocate_at_edges(allocate: Any, self: Any, request: Any, num_new_tokens: int, **options: Any) -> Any:
+        computed = request.num_computed_tokens
+        is_inside = (
+            num_new_tokens == 1
+            and computed > request.num_prompt_tokens
+            and options == {"num_lookahead_tokens": 0}  # a running request without drafts
+            and all(
+                type(manager) in managers and 1 < computed % manager.block_size < manager.block_size - 1
+                for manager in self.coordinator.single_type_managers
+            )
+        )
+        return self.empty_kv_cache_blocks if is_inside else allocate(self, request, num_new_tokens, **options)
+
+
+@written_for("0.32")
+def _draw_seeds_in_place() -> None:
+    """Draw the seeds of a step's tokens into one tensor. vLLM 0.32 makes a tensor for each, reads it and
+    copies it, which for 64 requests takes longer than sampling. The seeds are the same."""
+
+    @replaces(TopKTopPSampler, "forward_cpu")
+    def sample(forward: Any, self: Any, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> Any:
+        if self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
+            return forward(self, logits, generators, k, p)
+        logits = apply_top_k_top_p(logits, k, p).float()
+        seeds = torch.randint(0, 2**31, (len(logits),))
+        rows = seeds.unbind()
+        for row, generator in generators.items():
+            rows[row].random_(0, 2**31, generator=generator)
+        return torch.ops._C.fused_gumbel_argmax(logits, seeds), logits.log_softmax(-1)
+
+
+@written_for("0.32")
+def _append_sampled_logprobs() -> None:
+    """Append the log-prob of a sampled token where no others are asked for and no text is made of it,
+    without the iterators that vLLM 0.32 builds for both."""
+
+    @replaces(LogprobsProcessor, "_update_sample_logprobs")
+    def append(update: Any, self: Any, lists: Any) -> None:
+        flat = self.logprobs
+        if self.num_logprobs or self.tokenizer is not None or not isinstance(flat, FlatLogprobs):
+            update(self, lists)
+            return
+        for ids, values, rank in zip(*lists[:3], strict=True):
+            first, value = len(flat.logprobs), float(values[0])
+            flat.start_indices.append(first)
+            flat.end_indices.append(first + 1)
+            flat.token_ids.append(int(ids[0]))
+            flat.logprobs.append(value)
+            flat.ranks.append(int(rank))
+            flat.decoded_tokens.append(None)
+            self.cumulative_logprob += value
 
 
 @written_for("0.32")
