@@ -68,6 +68,7 @@ def blocks_while_writing(allocate, is_recurrent, prompt_length, num_written):
     prompt, answer = list(range(prompt_length)), list(range(num_written))
     for name, prompt_ids in {"first": prompt, "second": prompt, "third": [*prompt, *answer, 7]}.items():
         written = request(name, prompt_ids)
+        manager.new_step_starts()
         hit, num_hit = manager.get_computed_blocks(written)[:2]
         written.num_computed_tokens = num_hit
         new = len(prompt_ids) - num_hit
