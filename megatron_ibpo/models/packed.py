@@ -14,6 +14,9 @@ from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
+CLASSES_PER_OCTAVE = 3
+"""Rectangles between a length and its double. Attention over padding costs more than further calls: with 1, 3
+and 4 a layer took 4.4, 3.6 and 3.7 ms for 32 sequences of 27 to 60 tokens."""
 
 
 def once_per_batch(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
@@ -114,12 +117,12 @@ def positions(cu_seqlens: Tensor) -> Tensor:
 
 @once_per_batch
 def by_length(cu_seqlens: Tensor, share: int = 1) -> Rectangles:
-    """Lay out one row per sequence, of which the tokens are 1 / share. Sequences whose lengths share a power
-    of two share a rectangle, so that padding at most doubles the tokens however uneven the lengths are."""
+    """Lay out one row per sequence, of which the tokens are 1 / share. A rectangle has lengths within a third
+    of a power of two, so that padding adds at most some 26 % to the tokens however uneven the lengths are."""
     on_host = cu_seqlens.cpu()  # one wait for the device; there, every line below would be one
     starts, lengths = on_host[:-1].long(), on_host.diff().long()
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-    classes = (lengths - 1).clamp(min=1).log2().floor().long()
+    classes = ((lengths - 1).clamp(min=1).log2() * CLASSES_PER_OCTAVE).floor().long()
     order = classes.argsort(stable=True)
     starts, lengths, classes = starts[order] // share, lengths[order] // share, classes[order]
     kinds, rows = classes.unique_consecutive(return_counts=True)

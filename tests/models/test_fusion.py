@@ -8,6 +8,7 @@ import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -306,7 +307,7 @@ def test_compiled_kernels_move_few_bytes_and_fit_into_registers():
     record = json.loads(RECORD.read_text())
     assert record["hash"] == sources_hash(), "`python -m support.fused_kernels --save` counts again"
     assert record["expected"] == expected(record["parts"])
-    most = {"norm": 0.08, "rotation": 0.21, "activation": 0.45, "attention": 0.2}  # of the plain bytes
+    most = {"norm": 0.08, "rotation": 0.21, "activation": 0.45, "attention": 0.31}  # of the plain bytes
     for part in record["parts"]:
         plain, fused = part["plain"]["bytes_per_token"], part["fused"]["bytes_per_token"]
         assert 0 < fused < most[part["part"].split()[0]] * plain, part["part"]
@@ -325,3 +326,29 @@ def test_the_kernels_are_made_without_a_gpu_as_recorded():
         assert part["part"] == expected_part["part"]
         for way in ("plain", "fused"):
             assert part[way]["bytes_per_token"] == pytest.approx(expected_part[way]["bytes_per_token"])
+
+
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["plain", "zero-centred"])
+def test_a_norms_gradient_is_that_of_autograd(zero_centered):
+    from megatron_ibpo.models import local_modules
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, generator=generator, dtype=torch.float64, requires_grad=True)
+    normalize = local_modules.norm_function(SimpleNamespace(fused=frozenset()))
+    assert torch.autograd.gradcheck(lambda x, weight: normalize(x, weight, 1e-6, zero_centered), (x, weight))
+    for dtype in (torch.float32, torch.bfloat16):
+        bound = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-6}
+        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (x, weight)]
+        normed, expected = (
+            function(*inputs, 1e-6, zero_centered) for function in (normalize, local_modules.rms_norm)
+        )
+        assert torch.equal(normed, expected), dtype
+        grads = [
+            torch.autograd.grad(output, inputs, torch.ones_like(output)) for output in (normed, expected)
+        ]
+        torch.testing.assert_close(*grads, **bound)
+        (frozen,) = torch.autograd.grad(
+            normalize(inputs[0], inputs[1].detach(), 1e-6, zero_centered).sum(), inputs[0]
+        )
+        assert torch.equal(frozen, grads[0][0]), dtype
