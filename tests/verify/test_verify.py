@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from megatron_ibpo.policy.logits_check import transformers_model
 from megatron_ibpo.verify.rows import (
     CHECKS,
     NotCheckedError,
@@ -20,6 +22,7 @@ from megatron_ibpo.verify.rows import (
     table,
 )
 from support.paths import ROOT
+from support.tiny_models import make_qwen3
 
 
 def test_a_figure_is_right_up_to_its_bound():
@@ -33,6 +36,16 @@ def test_one_fault_is_wrong_and_named():
     assert exact("memory", [], "ids").verdict == "right"
     row = exact("memory", ["a", "b", "c", "d"], "ids")
     assert (row.verdict, row.figure, row.reason) == ("wrong", 4, "ids: a; b; c; look at ibpo plan")
+
+
+def test_a_sampled_padding_id_has_a_gradient_in_the_reference(tmp_path):
+    padding = 3
+    hf_dir = make_qwen3(tmp_path / "model", 0, pad_token_id=padding, tie_word_embeddings=True)
+    model = transformers_model(hf_dir, torch.float64)
+    ids = torch.tensor([[4, padding, 5]])
+    logits = model(ids).logits[0, -1]
+    (gradient,) = torch.autograd.grad(logits[7], model.get_input_embeddings().weight)
+    assert gradient[padding].any()
 
 
 def test_a_nan_is_the_largest_difference():
