@@ -174,7 +174,8 @@ def _read_single_tokens_as_prompts() -> None:
 
     @replaces(GDNAttentionMetadataBuilder, "build")
     def build_prompts(build: Any, self: Any, prefix: int, batch: Any, *arguments: Any, **options: Any) -> Any:
-        if batch.is_prefilling is not None:  # a part is taken for a prompt if nothing was read before it
+        # a part is taken for a prompt if nothing was read before it
+        if batch.is_prefilling is not None and batch.is_prefilling.any():
             read, seq_lens = batch.query_start_loc_cpu.diff(), batch.seq_lens_cpu_upper_bound
             single = batch.is_prefilling & (read == 1)
             batch = batch.replace(seq_lens_cpu_upper_bound=torch.where(single, read, seq_lens))
@@ -231,15 +232,18 @@ def _allocate_at_edges_of_blocks() -> None:
 
     @replaces(KVCacheManager, "allocate_slots")
     def allocate_at_edges(allocate: Any, self: Any, request: Any, num_new_tokens: int, **options: Any) -> Any:
+        if (sizes := getattr(self, "sizes_of_blocks", None)) is None:
+            groups = self.coordinator.single_type_managers
+            is_served = {type(group) for group in groups} <= managers
+            sizes = {group.block_size for group in groups} if is_served else set()
+            self.sizes_of_blocks = sizes
         computed = request.num_computed_tokens
         is_inside = (
             num_new_tokens == 1
             and computed > request.num_prompt_tokens
             and options == {"num_lookahead_tokens": 0}  # a running request without drafts
-            and all(
-                type(manager) in managers and 1 < computed % manager.block_size < manager.block_size - 1
-                for manager in self.coordinator.single_type_managers
-            )
+            and bool(sizes)
+            and all(1 < computed % size < size - 1 for size in sizes)
         )
         return self.empty_kv_cache_blocks if is_inside else allocate(self, request, num_new_tokens, **options)
 
