@@ -276,13 +276,14 @@ def _append_sampled_logprobs() -> None:
         if self.num_logprobs or self.tokenizer is not None or not isinstance(flat, FlatLogprobs):
             update(self, lists)
             return
-        for ids, values, rank in zip(*lists[:3], strict=True):
-            first, value = len(flat.logprobs), float(values[0])
+        ids, values, ranks, _ = lists
+        for position in range(len(ranks)):
+            first, value = len(flat.logprobs), values.item(position, 0)
             flat.start_indices.append(first)
             flat.end_indices.append(first + 1)
-            flat.token_ids.append(int(ids[0]))
+            flat.token_ids.append(ids.item(position, 0))
             flat.logprobs.append(value)
-            flat.ranks.append(int(rank))
+            flat.ranks.append(ranks.item(position))
             flat.decoded_tokens.append(None)
             self.cumulative_logprob += value
 
