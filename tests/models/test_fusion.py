@@ -339,16 +339,13 @@ def test_a_norms_gradient_is_that_of_autograd(zero_centered):
     assert torch.autograd.gradcheck(lambda x, weight: normalize(x, weight, 1e-6, zero_centered), (x, weight))
     for dtype in (torch.float32, torch.bfloat16):
         bound = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-6}
-        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (x, weight)]
-        normed, expected = (
-            function(*inputs, 1e-6, zero_centered) for function in (normalize, local_modules.rms_norm)
-        )
+        rows, scale = inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (x, weight)]
+        normed = normalize(rows, scale, 1e-6, zero_centered)
+        expected = local_modules.rms_norm(rows, scale, 1e-6, zero_centered)
         assert torch.equal(normed, expected), dtype
         grads = [
             torch.autograd.grad(output, inputs, torch.ones_like(output)) for output in (normed, expected)
         ]
         torch.testing.assert_close(*grads, **bound)
-        (frozen,) = torch.autograd.grad(
-            normalize(inputs[0], inputs[1].detach(), 1e-6, zero_centered).sum(), inputs[0]
-        )
+        (frozen,) = torch.autograd.grad(normalize(rows, scale.detach(), 1e-6, zero_centered).sum(), rows)
         assert torch.equal(frozen, grads[0][0]), dtype
