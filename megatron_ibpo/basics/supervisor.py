@@ -98,11 +98,16 @@ class _Supervisor:
     def _reap(self, options: int) -> bool:
         """Collect children that have ended, the first as `options` say; return whether one is the worker."""
         worker_ended = False
-        with suppress(ChildProcessError):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # what was read is stored before the end
+        try:
             while (child := os.waitpid(-1, options))[0]:
                 options = os.WNOHANG
                 if child[0] == self._worker:
                     self._status, worker_ended = child[1], True
+        except ChildProcessError:
+            pass
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         return worker_ended
 
 
