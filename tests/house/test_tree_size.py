@@ -22,6 +22,7 @@ LARGE = {
     "docs/studies/suite.json.gz": 350_000,
     "docs/studies/suite.png": 160_000,
     "docs/studies/transfer.json.gz": 260_000,
+    "docs/studies/transfer_more.json.gz": 150_000,
     "tools/results/fit_planner.json": 200_000,
     "examples/code/tiny_train.jsonl": 175_000,
 }
