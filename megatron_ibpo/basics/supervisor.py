@@ -12,7 +12,8 @@ import resource
 import select
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -98,17 +99,22 @@ class _Supervisor:
     def _reap(self, options: int) -> bool:
         """Collect children that have ended, the first as `options` say; return whether one is the worker."""
         worker_ended = False
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # what was read is stored before the end
-        try:
+        with _sigterm_held_back(), suppress(ChildProcessError):
             while (child := os.waitpid(-1, options))[0]:
                 options = os.WNOHANG
                 if child[0] == self._worker:
                     self._status, worker_ended = child[1], True
-        except ChildProcessError:
-            pass
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         return worker_ended
+
+
+@contextmanager
+def _sigterm_held_back() -> Iterator[None]:
+    """Hold back SIGTERM, whose handler ends this process, until what is read inside is stored or counted."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 class _Prints:
@@ -121,17 +127,15 @@ class _Prints:
 
     def take(self) -> bool:
         """Pass on the next output in the pipe; False when the pipe is empty or at its end."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # what is read is counted before the end
         try:
-            read = os.read(self.descriptor, _CHUNK)
-            passed_on = read[: self._left]
-            self._left -= len(passed_on)
-            is_first = len(passed_on) < len(read) and not self._omitted
-            self._omitted += len(read) - len(passed_on)
+            with _sigterm_held_back():
+                read = os.read(self.descriptor, _CHUNK)
+                passed_on = read[: self._left]
+                self._left -= len(passed_on)
+                is_first = len(passed_on) < len(read) and not self._omitted
+                self._omitted += len(read) - len(passed_on)
         except BlockingIOError:
             return False
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         _say(passed_on)
         if is_first:
             _say(f"\n[{self._name} printed more than {self._limit:,} bytes; the rest is left out]\n".encode())

@@ -11,7 +11,7 @@ RECORD = ROOT / "tools/results/fused_kernels.json"
 MEASURED = ROOT / "tools/results/gpu_h200_2026-11-26_traced.json"
 """Of the step without fused parts."""
 LAYERS, PEAK_FLOPS = 28, 989e12  # of Qwen3-0.6B; bf16 of an H200
-ATTENTION_THEN = 191634.63414634147
+MEASURED_ATTENTION_BYTES = 191634.63414634147
 """Bytes per token of plain attention in that step, whose rectangles had more padding and one more copy."""
 
 
@@ -32,7 +32,7 @@ def expected(parts):
     for way in ("plain", "fused"):
         moved = {part["part"]: part["per_layer"] * part[way]["bytes_per_token"] for part in parts}
         if way == "plain":
-            moved["attention"] = ATTENTION_THEN
+            moved["attention"] = MEASURED_ATTENTION_BYTES
         per_token = LAYERS * sum(moved.values())
         seconds[way] = per_token * step["tokens_per_step"] / bandwidth
     step_seconds = step["seconds_per_step"] - seconds["plain"] + seconds["fused"]

@@ -1,7 +1,7 @@
 """Fixes of vLLM's workers. On CPUs they concern updates of experts and tied heads, prompts of one token,
 seeded requests whose prompt is read in parts, and the prefix cache of models with delta nets; on GPUs, sleep;
-on both, updates of gpt-oss. RMS norms on CPUs are made faster. Each change applies only to the version of
-vLLM that it was written for."""
+on both, updates of gpt-oss. On CPUs norms and the bookkeeping of steps are made faster. Each change applies
+only to the version of vLLM that it was written for."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
