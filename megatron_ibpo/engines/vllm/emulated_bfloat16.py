@@ -103,8 +103,9 @@ def _read_prompts(
 ) -> tuple[Tensor, None]:
     """Read prompts token by token, with the kernel that scores drafts. It goes over several tokens of a
     sequence, and keeps the state after each in a slot of its own; here a sequence has one slot for all."""
-    slots = initial_state_indices.to(torch.int32)
-    longest = int(cu_seqlens.diff().max())
+    num_sequences, longest = len(initial_state_indices), int(cu_seqlens.diff().max())
+    # the kernel asks a single row too for strides of contiguous rows
+    slots = torch.empty(num_sequences, longest, dtype=torch.int32).copy_(initial_state_indices[:, None])
     output = operators.fused_sigmoid_gating_delta_rule_update_spec_cpu(
         **g,
         b=beta,
@@ -112,8 +113,8 @@ def _read_prompts(
         k=key.squeeze(0),
         v=value.squeeze(0),
         initial_state_source=initial_state,
-        spec_state_indices=slots[:, None].expand(-1, longest).contiguous(),
-        num_accepted_tokens=torch.ones_like(slots),
+        spec_state_indices=slots,
+        num_accepted_tokens=torch.ones(num_sequences, dtype=torch.int32),
         cu_seqlens=cu_seqlens.to(torch.int32).contiguous(),
         use_qk_l2norm_in_kernel=True,
     )

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,10 +41,10 @@ from megatron_ibpo.engines.vllm.slim_imports import slim_imports
 from megatron_ibpo.weights.transfer.link import Receipt, take_weights
 
 HOLD_STEPS = 16
-"""Steps of a busy engine between messages with finished samples. Each message costs several processes a
-millisecond or two, and each prompt that joins makes its step longer: corrections that are requested together
-share this cost. An engine that becomes idle sends at once. On the tiny model 16 was better than 1, and than
-32, where groups wait too long for their corrections."""
+"""Tokens of each request between a busy engine's messages with finished samples. Each message costs several
+processes a millisecond or two, and each prompt that joins makes its step longer: corrections that are
+requested together share this cost. An engine that becomes idle sends at once. On the tiny model 16 was better
+than 1, and than 32, where groups wait too long for their corrections."""
 OWNER_CHECK_S = 0.5
 """Seconds between checks that the owner is still alive."""
 CPU_BATCHED_TOKENS = 8192
@@ -82,7 +84,7 @@ def run(descriptor: int, owner: int, scratch: str) -> None:
         try:
             settings = channel.recv()
             started = time.monotonic()
-            engine = SamplingEngine(settings)
+            engine = SamplingEngine(settings, is_interrupted=partial(channel.poll, 0))
             channel.send(Answer(time.monotonic() - started))
             _serve(channel, engine)
         except (EOFError, ConnectionError):  # the owner is gone
@@ -109,7 +111,7 @@ def _serve(channel: Connection, engine: SamplingEngine) -> None:
             finished, num_unsent_steps, last_sent = [], 0, time.monotonic()
         if engine.busy and not engine.paused and not channel.poll(0):
             finished += engine.step()
-            num_unsent_steps += 1
+            num_unsent_steps += engine.num_tokens
             continue
         if engine.busy and engine.paused and not channel.poll(PROGRESS_S):
             num_unsent_steps += 1  # a sign of life: it waits for its weights, perhaps for long
@@ -169,7 +171,9 @@ class SamplingEngine:
     the new weights; each sample records which version wrote which of its tokens.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, is_interrupted: Callable[[], bool] = lambda: False) -> None:
+        """On CPUs a step may sample several tokens of each request, until `is_interrupted` says that there is
+        something else to do."""
         slim_imports(settings)
         with uncollected(), declared_packages():
             from vllm import LLMEngine
@@ -184,6 +188,7 @@ class SamplingEngine:
             settings.recorded_experts > 0 and not self._records_itself
         )
         check_runner(self._llm.vllm_config.use_v2_model_runner, native_records)
+        self._runs = self._decode_runs(is_interrupted)
         self._set_version("0")
         self.paused = False
         """True while weights are being replaced: nothing is sampled until they are whole."""
@@ -202,6 +207,21 @@ class SamplingEngine:
             self.step()
         gc.collect()
         gc.freeze()
+
+    def _decode_runs(self, is_interrupted: Callable[[], bool]) -> Any:
+        """Return `decode_runs.DecodeRuns` of this engine; None where each step is one token's. A worker that
+        records routing looks at the batch of its step."""
+        if not self._in_process or self._records_itself:
+            return None
+        from megatron_ibpo.engines.vllm.decode_runs import DecodeRuns
+
+        client: Any = self._llm.engine_core
+        return DecodeRuns(client.engine_core, self._settings.eos_token_ids, HOLD_STEPS, is_interrupted)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of each running request that the last step has sampled."""
+        return 1 if self._runs is None else self._runs.num_tokens
 
     @property
     def busy(self) -> bool:
@@ -257,7 +277,7 @@ class SamplingEngine:
         self._rest_if_idle()
 
     def step(self) -> list[Finished]:
-        """Sample one token for every running request; return the requests that end with it."""
+        """Sample a token, or several, of every running request; return the requests that end with them."""
         outputs: list[Any] = [output for output in self._llm.step() if output.finished]
         for drafted, accepted in filter(any, map(_drafts, outputs)):
             self._drafted += drafted

@@ -5,6 +5,7 @@ only to the version of vLLM that it was written for."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from functools import wraps
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.platforms.cpu import CpuPlatform
+from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -91,6 +93,7 @@ def fix_cpu() -> None:
     _allocate_at_edges_of_blocks()
     _draw_seeds_in_place()
     _append_sampled_logprobs()
+    _copy_parameters_once()
 
 
 def fix_gpu() -> None:
@@ -286,6 +289,16 @@ def _append_sampled_logprobs() -> None:
             flat.ranks.append(ranks.item(position))
             flat.decoded_tokens.append(None)
             self.cumulative_logprob += value
+
+
+@written_for("0.32")
+def _copy_parameters_once() -> None:
+    """Copy a request's parameters without what they contain. They are made for that request alone, and vLLM
+    0.32 took a quarter of the time of a submission for a deep copy."""
+
+    @replaces(SamplingParams, "clone")
+    def copy_of(_: Any, self: Any) -> Any:
+        return copy(self)
 
 
 @written_for("0.32")
