@@ -1,8 +1,9 @@
-"""An engine on CPUs that samples several tokens per step samples what it samples one by one."""
+"""Engines on CPUs sample the same whether a step is one token or several, and whoever calls the layers."""
 
 import os
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,3 +98,27 @@ def test_a_step_ends_when_there_is_something_else_to_do(models, tmp_path):
         engine.step()
         steps.append(engine.num_tokens)
     assert steps == [1, 3, 8]  # its prompt's first
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("dense", "float32"), ("next", "bfloat16")])
+def test_layers_called_directly_compute_the_same_bits(models, tmp_path, name, dtype):
+    engine = engine_of(models[name], dtype, tmp_path, eos_token_ids=())
+    direct, _ = sampled(engine, 16)
+    from torch.nn import Module
+
+    from megatron_ibpo.engines.vllm import direct_layers
+
+    model = engine._runs._runner.model
+    is_called = {kind for kind in map(type, model.modules()) if "__call__" in vars(kind)}
+    assert {kind.__name__ for kind in is_called} > {"Attention", "SiluAndMul", "VocabParallelEmbedding"}
+    for kind in is_called:
+        if vars(kind)["__call__"] in (getattr(kind, "forward", None), direct_layers._call_chosen_method):
+            kind.__call__ = Module.__call__
+    changed: list[Any] = [direct_layers.ColumnParallelLinear, direct_layers.RowParallelLinear]
+    for layer in (*changed, direct_layers.Attention):
+        layer.forward = layer.forward.__wrapped__
+    for module in model.modules():
+        if isinstance(module, direct_layers.SiluAndMul):
+            module._forward_method = module.forward_native
+    by_torch, _ = sampled(engine, 16)
+    assert_equal(direct, by_torch, 0.0)

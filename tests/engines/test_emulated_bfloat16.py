@@ -40,6 +40,23 @@ def test_every_prompt_is_convolved_behind_its_own_state(fixes, draw):
     torch.testing.assert_close(*results)
 
 
+def test_every_token_is_convolved_behind_its_own_state(fixes, draw):
+    from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_update_cpu
+
+    x, weight, bias, states = (draw(*shape).bfloat16() for shape in ((5, 64), (64, 4), (64,), (10, 3, 64)))
+    for bias_or_none in (bias, None):
+        results = []
+        for convolve in (causal_conv1d_update_cpu, lambda **options: fixes._convolve_tokens(None, **options)):
+            kept = states.clone()
+            output = convolve(
+                x=x, conv_state=kept.transpose(1, 2), weight=weight, bias=bias_or_none, activation="silu",
+                conv_state_indices=SLOTS + 1,  # vLLM's own leaves slot 0 alone
+            )  # fmt: skip
+            results.append((output, kept))
+        torch.testing.assert_close(*results, **BFLOAT16)
+        assert torch.equal(results[0][1], results[1][1]), "states"
+
+
 def prompts_read(fixes, read, tensors, pieces):
     """Return (outputs, states) of prompts that are read in pieces, as ranges of each prompt's tokens."""
     query, key, value, a, b, states = (tensor.clone() for tensor in tensors)

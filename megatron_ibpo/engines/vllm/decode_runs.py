@@ -127,7 +127,7 @@ class DecodeRuns:
         return replace(output, sampled_token_ids=ids_NT.tolist(), logprobs=lists)
 
     def _one_token_later(self, context: Any) -> ForwardContext:
-        """Return the `ForwardContext` of the token after this one of each request. Delta nets keep their slots."""
+        """Return the `ForwardContext` of the token after this one of each request. Delta nets keep theirs."""
         metadata, slots = dict(context.attn_metadata), dict(context.slot_mapping)
         for group in self._groups:
             builder, now = group.get_metadata_builder(), metadata[group.layer_names[0]]

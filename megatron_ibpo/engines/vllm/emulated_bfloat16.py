@@ -1,7 +1,8 @@
 """vLLM on processors that have no instructions for bfloat16, such as those with AVX2 only. There vLLM 0.32
 multiplies bfloat16 matrices ten times slower than float32 ones, convolves every channel of every prompt by a
-call of its own, and reads a prompt's delta rule by chunks of emulated products. Here all three are computed
-in float32, from the same bfloat16 weights, and rounded to bfloat16 at the end."""
+call of its own, and tokens in half a millisecond, and reads a prompt's delta rule by chunks of emulated
+products. Here these are computed in float32, from the same bfloat16 weights, and rounded to bfloat16 at the
+end."""
 
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ def compute_in_float32() -> None:
     """Make layers that are built from now on, and prompts, use float32."""
     replaces(linear_layers, "dispatch_cpu_unquantized_gemm")(_choose_product)
     replaces(gdn_attention, "causal_conv1d_torch")(_convolve)
+    replaces(gdn_attention, "causal_conv1d_update_cpu")(_convolve_tokens)
     replaces(operators, "fused_gdn_gating_cpu")(_leave_gating)
     replaces(operators, "chunk_gated_delta_rule_cpu")(_read_prompts)
 
@@ -36,11 +38,15 @@ def _choose_product(choose: Any, layer: Any, remove_weight: bool) -> None:
     if layer.weight.is_meta or layer.weight.ndim != 2 or not layer.weight.is_floating_point():
         choose(layer, remove_weight)
     elif layer.weight.dtype == torch.float32:
-        layer.cpu_linear = functional.linear
+        layer.cpu_linear = partial(_multiply_plainly, layer.weight.data)
     else:
         layer.cpu_linear = partial(_multiply, layer.weight.float())
         if remove_weight:
             layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+
+
+def _multiply_plainly(weight_NK: Tensor, x: Tensor, _: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x, weight_NK, bias)
 
 
 def _multiply(weight_NK: Tensor, x: Tensor, _: Tensor, bias: Tensor | None) -> Tensor:
@@ -74,11 +80,32 @@ def _convolve(
         states = conv_states[cache_indices[continued].long(), :, step]
         rows[starts_S[continued] + step] = states.float()
     output = torch.zeros(1) if bias is None else bias.float()
+    num_windows = len(rows) - history
     for tap in range(history + 1):
-        output = output + rows[places_T - history + tap] * weight[:, tap].float()
+        output = output + rows[tap : tap + num_windows] * weight[:, tap].float()
+    output = output[places_T - history]
     for step in range(history):
         conv_states[cache_indices.long(), :, step] = rows[ends_S - history + step].to(conv_states.dtype)
     return (functional.silu(output) if activation else output).to(x.dtype).T
+
+
+def _convolve_tokens(
+    _: Any,
+    *,
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    conv_state_indices: Tensor,
+) -> Tensor:
+    """Convolve one token of each sequence [S, C] behind the state of its slot."""
+    states, slots_S = conv_state.transpose(1, 2), conv_state_indices.long()
+    windows = torch.cat([states.index_select(0, slots_S), x.unsqueeze(1)], 1)
+    output = (windows.float() * weight.T.float().contiguous()).sum(1)
+    states.index_copy_(0, slots_S, windows[:, 1:])
+    output = output if bias is None else output + bias.float()
+    return (functional.silu(output) if activation else output).to(x.dtype)
 
 
 def _leave_gating(

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.platforms import current_platform
 
+from megatron_ibpo.engines.vllm.direct_layers import call_directly
 from megatron_ibpo.engines.vllm.emulated_bfloat16 import compute_in_float32, is_bfloat16_emulated
 from megatron_ibpo.engines.vllm.engine_process import NCCL_BACKEND
 from megatron_ibpo.engines.vllm.fixes import fix_cpu, fix_gpu, take_norm_kernels, take_updates_whole
@@ -144,6 +145,7 @@ take_updates_whole()
 if current_platform.is_cpu():
     fix_cpu()
     take_norm_kernels()
+    call_directly()
     if is_bfloat16_emulated():
         compute_in_float32()
 else:
