@@ -90,8 +90,11 @@ def test_delta_nets_keep_their_states_between_tokens_of_a_step(models, tmp_path)
 
 
 def test_a_step_ends_when_there_is_something_else_to_do(models, tmp_path):
-    answers = iter([False, False, True])
-    engine = engine_of(models["dense"], "float32", tmp_path, lambda: next(answers, False), eos_token_ids=())
+    answers = []
+    engine = engine_of(
+        models["dense"], "float32", tmp_path, lambda: bool(answers) and answers.pop(0), eos_token_ids=()
+    )
+    answers += [False, False, True]
     engine.submit(0, [NumberedRequest(0, SampleRequest(token_ids([5, 6, 7]), 0, 12))])
     steps = []
     while engine.busy:

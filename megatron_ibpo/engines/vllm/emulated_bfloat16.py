@@ -79,14 +79,16 @@ def _convolve(
     for step in range(history):
         states = conv_states[cache_indices[continued].long(), :, step]
         rows[starts_S[continued] + step] = states.float()
-    output = torch.zeros(1) if bias is None else bias.float()
-    num_windows = len(rows) - history
-    for tap in range(history + 1):
-        output = output + rows[tap : tap + num_windows] * weight[:, tap].float()
+    num_windows, taps = len(rows) - history, weight.T.float().contiguous()
+    output = rows[:num_windows] * taps[0]
+    for tap in range(1, history + 1):
+        output.addcmul_(rows[tap : tap + num_windows], taps[tap])
     output = output[places_T - history]
+    if bias is not None:
+        output += bias.float()
     for step in range(history):
         conv_states[cache_indices.long(), :, step] = rows[ends_S - history + step].to(conv_states.dtype)
-    return (functional.silu(output) if activation else output).to(x.dtype).T
+    return (functional.silu(output, inplace=True) if activation else output).to(x.dtype).T
 
 
 def _convolve_tokens(
