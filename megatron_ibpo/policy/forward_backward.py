@@ -77,12 +77,20 @@ def make_trainable(
     # where only experts have adapters Megatron has one for nothing dense, which steps but cannot be saved
     used = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
     optimizer.chained_optimizers = used
+    for part in used:
+        _update_in_one_pass(part.optimizer)
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     model_config.no_sync_func = (
         [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     )
     return wrapped, optimizer, _scheduler(optimizer, config.optimizer, lr, total_updates)
+
+
+def _update_in_one_pass(optimizer: Any) -> None:
+    """Have torch's Adam of a trainer on CPUs read each parameter once per step, in place of ten times."""
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Adam) else ():
+        group["fused"] = all(parameter.device.type == "cpu" for parameter in group["params"])
 
 
 def _count_padding(chunk: Any) -> None:
