@@ -95,8 +95,10 @@ def test_prompts_read_token_by_token_are_those_read_by_chunks(fixes, draw):
     assert torch.equal(in_parts[1], read[1])
 
 
-def test_bfloat16_weights_multiply_with_sums_in_float32(fixes, draw):
-    x, weight, bias = draw(5, 96).bfloat16(), draw(7, 96).bfloat16(), draw(7).bfloat16()
+@pytest.mark.parametrize("num_columns", [7, 2000], ids=["small", "large"])
+def test_bfloat16_weights_multiply_with_sums_in_float32(fixes, draw, num_columns):
+    x, weight, bias = (draw(*shape).bfloat16() for shape in ((5, 96), (num_columns, 96), (num_columns,)))
+    assert (weight.numel() > fixes.SMALL_WEIGHT) == (num_columns == 2000)
     layer = SimpleNamespace(weight=weight)
     fixes._choose_product(None, layer, remove_weight=True)
     product = layer.cpu_linear(x, layer.weight, bias)
@@ -108,6 +110,7 @@ def test_bfloat16_weights_multiply_with_sums_in_float32(fixes, draw):
 
 def test_other_layers_keep_the_kernels_of_vllm(fixes):
     chosen = []
-    layer = SimpleNamespace(weight=torch.zeros(2, 1, 4, dtype=torch.bfloat16))
-    fixes._choose_product(lambda layer, remove: chosen.append(remove), layer, remove_weight=True)
-    assert chosen == [True]
+    for weight in (torch.zeros(2, 1, 4, dtype=torch.bfloat16), torch.zeros(2000, 96)):
+        layer = SimpleNamespace(weight=weight)
+        fixes._choose_product(lambda layer, remove: chosen.append(remove), layer, remove_weight=True)
+    assert chosen == [True, True]

@@ -118,12 +118,13 @@ def test_a_vllm_fix_applies_only_to_its_version(monkeypatch, version, fits):
 
 @pytest.mark.engine
 def test_every_change_is_guarded():
-    from megatron_ibpo.engines.vllm import emulated_bfloat16, fixes
+    from megatron_ibpo.engines.vllm import direct_layers, emulated_bfloat16, fixes
 
     changes = [fixes._sleep_beside_others, fixes._repack_experts_on_update, fixes._close_up_single_rows]
     changes += [fixes._hold_generators_of_discarded_tokens, fixes._cache_prompts_alone]
     changes += [fixes._read_single_tokens_as_prompts, fixes.take_updates_whole, fixes.take_norm_kernels]
     changes += [fixes._call_attention_directly, emulated_bfloat16.compute_in_float32]
+    changes += [fixes._copy_parameters_once, direct_layers.call_directly]
     assert all(hasattr(change, "__wrapped__") for change in changes)
 
 
