@@ -69,49 +69,12 @@ def assert_equal(samples, expected, tolerance):
         np.testing.assert_allclose(sample.logprobs, other.logprobs, atol=tolerance, rtol=0)
 
 
-def test_several_tokens_per_step_are_those_of_single_steps(models, tmp_path):
-    engine = engine_of(models["dense"], "float32", tmp_path)
-    expected, single_steps = sampled(engine, 1)
-    samples, steps = sampled(engine, 16)
-    assert {sample.finish_reason for sample in samples.values()} == {"stop", "length"}
-    assert set(single_steps) == {1}
-    assert max(steps) > 4
-    assert len(steps) < len(single_steps)
-    assert_equal(samples, expected, 1e-5)
-
-
-def test_delta_nets_keep_their_states_between_tokens_of_a_step(models, tmp_path):
-    """Requests that end at their length alone run in the same batches, and to the same bits."""
-    engine = engine_of(models["next"], "bfloat16", tmp_path, eos_token_ids=())
-    expected, single_steps = sampled(engine, 1)
-    samples, steps = sampled(engine, 16)
-    assert len(steps) < len(single_steps)
-    assert_equal(samples, expected, 0.0)
-
-
-def test_a_step_ends_when_there_is_something_else_to_do(models, tmp_path):
-    answers = []
-    engine = engine_of(
-        models["dense"], "float32", tmp_path, lambda: bool(answers) and answers.pop(0), eos_token_ids=()
-    )
-    answers += [False, False, True]
-    engine.submit(0, [NumberedRequest(0, SampleRequest(token_ids([5, 6, 7]), 0, 12))])
-    steps = []
-    while engine.busy:
-        engine.step()
-        steps.append(engine.num_tokens)
-    assert steps == [1, 3, 8]  # its prompt's first
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("dense", "float32"), ("next", "bfloat16")])
-def test_layers_called_directly_compute_the_same_bits(models, tmp_path, name, dtype):
-    engine = engine_of(models[name], dtype, tmp_path, eos_token_ids=())
-    direct, _ = sampled(engine, 16)
+def call_layers_by_torch(model):
+    """Undo what `direct_layers` did to this process."""
     from torch.nn import Module
 
     from megatron_ibpo.engines.vllm import direct_layers
 
-    model = engine._runs._runner.model
     is_called = {kind for kind in map(type, model.modules()) if "__call__" in vars(kind)}
     assert {kind.__name__ for kind in is_called} > {"Attention", "SiluAndMul", "VocabParallelEmbedding"}
     for kind in is_called:
@@ -123,5 +86,39 @@ def test_layers_called_directly_compute_the_same_bits(models, tmp_path, name, dt
     for module in model.modules():
         if isinstance(module, direct_layers.SiluAndMul):
             module._forward_method = module.forward_native
+
+
+def test_attention_samples_alike_in_runs_and_whoever_calls_layers(models, tmp_path):
+    answers = []
+    engine = engine_of(models["dense"], "float32", tmp_path, lambda: bool(answers) and answers.pop(0))
+    expected, single_steps = sampled(engine, 1)
+    samples, steps = sampled(engine, 16)
+    assert {sample.finish_reason for sample in samples.values()} == {"stop", "length"}
+    assert set(single_steps) == {1}
+    assert max(steps) > 4
+    assert len(steps) < len(single_steps)
+    assert_equal(samples, expected, 1e-5)
+
+    answers += [False, False, True]  # there is something else to do after three tokens
+    engine.submit(0, [NumberedRequest(0, SampleRequest(token_ids([5, 6, 7]), 2, 12))])
+    engine.step()  # its prompt's
+    engine.step()
+    assert (engine.num_tokens, answers) == (3, [])
+    while engine.busy:
+        engine.step()
+
+    call_layers_by_torch(engine._runs._runner.model)
     by_torch, _ = sampled(engine, 16)
-    assert_equal(direct, by_torch, 0.0)
+    assert_equal(samples, by_torch, 0.0)
+
+
+def test_delta_nets_sample_alike_in_runs_and_whoever_calls_layers(models, tmp_path):
+    """Requests that end at their length alone run in the same batches, and to the same bits."""
+    engine = engine_of(models["next"], "bfloat16", tmp_path, eos_token_ids=())
+    expected, single_steps = sampled(engine, 1)
+    samples, steps = sampled(engine, 16)
+    assert len(steps) < len(single_steps)
+    assert_equal(samples, expected, 0.0)
+    call_layers_by_torch(engine._runs._runner.model)
+    by_torch, _ = sampled(engine, 16)
+    assert_equal(samples, by_torch, 0.0)
