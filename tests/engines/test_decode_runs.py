@@ -17,7 +17,7 @@ from megatron_ibpo.models import read_hf_config
 from support.engine_runs import make_config, make_requests
 
 pytestmark = [pytest.mark.engine, pytest.mark.forked]
-MOST_RUNNING = 40
+MOST_RUNNING, JOIN_AFTER = 40, 21
 
 
 def engine_of(checkpoint, dtype, scratch, is_interrupted=lambda: False, **changes):
@@ -45,14 +45,14 @@ def requests_of_all_kinds():
 
 def sampled(engine, most_tokens):
     """Return what the engine samples with so many tokens per step at most, and how many each step took."""
-    engine._runs.longest = most_tokens
     requests = [NumberedRequest(number, request) for number, request in enumerate(requests_of_all_kinds())]
     engine.submit(0, requests[:-5])
     finished, steps = [], []
     while engine.busy:
+        engine._runs.longest = min(most_tokens, JOIN_AFTER - sum(steps)) if requests else most_tokens
         finished += engine.step()
         steps.append(engine.num_tokens)
-        if requests and sum(steps) > 20:  # these join running ones
+        if sum(steps) == JOIN_AFTER:  # some join running ones, in the same batch whatever a step samples
             engine.submit(0, requests[-5:])
             requests = []
     assert engine._llm.engine_core.engine_core.scheduler.kv_cache_manager.usage == 0, "blocks are left"

@@ -118,8 +118,9 @@ class DecodeRuns:
             ids, lists = sampled.sampled_token_ids[:, 0], sampled.logprobs_tensors
             run.add(rows, ids, lists.logprobs, lists.selected_token_ranks)
         self.num_tokens = run.length
-        self._remember(run)
-        return replace(output, sampled_token_ids=run.token_ids(), logprobs=run.logprobs())
+        token_ids = run.token_ids()
+        self._remember(run, token_ids)
+        return replace(output, sampled_token_ids=token_ids, logprobs=run.logprobs())
 
     def _left(self, name: str) -> int:
         """Return how many tokens a request may have, this step's among them."""
@@ -161,7 +162,7 @@ class DecodeRuns:
             context, attn_metadata=metadata, slot_mapping=slots, is_padding=padding, moe_layer_index=0
         )
 
-    def _remember(self, run: "_Run") -> None:
+    def _remember(self, run: "_Run", token_ids: list[list[int]]) -> None:
         """Have the runner know the tokens after the first too, as it knows that one."""
         batch = self._runner.input_batch
         rows, steps = run.sampled_NT[:, 1:].nonzero()
@@ -169,7 +170,7 @@ class DecodeRuns:
         batch.token_ids_cpu[rows, places] = run.ids_NT[rows, steps + 1]
         batch.is_token_ids[rows, places] = True
         batch.num_tokens_no_spec[: len(run.ids_NT)] += run.sampled_NT[:, 1:].sum(1)
-        for name, ids in zip(batch.req_ids, run.token_ids(), strict=True):
+        for name, ids in zip(batch.req_ids, token_ids, strict=True):
             self._runner.requests[name].output_token_ids.extend(ids[1:])
 
     def _update_from_run(self, scheduled: Any, output: Any) -> Any:

@@ -210,8 +210,9 @@ class SamplingEngine:
 
     def _decode_runs(self, is_interrupted: Callable[[], bool]) -> Any:
         """Return `decode_runs.DecodeRuns` of this engine; None where each step is one token's. A worker that
-        records routing looks at the batch of its step."""
-        if not self._in_process or self._records_itself:
+        records routing looks at the batch of its step, and the second model runner has another loop."""
+        is_second = self._llm.vllm_config.use_v2_model_runner
+        if not self._in_process or self._records_itself or is_second:
             return None
         from megatron_ibpo.engines.vllm.decode_runs import DecodeRuns
 
