@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -169,8 +170,10 @@ def test_packages_are_seen_wherever_they_are_installed(
 
 def test_no_variable_or_descriptor_goes_in_and_signals_stay_in(monkeypatch, tmp_path):
     monkeypatch.setenv("IBPO_SECRET", "42")
-    with open(tmp_path / "secret", "w+") as file:
+    with open(tmp_path / "secret", "w+") as file, ExitStack() as many:
         os.set_inheritable(file.fileno(), True)
+        for _ in range(300):  # as in a run with many workers
+            many.callback(os.close, os.dup(file.fileno()))
         program = f"""
             import resource, signal
             say(sorted(os.environ)); say(sys.argv); say(sys.flags.no_site)

@@ -3,8 +3,9 @@
 It imports nothing of the package and, until it must, little of the standard library: that would take longer
 than most programs.
 
-Started as `python -c STUB RUNNER PROGRAM READY UID MODE ARGUMENTS…`. The first three are descriptors: of this
-module, compiled, of the program's text, and of a pipe that is told when the sandbox is ready. Modes:
+Started as `python -c STUB RUNNER PROGRAM READY HIGHEST UID MODE ARGUMENTS…`. The first three are descriptors:
+of this module, compiled, of the program's text, and of a pipe that is told when the sandbox is ready. HIGHEST
+is the highest descriptor that may be open; all but the standard ones are closed. Modes:
 
 - `program FIRST`: the program as if it had been started by itself; stdin and stdout are its own. FIRST is
   Python that runs in its namespace before it.
@@ -33,21 +34,20 @@ PASSED = "passed"
 CHANGED = "__changed__"
 """Name under which tests find a call's changes to its arguments; see `rewards.rebinding`."""
 STUB = "import marshal,sys;exec(marshal.load(open(int(sys.argv[1]),'rb',closefd=False)))"
-_HIGHEST_DESCRIPTOR = 256
 _ENDS_OF_LOOPS = (StopIteration, StopAsyncIteration)
 
 
 def main() -> None:
     """Run the mode that the command line names."""
-    program_fd, ready_fd, uid = map(int, sys.argv[2:5])
-    mode, *arguments = sys.argv[5:]
+    program_fd, ready_fd, highest_fd, uid = map(int, sys.argv[2:6])
+    mode, *arguments = sys.argv[6:]
     sys.argv = ["program.py"]
     with open(program_fd, encoding="utf-8", errors="surrogatepass") as file:
         source = file.read()
     if uid >= 0:
         _give_up_root(uid)
     os.write(ready_fd, b"1")
-    os.closerange(3, _HIGHEST_DESCRIPTOR)
+    os.closerange(3, highest_fd + 1)
     run(mode, source, *arguments)
 
 

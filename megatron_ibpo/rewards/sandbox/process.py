@@ -135,22 +135,23 @@ class Process(AbstractContextManager["Process"]):
             self._err, err = _pipe(self._ends, theirs)
             program = source.encode(errors="surrogatepass")
             passed = [_file_in_memory(theirs, _runner()), _file_in_memory(theirs, program), ready_theirs]
-            words = [*map(str, passed), str(NOBODY if as_root else -1), mode, *arguments]
-            command = bare_python_command(inside.STUB, words)
+            build, sandbox_fds = list[str](), tuple[int, ...]()
             if self._isolated:
                 info, info_theirs = _pipe(self._ends, theirs)
                 block_theirs, block = _pipe(theirs, self._ends)
                 sandbox_fds = info_theirs, block_theirs, _file_in_memory(theirs, _filter(self._forks))
-                passed += sandbox_fds
                 contents = limits.disk_bytes, self._packages, self._environment
-                command = bubblewrap_command(*sandbox_fds, *contents, as_root=as_root) + command
+                build = bubblewrap_command(*sandbox_fds, *contents, as_root=as_root)
+            inherited = [*passed, *sandbox_fds]
+            words = [*passed, max(inherited), NOBODY if as_root else -1, mode, *arguments]
+            command = build + bare_python_command(inside.STUB, [str(word) for word in words])
             _adopt()
             process = subprocess.Popen(
                 command,
                 stdin=stdin if isinstance(stdin, int) else _file_in_memory(theirs, stdin),
                 stdout=out,
                 stderr=err,
-                pass_fds=passed,
+                pass_fds=inherited,
                 env={} if self._isolated else ENVIRONMENT,
                 cwd="/" if self._isolated else self._ends.enter_context(tempfile.TemporaryDirectory()),
                 # a sandbox stays in the process group of its owner, and so is killed with a verifier's
