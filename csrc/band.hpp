@@ -191,6 +191,9 @@ public:
 
     // If it is at most the limit, else the limit + 1.
     Position distance() const { return result_; }
+    // Of a distance above the limit: down to this row there are about so many edits.
+    Position rows() const { return top_; }
+    Position edits() const { return limit_ - seeds_from(top_); }
 
     // What is being worked on, for a traceback.
     StripeRange range() const { return {top_, bottom_, first_, last_}; }

@@ -120,24 +120,12 @@ inline Position wavefront_edits(Position num_rows) {
     return edits;
 }
 
-constexpr Position kManyRows = 8192;  // from here on a bound by anchors is worth its time
+// From so many rows on, texts, whose tokens recur, are worth a sample, and any ids a bound by anchors; measured.
+constexpr Position kManyRows = 2048, kVeryManyRows = 8192;
+constexpr double kRecurring = 0.02;
 
 // Nearly all seeds are broken when two tokens of three are edited, and when all are as well.
 inline bool look_unrelated(Position least, const Grid& grid) { return least * 100 >= grid.num_rows * 31; }
-
-// Whether so many edits, at least, tell how many there are; and how many there probably are, if they are scattered: seeds
-// with two edits or more count for one, edits between seeds for none, and where much recurs many a broken seed is there
-// elsewhere. Fitted to edits at all rates of ids of all distributions and of texts.
-inline bool is_telling(Position least, const Grid& grid) {
-    return grid.num_rows < kManyRows ? !look_unrelated(least, grid) : least * 5 < grid.num_rows;
-}
-inline Position guess(Position least, const Grid& grid, const Seeds& seeds) {
-    const double share = double(least) / double(grid.num_rows);
-    const double of_each = (1.2 + 0.7 * share + 5.2 * share * share) * (1 + 4.5 * seeds.recurrence());
-    return static_cast<Position>(double(least) * of_each + 2 * std::sqrt(double(least))) + 8;
-}
-// When that was too low.
-inline Position next_guess(Position low) { return low * 8 / 5; }
 
 // The distance of one pair in the making: begin(), then advance() while it is not done(). The tools must outlive that.
 template <typename Id>
@@ -150,7 +138,7 @@ public:
         core_ = own_.take(core);
         tools_ = &tools;
         limit_ = std::min(limit, core.num_columns);
-        done_ = guessed_again_ = false;
+        done_ = false;
         if (core.num_columns - core.num_rows > limit_) return finish(limit_ + 1);
         if (core.num_rows == 0) return finish(core.num_columns);
         Position found = Wavefront::kGaveUp;
@@ -201,20 +189,44 @@ private:
         if (least > limit_) return finish(limit_ + 1);
         if (limit_ < grid_.num_columns && look_unrelated(least, grid_) && tools_->bag.least(grid_) > limit_)
             return finish(limit_ + 1);
-        if (is_telling(least, grid_)) return start_band(std::min(limit_, guess(least, grid_, seeds_)));
-        start_band(grid_.num_rows < kManyRows ? limit_ : bound_by_anchors());
+        start_band(std::min(limit_, std::max(least, guess(least))));
+    }
+
+    // How many edits there probably are, with a margin: too few cost another band, too many a wider one.
+    Position guess(Position least) {
+        const Position num_rows = grid_.num_rows;
+        if (num_rows >= kVeryManyRows && least * 100 >= num_rows * 29)
+            return tools_->anchors.upper_bound(tools_->numbered.number(core_, tools_->local_ids));
+        if (look_unrelated(least, grid_)) return limit_;
+        if (num_rows >= kManyRows && seeds_.recurrence() > kRecurring) {
+            Wavefront& wavefront = tools_->wavefront;
+            const Position most = num_rows < kVeryManyRows ? 64 : 128;
+            wavefront.distance(core_.rows, num_rows, core_.columns, core_.num_columns, limit_, most);
+            const Position guessed = extrapolate(wavefront.edits(), wavefront.rows());
+            return guessed * 100 > num_rows * 36 ? limit_ : guessed;  // among many edits the farthest path is too lucky
+        }
+        // If they are scattered: seeds with two edits or more count for one, edits between seeds for none, and where much
+        // recurs many a broken seed is there elsewhere. Fitted to edits at all rates of ids of all distributions.
+        const double share = double(least) / double(num_rows);
+        const double of_each = (1.2 + 0.7 * share + 6.2 * share * share) * (1 + 4.5 * seeds_.recurrence());
+        return static_cast<Position>(double(least) * of_each + 2 * std::sqrt(double(least))) + 8;
+    }
+
+    // The same if there are `edits` down to `row`: as many for each of the other rows, or as many for each of the other
+    // broken seeds. Rows mislead where edits are few in one part and many in another; seeds where one part repeats itself.
+    Position extrapolate(Position edits, Position row) const {
+        const double broken = double(seeds_.from(0) - seeds_.from(row)), rest = double(seeds_.from(row));
+        const double by_rows = double(edits + 1) / double(row + 1) * double(grid_.num_rows - row);
+        const double by_seeds = double(edits + 8) / (broken + 6) * rest;
+        const double guessed = double(edits) + std::sqrt(by_rows * by_seeds);
+        return static_cast<Position>(guessed * (1.05 + 0.8 / std::sqrt(double(edits) + 4))) + 8;
     }
 
     // After each stripe of the band.
     void proceed() {
         if (band_.prepare()) return;
         if (band_.distance() <= band_limit_ || band_limit_ == limit_) return finish(band_.distance());
-        start_band(guessed_again_ ? bound_by_anchors() : std::min(limit_, next_guess(band_limit_)));
-        guessed_again_ = true;
-    }
-
-    Position bound_by_anchors() {
-        return std::min(limit_, tools_->anchors.upper_bound(tools_->numbered.number(core_, tools_->local_ids)));
+        start_band(std::min(limit_, std::max(band_limit_ * 9 / 8, extrapolate(band_.edits(), band_.rows()))));
     }
 
     void start_band(Position limit) {
@@ -233,7 +245,7 @@ private:
     Core<Id> core_{};
     OwnIds<Id> own_;
     Position limit_ = 0, band_limit_ = 0, distance_ = 0;
-    bool done_ = true, use_seeds_ = false, guessed_again_ = false;
+    bool done_ = true, use_seeds_ = false;
     BandUse use_;
     GridIds ids_;
     Grid grid_{};

@@ -25,6 +25,7 @@ public:
                       Position worthwhile) {
         const Position surplus = num_columns - num_rows;
         const Position most = std::min(std::min(limit, worthwhile), num_columns);
+        edits_ = rows_ = 0;
         if (surplus > limit) return limit + 1;
         if (surplus > most) return kGaveUp;
         // reach[diagonal + most + 1] = row; a diagonal is column - row
@@ -45,13 +46,17 @@ public:
             std::swap(reach, next);
             if (surplus >= low && surplus <= high && reach[surplus] >= num_rows) return edits;
             if (edits % (kPaceInterval / 2) == 0 && edits < most) {
-                const Position farthest = std::max<std::int32_t>(1, *std::max_element(reach + low, reach + high + 1));
+                edits_ = edits;
+                rows_ = std::max<std::int32_t>(1, *std::max_element(reach + low, reach + high + 1));
                 // the fewer the edits, the less their pace tells
-                if (edits * num_rows > (worthwhile + worthwhile * kPaceInterval / edits) * farthest) return kGaveUp;
+                if (edits * num_rows > (worthwhile + worthwhile * kPaceInterval / edits) * rows_) return kGaveUp;
             }
         }
         return most == limit ? limit + 1 : kGaveUp;
     }
+    // Of a pair that was given up: so many edits lead down to this row, and none farther.
+    Position edits() const { return edits_; }
+    Position rows() const { return rows_; }
 
 private:
     static constexpr std::int32_t kNowhere = -(1 << 30);
@@ -71,6 +76,7 @@ private:
     }
 
     Buffer<std::int32_t> before_, after_;
+    Position edits_ = 0, rows_ = 0;
 };
 
 }  // namespace ibpo

@@ -1,4 +1,4 @@
-// Pairs that are long enough for what short ones never come to: a band that moves on, anchors, steps that are forgotten.
+// Pairs that are long enough for what short ones never come to: a band that moves on, anchors, guesses that are too low.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -86,8 +86,12 @@ void check_long() {
     const Ids others[] = {edit(random, ids, 2), edit(random, ids, 60), moved};
     std::size_t number = 0;
     for (const Ids& other : others) check_pair(ids, other, {oracle::distance(ids, other), {}, {}}, number++);
-    const Ids of_repeated = edit(random, repeated, 5);
-    check_pair(repeated, of_repeated, {oracle::distance(repeated, of_repeated), {}, {}}, number++);
+    const auto half = repeated.begin() + 4400;
+    Ids few_then_many = edit(random, Ids(repeated.begin(), half), 1);  // how few misleads about how many
+    const Ids many = edit(random, Ids(half, repeated.end()), 30);
+    few_then_many.insert(few_then_many.end(), many.begin(), many.end());
+    for (const Ids& other : {edit(random, repeated, 5), few_then_many})
+        check_pair(repeated, other, {oracle::distance(repeated, other), {}, {}}, number++);
     // optimal paths visit about 3400 times 2970 places, more than are kept at once
     Ids left(3500), right(6500);
     std::iota(left.begin(), left.end(), 0);
