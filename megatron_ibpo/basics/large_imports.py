@@ -1,10 +1,13 @@
 """Imports of large libraries without work that nothing needs."""
 
 import gc
+import importlib
 import importlib.metadata
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -20,16 +23,28 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def declared_packages() -> Iterator[None]:
-    """Import transformers within this block, .7 seconds faster: it asks which package belongs to which
-    distribution, for which Python reads the file list of each one that declares no packages."""
+def import_transformers() -> None:
+    """Import transformers, 1.2 seconds faster. It asks which package belongs to which distribution, for which
+    Python reads the file list of each one that declares no packages; and it searches the files of all its
+    models twice for the names that they define."""
     packages_distributions = importlib.metadata.packages_distributions
     importlib.metadata.packages_distributions = _packages_distributions
     try:
-        yield
+        import transformers
     finally:
         importlib.metadata.packages_distributions = packages_distributions
+    utils: Any = transformers.utils.import_utils
+    define = utils.define_import_structure
+    of_package = define(Path(transformers.__file__).parent / "models", prefix="models")  # it remembers this
+    of_models = {
+        backends: {name.removeprefix("models."): objects for name, objects in modules.items()}
+        for backends, modules in of_package.items()
+    }
+    utils.define_import_structure = lambda _: of_models
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        utils.define_import_structure = define
 
 
 def _packages_distributions() -> Mapping[str, list[str]]:

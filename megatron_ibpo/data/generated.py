@@ -31,6 +31,7 @@ from megatron_ibpo.data.row_prompts import Reader, template_settings, with_syste
 from megatron_ibpo.data.sources import TOO_LONG, Tally
 from megatron_ibpo.data.tokenizer import DataError
 from megatron_ibpo.rewards.limits import time_limit
+from megatron_ibpo.rewards.sandbox.judges import import_library
 
 SCHEME = "reasoning_gym://"
 
@@ -176,6 +177,7 @@ def warn_if_slow(message: str) -> Iterator[None]:
 
 def _parse_task(spec: str) -> _Task:
     """Return the task that a `reasoning_gym://` URL names."""
+    import_library()
     from reasoning_gym.factory import DATASETS
 
     name, _, query = spec.removeprefix(SCHEME).partition("?")

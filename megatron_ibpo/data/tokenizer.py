@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ibpo.basics.large_imports import declared_packages
+from megatron_ibpo.basics.large_imports import import_transformers
 from megatron_ibpo.basics.text import shown
 from megatron_ibpo.basics.user_files import (
     JSON_BYTES,
@@ -217,8 +217,8 @@ def _tokenizer_class(files: dict[str, dict[str, Any]]) -> Any:
     seconds."""
     chosen = files.get("tokenizer_config.json", {}).get("tokenizer_class")
     if "tokenizer.json" in files and chosen in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-        with declared_packages():
-            from transformers import PreTrainedTokenizerFast
+        import_transformers()
+        from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
     from transformers import AutoTokenizer

@@ -9,6 +9,7 @@ from megatron_ibpo.rewards.verifier import (
     Verifier,
     answer_extractor,
     check_labels,
+    check_pool,
     check_servers,
     extracted_answer,
     label_problems,
@@ -17,6 +18,7 @@ from megatron_ibpo.rewards.verifier import (
     open_pool,
     open_verifier,
     reward_functions,
+    start_pool,
     worker_count,
 )
 from megatron_ibpo.rewards.workers import Outcome, WorkerError, WorkerPool
@@ -35,6 +37,7 @@ __all__ = [
     "answer_extractor",
     "answer_place",
     "check_labels",
+    "check_pool",
     "check_servers",
     "extracted_answer",
     "label_problems",
@@ -43,5 +46,6 @@ __all__ = [
     "open_pool",
     "open_verifier",
     "reward_functions",
+    "start_pool",
     "worker_count",
 ]

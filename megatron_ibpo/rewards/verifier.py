@@ -210,17 +210,28 @@ def check_servers(data: DataConfig, rm_types: Iterable[str] = ()) -> None:
 
 
 def open_pool(data: DataConfig, rm_types: Iterable[str] = ()) -> WorkerPool:
-    """Start processes on this machine that run the functions named by `data.rm_type` and `rm_types`. Raises
-    ConfigError as `reward_functions` or if there is no sandbox for running programs, and WorkerError for a
-    function that cannot be loaded."""
-    targets = reward_functions(data, rm_types)
-    pool = WorkerPool(targets, size=worker_count(data), timeout=data.reward_timeout)
-    if VERIFIERS["code"] in targets:
+    """Open a pool of processes on this machine that run the functions named by `data.rm_type` and `rm_types`.
+    Raises as `start_pool` and `check_pool`."""
+    pool = start_pool(data, rm_types)
+    check_pool(pool, data, rm_types)
+    return pool
+
+
+def start_pool(data: DataConfig, rm_types: Iterable[str] = ()) -> WorkerPool:
+    """Start the processes of `open_pool`; `check_pool` waits for them. Raises ConfigError as
+    `reward_functions`."""
+    return WorkerPool(reward_functions(data, rm_types), size=worker_count(data), timeout=data.reward_timeout)
+
+
+def check_pool(pool: WorkerPool, data: DataConfig, rm_types: Iterable[str] = ()) -> None:
+    """Wait until a pool's processes can score. Raises ConfigError if there is no sandbox for running
+    programs, and WorkerError for a function that cannot be loaded; the pool is closed then."""
+    pool.wait_ready()
+    if VERIFIERS["code"] in reward_functions(data, rm_types):
         checked = pool.submit(CHECK, ("", "", "", CodeExecution.from_config(data).as_metadata())).result()
         if checked.error is not None:
             pool.close()
             raise ConfigError(f"code rewards: {checked.error}")
-    return pool
 
 
 def worker_count(data: DataConfig, processors: int | None = None) -> int:

@@ -70,8 +70,7 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
     replaces it. The kernel kills a process when the thread that started it ends."""
 
     def __init__(self, targets: Sequence[str], *, size: int, timeout: float):
-        """Start the processes and wait until all of them have loaded the functions. Raises WorkerError with
-        the reason if one cannot be loaded.
+        """Start the processes; they load the functions meanwhile (`wait_ready`).
 
         Args:
             targets: functions that will be called; any other is loaded by the first call that names it.
@@ -90,16 +89,20 @@ class WorkerPool(AbstractContextManager["WorkerPool"]):
         self._lock = threading.Lock()
         """Guards `_workers`, `deaths`, `_started_in`, `_starts` and `_closed`."""
         self._closed = False
-        starts: list[Future[None]] = [Future() for _ in range(size)]
+        self._ready: list[Future[None]] = [Future() for _ in range(size)]
         self._threads = [
-            threading.Thread(target=self._run_worker, args=(start,), name="verifier", daemon=True)
-            for start in starts
+            threading.Thread(target=self._run_worker, args=(ready,), name="verifier", daemon=True)
+            for ready in self._ready
         ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_ready(self) -> None:
+        """Wait until all processes have loaded the functions. Raises WorkerError with the reason if one
+        cannot be loaded; the pool is closed then."""
         try:
-            for thread in self._threads:
-                thread.start()
-            for start in starts:
-                start.result(2 * _START_TIMEOUT)
+            for ready in self._ready:
+                ready.result(2 * _START_TIMEOUT)
         except BaseException:
             self.close()
             raise

@@ -37,14 +37,14 @@ from megatron_ibpo.report import load_step, rollout_path
 from megatron_ibpo.report.run_dir import CONFIG_FILE, holds_work
 from megatron_ibpo.rewards import (
     CHECKED_AT_START,
-    Pool,
     Response,
+    WorkerPool,
     answer_extractor,
     answer_place,
     extracted_answer,
     main_rm_type,
     named_rm_types,
-    open_pool,
+    start_pool,
 )
 from megatron_ibpo.run.cost import Spent
 from megatron_ibpo.run.resolve import Foundation, settle
@@ -231,7 +231,7 @@ class Inputs:
 class Judges:
     """The processes of this machine that score, and the chat format between policy and environments."""
 
-    pool: Pool
+    pool: WorkerPool
     """Verifiers."""
     environments: EnvironmentPool | None
     """Places for episodes; None if no prompt names an environment."""
@@ -333,17 +333,17 @@ def open_inputs(config: Config, foundation: Foundation, *, trains: bool = True) 
 
 
 def open_judges(inputs: Inputs, stack: ExitStack) -> Judges:
-    """Start the processes of this machine that score. `preflight.check_judges` tries them.
+    """Start the processes of this machine that score. `preflight.check_judges` waits for them and tries them.
 
     Args:
         stack: ends them.
 
     Raises:
-        ValueError: a function cannot be loaded, there is no sandbox for running programs, or conversations
-            in the model's chat format cannot be extended.
+        ValueError: a function's settings cannot be used, or conversations in the model's chat format cannot
+            be extended.
     """
     config, environments, chat = inputs.config, None, None
-    pool = stack.enter_context(open_pool(config.data, inputs.rm_types))
+    pool = stack.enter_context(start_pool(config.data, inputs.rm_types))
     if inputs.targets:
         chat = open_chat(
             inputs.data.tokenizer,

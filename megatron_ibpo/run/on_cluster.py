@@ -178,7 +178,6 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         inputs = open_inputs(config, foundation, trains=False)
         check_inputs(inputs, stack)
         judges = open_judges(inputs, stack)
-        check_judges(inputs, judges)
         wait_connected()
         placement = place_engines(config)
         resolved = resolve(inputs.config, foundation, placement, trains=False)
@@ -190,6 +189,7 @@ def open_evaluation(config: Config, policy: str | None = None) -> Iterator[OpenE
         group = stack.enter_context(reserved(placement))
         no_trainers = Trainers(group, placement)
         engines = _launch_engines(resolved, no_trainers, group, stack)
+        check_judges(inputs, judges)
         engines.start()
         verifiers.wait_ready()
         if environments is not None:

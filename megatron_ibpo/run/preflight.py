@@ -28,6 +28,7 @@ from megatron_ibpo.rewards import (
     Pool,
     WorkerPool,
     check_labels,
+    check_pool,
     check_servers,
     named_rm_types,
     reward_functions,
@@ -80,9 +81,10 @@ def check_inputs(inputs: Inputs, stack: ExitStack) -> None:
 
 
 def check_judges(inputs: Inputs, judges: Judges) -> None:
-    """Refuse labels, environments and functions of the user that do not work, by trying them once. Raises
-    ValueError or OSError that says which, where, and what to do."""
+    """Refuse verifiers that do not start, and labels, environments and functions of the user that do not
+    work, by trying them once. Raises ValueError or OSError that says which, where, and what to do."""
     config, pool, environments = inputs.config, judges.pool, judges.environments
+    check_pool(pool, config.data, inputs.rm_types)
     check_labels(pool, scored_by_verifiers(inputs.data.first_prompts), config.data)
     if environments is not None:
         for target in inputs.targets:
@@ -212,6 +214,7 @@ def check_user_code(config: Config) -> str | None:
         # no `open_pool`: a plan may be made where no sandbox for programs can be had
         targets = reward_functions(config.data, named_rm_types(verified, config.data))
         pool = stack.enter_context(WorkerPool(targets, size=1, timeout=config.data.reward_timeout))
+        pool.wait_ready()
         check_labels(pool, verified, config.data)
         environments = None
         if environments_of(prompts, config.environment):

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 import torch
-from megatron_ibpo.engines.vllm.slim_imports import stand_in_for_compiler
-stand_in_for_compiler()
+from megatron_ibpo.engines.vllm.slim_imports import COMPILER, stand_in
+stand_in(COMPILER)
 weight = torch.nn.Parameter(torch.ones(2))
 torch.optim.Adam([weight]).zero_grad()  # imports the compiler, for one decorator
 assert not any(name.startswith("torch._dynamo.") for name in sys.modules)

@@ -158,7 +158,7 @@ def test_faults_found_without_torch_stop_before_the_cluster_starts(fault, words,
 def test_faults_found_without_verifiers_stop_before_they_start(fault, words, tmp_path):
     with (
         in_place(StandIns()),
-        patch("megatron_ibpo.run.inputs.open_pool", lambda *_: pytest.fail("verifiers were started")),
+        patch("megatron_ibpo.run.inputs.start_pool", lambda *_: pytest.fail("verifiers were started")),
         pytest.raises((ValueError, OSError), match=words),
         open_run(with_fault(tmp_path, **fault)),
     ):

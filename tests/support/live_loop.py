@@ -217,7 +217,7 @@ class StandIns:
 def in_place(backend):
     """Runs opened meanwhile get these processes; all share the verifier, whose start takes longest."""
     with (
-        patch("megatron_ibpo.run.inputs.open_pool", lambda *_: nullcontext(verifiers())),
+        patch("megatron_ibpo.run.inputs.start_pool", lambda *_: nullcontext(verifiers())),
         patch("megatron_ibpo.run.open.choose_backend", lambda *_: backend),
     ):
         yield

@@ -135,7 +135,8 @@ def test_bytes_taken_by_engines_from_trainers_gpus_are_counted(world):
     transport = open_stood_in(world, "ipc", workers=2, bucket_bytes=100)
     engine = SimpleNamespace(begin=begin, result=lambda timeout: None)
     transport.connect(source, {0: engine, 1: engine}, [0, 1])
-    sent = transport.send(source, {0: engine, 1: engine}, [0, 1], check=True)
+    order = UpdateOrder(version=1, sleeping=False, check=True, timeout=60.0)
+    sent = transport.send(source, {0: engine, 1: engine}, [0, 1], order)
     assert sorted(name for names in handed for name in names) == ["a", "a", "b", "b"]
     assert (sent.failures, sent.needed_bytes, sent.num_bytes) == ({}, 2 * 88, 4 * 88)
     assert list(sent.sums) == ["a", "b"]

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ibpo.basics.large_imports import declared_packages, uncollected
+from megatron_ibpo.basics.large_imports import import_transformers, uncollected
 from megatron_ibpo.basics.records import ExpertIds, SampleRequest, expert_ids
 from megatron_ibpo.basics.rendezvous import remove_private
 from megatron_ibpo.basics.sampling_mask import SamplingMask, sampling_mask
@@ -174,8 +174,9 @@ class SamplingEngine:
     def __init__(self, settings: EngineSettings, is_interrupted: Callable[[], bool] = lambda: False) -> None:
         """On CPUs a step may sample several tokens of each request, until `is_interrupted` says that there is
         something else to do."""
-        slim_imports(settings)
-        with uncollected(), declared_packages():
+        with uncollected():
+            slim_imports(settings)
+            import_transformers()
             from vllm import LLMEngine
             from vllm.usage.usage_lib import UsageContext
         gc.freeze()  # vLLM looks for garbage several times as it loads a model

@@ -1,9 +1,9 @@
-"""Packages that an engine on CPUs starts without: they take two fifths of the processor time of its start.
+"""Packages that an engine on CPUs starts without: they take half of the processor time of its start.
 
-vLLM imports torch's compiler, and packages for audio, traces, clusters and training. An engine of this
-project on CPUs runs eagerly in one process and reads token ids, so nothing of them would run. torch and vLLM
-import the compiler all the same, for a few names that do nothing without it: stand-ins have these. Once
-anything else of it is wanted, the real one is imported.
+vLLM imports torch's compiler, and packages for audio, traces, clusters, training and chat servers. An engine
+of this project on CPUs runs eagerly in one process and reads token ids, so nothing of them would run. Some
+are imported all the same, for a few names that do nothing without the rest: stand-ins have these. Once
+anything else of such a module is wanted, the real one is imported.
 """
 
 import importlib
@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from megatron_ibpo.basics.large_imports import import_transformers
 from megatron_ibpo.engines.protocol import EngineSettings
 from megatron_ibpo.engines.vllm.settings import uses_second_runner
 
@@ -27,7 +28,14 @@ def unchanged(function: Callable[..., Any] | None = None, *_: Any, **__: Any) ->
 def _do_nothing(*_: Any, **__: Any) -> None: ...
 
 
-STAND_INS: dict[str, dict[str, Any]] = {
+class _Absent(Exception):
+    """A class without objects."""
+
+
+StandIns = dict[str, dict[str, Any]]
+"""Module that is not imported → names that torch, transformers or vLLM use of it all the same. What is below
+such a module is not imported either."""
+COMPILER: StandIns = {
     "torch._inductor": {},
     "torch._inductor.custom_graph_pass": {"CustomGraphPass": object},
     "torch._inductor.runtime": {},
@@ -38,25 +46,44 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": nullcontext},
     "torch._dynamo.symbolic_convert": {"InliningInstructionTranslator": object},
 }
-"""Modules of the compiler that torch 2.13 and vLLM 0.32 import though they compile nothing → names that they
-use."""
-_COMPILER = ("torch._dynamo", "torch._inductor")
+"""The compiler, of which torch 2.13 and vLLM 0.32 import this much though they compile nothing."""
+SYMBOLIC_SHAPES: StandIns = {"torch.fx.experimental.symbolic_shapes": {"expect_true": bool}}
+"""Shapes that are formulas, with all of sympy. torch's checks of sizes ask here whether a number is true."""
+CHAT_SERVER: StandIns = {
+    "aiohttp": {"ClientSession": _Absent, "ClientResponse": _Absent},
+    "vllm.parser": {},
+    "vllm.parser.engine": {},
+    "vllm.parser.engine.adapters": {"ParserEngineReasoningAdapter": _Absent},
+    "vllm.reasoning": {"ReasoningParser": _Absent, "ReasoningParserManager": _Absent},
+    "vllm.renderers.chat_utils": {
+        "PROMPT_EMBEDS_PLACEHOLDER_TOKEN": "",
+        "ChatTemplateResolutionError": _Absent,
+        "load_chat_template": None,
+        "parse_chat_messages": None,
+        "parse_chat_messages_async": None,
+    },
+}
+"""What reads and answers conversations, and downloads media."""
 
 
-def stand_in_for_compiler() -> None:
-    """Import `STAND_INS` instead of the compiler from now on, unless it has been imported already."""
-    if not any(name in sys.modules for name in _COMPILER):
-        sys.meta_path.insert(0, _Finder())
+def stand_in(modules: StandIns) -> None:
+    """Import these stand-ins from now on, unless one of the modules has been imported already."""
+    if modules.keys().isdisjoint(sys.modules):
+        sys.meta_path.insert(0, _Finder(modules))
 
 
 class _Finder(MetaPathFinder, Loader):
+    def __init__(self, modules: StandIns) -> None:
+        self.modules = modules
+        self._tops = [name for name in modules if name.rpartition(".")[0] not in modules]
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname in STAND_INS:
+        if fullname in self.modules:
             return ModuleSpec(fullname, self, is_package=True)
-        if fullname.startswith(tuple(f"{name}." for name in _COMPILER)):
-            self.bring_compiler()
+        if fullname.startswith(tuple(f"{name}." for name in self._tops)):
+            self.bring()
             importlib.import_module(fullname)
             return ModuleSpec(fullname, self)
         return None
@@ -66,17 +93,19 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         if isinstance(module, _StandIn):
-            vars(module).update(STAND_INS[module.__name__])
+            vars(module).update(self.modules[module.__name__])
 
-    def bring_compiler(self) -> None:
-        """Replace all stand-ins by the real compiler."""
+    def bring(self) -> None:
+        """Replace all stand-ins by the real modules."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-            for name in STAND_INS:
+            for name in self.modules:
                 sys.modules.pop(name, None)
-            for name in _COMPILER:
-                vars(sys.modules["torch"]).pop(name.removeprefix("torch."), None)
-        for name in _COMPILER:
+            for name in self._tops:
+                package, _, module = name.rpartition(".")
+                if package:
+                    vars(sys.modules[package]).pop(module, None)
+        for name in self._tops:
             importlib.import_module(name)
 
 
@@ -88,9 +117,9 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if (submodule := f"{self.__name__}.{name}") in STAND_INS:
+        if (submodule := f"{self.__name__}.{name}") in self._finder.modules:
             return importlib.import_module(submodule)
-        self._finder.bring_compiler()
+        self._finder.bring()
         return getattr(importlib.import_module(self.__name__), name)
 
 
@@ -111,8 +140,14 @@ def slim_imports(settings: EngineSettings) -> None:
     for package in OPTIONAL:
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
     sys.modules.setdefault(OF_COMPILER, ModuleType(OF_COMPILER))
-    stand_in_for_compiler()
+    for modules in (COMPILER, SYMBOLIC_SHAPES, CHAT_SERVER):
+        stand_in(modules)
     import torch
 
     compiler: Any = torch
     compiler.compile = unchanged  # as TORCH_COMPILE_DISABLE has it
+    import_transformers()
+    from transformers import utils
+
+    # vLLM splits layers itself
+    utils.is_torch_distributed_available = utils.import_utils.is_torch_distributed_available = lambda: False

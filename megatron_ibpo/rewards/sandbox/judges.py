@@ -70,7 +70,7 @@ def main() -> None:
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
     os.close(nowhere)
-    _import_library()
+    import_library()
     gc.collect()
     gc.freeze()  # a collection in a judge would copy the pages that it shares
     steps = receive(control) or b""
@@ -84,19 +84,22 @@ def main() -> None:
     serve(control, program)
 
 
-def _import_library() -> None:
+def import_library() -> None:
     """Import reasoning_gym without matplotlib, with which a package of its draws: a quarter of the time."""
-    for name in (
-        "matplotlib.pyplot",
-        "matplotlib.animation",
-        "matplotlib.collections",
-        "mpl_toolkits.mplot3d",
-    ):
-        package = name.partition(".")[0]
-        sys.modules.setdefault(package, types.ModuleType(package))
-        sys.modules.setdefault(name, types.ModuleType(name))
-    sys.modules["mpl_toolkits.mplot3d"].Axes3D = None  # type: ignore[attr-defined]
-    import reasoning_gym  # noqa: F401
+    names = ["matplotlib.pyplot", "matplotlib.animation", "matplotlib.collections", "mpl_toolkits.mplot3d"]
+    stand_ins = {
+        name: types.ModuleType(name)
+        for name in ("matplotlib", "mpl_toolkits", *names)
+        if name not in sys.modules
+    }
+    if "mpl_toolkits.mplot3d" in stand_ins:
+        stand_ins["mpl_toolkits.mplot3d"].Axes3D = None  # type: ignore[attr-defined]
+    sys.modules.update(stand_ins)
+    try:
+        import reasoning_gym  # noqa: F401
+    finally:
+        for name in stand_ins:  # another package of this process may draw
+            del sys.modules[name]
 
 
 _has_used_sympy = False

@@ -15,16 +15,18 @@ import types
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PosixPath
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy._core.multiarray import _reconstruct
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_ibpo.basics.user_files import RECORD_BYTES, check_user_file, read_user_file
 from megatron_ibpo.weights import CheckpointError, listed
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 MAPPED_BYTES = 64 * 1024**2
 """Bytes read from files before they are unmapped: pages that were read count as this process's memory."""
@@ -278,6 +280,8 @@ def check_byte_entries(directory: Path, metadata: Metadata) -> None:
 
 def _entries(directory: Path, metadata: Metadata) -> Iterator[tuple[Path, str, bytes]]:
     """Yield file, name and bytes of each pickle."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # half a second
+
     for index, place in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata):
             continue  # read with weights_only=True by all readers
