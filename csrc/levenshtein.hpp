@@ -200,10 +200,12 @@ private:
         if (look_unrelated(least, grid_)) return limit_;
         if (num_rows >= kManyRows && seeds_.recurrence() > kRecurring) {
             Wavefront& wavefront = tools_->wavefront;
-            const Position most = num_rows < kVeryManyRows ? 64 : 128;
+            const Position most = num_rows < kVeryManyRows ? 64 : 128, many = num_rows * 36 / 100;
             wavefront.distance(core_.rows, num_rows, core_.columns, core_.num_columns, limit_, most);
             const Position guessed = extrapolate(wavefront.edits(), wavefront.rows());
-            return guessed * 100 > num_rows * 36 ? limit_ : guessed;  // among many edits the farthest path is too lucky
+            if (guessed <= many) return guessed;
+            // among many edits the farthest path is too lucky
+            return num_rows >= kVeryManyRows && least * 100 < num_rows * 19 ? many : limit_;
         }
         // If they are scattered: seeds with two edits or more count for one, edits between seeds for none, and where much
         // recurs many a broken seed is there elsewhere. Fitted to edits at all rates of ids of all distributions.
