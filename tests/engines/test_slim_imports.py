@@ -66,17 +66,17 @@ def run(code, *arguments, **variables):
 
 
 @pytest.mark.parametrize("want", ["torch._dynamo.config", "from torch._dynamo.utils import counters"])
-def test_what_has_no_stand_in_brings_the_compiler(want):
+def test_names_without_stand_in_bring_the_compiler(want):
     run(COMPILER.format(want=want))
 
 
-def test_torchs_checks_need_no_formulas_until_a_shape_does():
+def test_formulas_are_imported_for_symbolic_shapes_alone():
     run(SHAPES)
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("model", ["tiny_qwen3", "tiny_qwen3_next"])
-def test_an_engine_samples_without_what_it_has_no_use_for(model, tmp_path):
+def test_an_engine_samples_without_unused_packages(model, tmp_path):
     paths = [str(TESTS), str(TESTS / "engines")]
     code = f"import sys; sys.path += {paths!r}\n{ENGINE}"
     run(code, TESTS.parent / "examples" / model, tmp_path)
