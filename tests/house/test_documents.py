@@ -166,7 +166,7 @@ def imports(path):
 def test_imports_run_down_and_heavy_libraries_stay_in_their_rooms():
     may_import = {
         "megatron": {"policy", "models", "weights", "plan"}, "vllm": {"engines"},
-        # a shorter import; tokenizers; names in GGUF files; logits beside ours; an engine; schemas of TRL's tools
+        # a faster import; tokenizers; names in GGUF files; logits beside ours; an engine; TRL's schemas
         "transformers": {"basics", "data", "weights", "policy", "engines", "verify", "environments"},
         "ray": {"cluster"},
         "triton": {"kernels"}, "scipy": {"study", "credit"},
