@@ -44,7 +44,6 @@ ENGINE = """
 import sys
 from pathlib import Path
 
-import numpy as np
 from test_decode_runs import engine_of
 from megatron_ibpo.basics.records import SampleRequest, token_ids
 from megatron_ibpo.engines.vllm.messages import NumberedRequest
@@ -59,9 +58,9 @@ assert not imported, imported
 """
 
 
-def run(code, *arguments, **variables):
+def run(code, *arguments):
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=variables or None)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
 
 

@@ -63,7 +63,7 @@ CHAT_SERVER: StandIns = {
         "parse_chat_messages_async": None,
     },
 }
-"""What reads and answers conversations, and downloads media."""
+"""Parsers and renderers of conversations, and downloads of media."""
 
 
 def stand_in(modules: StandIns) -> None:
