@@ -42,6 +42,18 @@ class Config:
         return self.rollout.use_rollout_routing_replay or self.loss.use_routing_replay
 
     @property
+    def excluding_shared_prompts(self) -> list[str]:
+        """Flags of settings under which every sequence must go through the trainer's model as a whole."""
+        flags = {
+            "--context-parallel-size": self.parallel.context_parallel_size > 1,
+            "--use-routing-replay": self.loss.use_routing_replay,
+            "--use-rollout-routing-replay": self.rollout.use_rollout_routing_replay,
+            "--moe-aux-loss-coeff": self.model.moe_aux_loss_coeff > 0,
+            "--mtp-num-layers": self.model.mtp_num_layers > 0,
+        }
+        return [flag for flag, excludes in flags.items() if excludes]
+
+    @property
     def holds_out(self) -> bool:
         """True if prompts of --prompt-data are held out for evaluation, since no others are named."""
         return bool(
@@ -61,6 +73,13 @@ class Config:
             *self.rollout.problems(self.algorithm, self.run),
             *self.environment.problems(self.rollout),
             *self.run.problems(),
+            *self._problems_of_shared_prompts(),
+        ]
+
+    def _problems_of_shared_prompts(self) -> list[str]:
+        return [
+            f"--share-prompts True: {flag} needs whole sequences; drop one of them"
+            for flag in (self.excluding_shared_prompts if self.model.share_prompts else [])
         ]
 
 

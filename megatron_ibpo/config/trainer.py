@@ -40,6 +40,10 @@ class ModelConfig:
     allow_local_modules: bool = False
     """Train on GPUs without Transformer Engine or flash-linear-attention if these are not installed. Off:
     plain torch is tens of times slower there, and such a slow run is usually a mistake."""
+    share_prompts: bool | None = None
+    """Compute the prompt of sequences that share it once per micro-batch, forward and backward, in place of
+    once for each. Gradients are the same up to rounding. None: where plain torch computes the layers, on
+    CPUs, unless another setting excludes it."""
     max_tokens_per_gpu: Annotated[int, COUNT] = 16384
     """Tokens (prompt and response) packed into one micro-batch on one rank; a longer sequence gets its own
     micro-batch. Bounds activation memory. With --context-parallel-size, the limit holds for each of the ranks

@@ -118,6 +118,11 @@ def on_device(config: Config, shape: ModelShape, *, on_gpu: bool, max_context: i
         max_context: limit of tokens in prompt and response; None: as it is.
     """
     bf16 = on_gpu if config.model.bf16 is None else config.model.bf16
+    share_prompts = config.model.share_prompts
+    if share_prompts is None:
+        share_prompts = not on_gpu and not config.excluding_shared_prompts
+    elif share_prompts and on_gpu:
+        raise ValueError("--share-prompts True: the kernels of GPUs take whole sequences only; drop it")
     rollout, (name, obstacles) = config.rollout, _choice(config.rollout, shape, on_gpu=on_gpu)
     rollout = replace(
         rollout,
@@ -125,7 +130,9 @@ def on_device(config: Config, shape: ModelShape, *, on_gpu: bool, max_context: i
         parameters={} if obstacles else rollout.parameters,
         rollout_max_context_len=rollout.rollout_max_context_len if max_context is None else max_context,
     )
-    config = replace(config, model=replace(config.model, bf16=bf16), rollout=rollout)
+    config = replace(
+        config, model=replace(config.model, bf16=bf16, share_prompts=share_prompts), rollout=rollout
+    )
     if samples_in_trainer(name) or not issubclass(find_parameters(name) or object, VllmParameters):
         return config
     return replace(config, rollout=_method(name, "on_device")(config, shape, on_gpu))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 from torch import Tensor
 
-from megatron_ibpo.models import fusion, local_modules
+from megatron_ibpo.models import fusion, local_modules, packed_attention
 from megatron_ibpo.models.shape import ModelShape
 
 ERROR_FACTOR, ERROR_FLOOR = 2.0, 1e-3
@@ -115,7 +115,7 @@ def examples(
         fusion.ATTENTION: [
             (
                 partial(fusion.attend, cu_seqlens, LONGEST, window),
-                partial(local_modules.attend_in_rectangles, cu_seqlens, None, window),
+                partial(packed_attention.attend_in_rectangles, cu_seqlens, None, window),
                 [query, key, value],
             )
             for window in dict.fromkeys(shape.windows or (None,))

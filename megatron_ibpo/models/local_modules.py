@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import checkpoint, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,7 +24,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from torch import Tensor
 
-from megatron_ibpo.models import fusion, packed
+from megatron_ibpo.models import fusion, packed, packed_attention, shared_prompts
 
 
 def wide(x: Tensor) -> Tensor:
@@ -260,25 +260,19 @@ class PackedSelfAttention(SelfAttention):
             hidden_states, None, output_gate=self.config.attention_output_gate
         )
         query_NHD, key_NHD, value_NHD = (x.squeeze(1) for x in projected[:3])
-        cu_seqlens = packed_seq_params.cu_seqlens_q
-        group = self.pg_collection.cp
-        positions_N = packed.rank_positions(cu_seqlens, group.rank(), group.size())
+        group, shared = self.pg_collection.cp, shared_prompts.continuations(packed_seq_params)
+        positions_N = (
+            packed.rank_positions(packed_seq_params.cu_seqlens_q, group.rank(), group.size())
+            if shared is None
+            else shared.positions_N
+        )
         angles_ND = rotary_pos_emb[:, 0, 0].index_select(0, positions_N)
         grown = self._yarn_concentration_factor  # 1 except with YaRN
         cos, sin = grown * angles_ND.cos().unsqueeze(1), grown * angles_ND.sin().unsqueeze(1)
         turn = compiled_rotate if fusion.ROTARY in self.config.fused else rotate
         query_NHD, key_NHD = turn(query_NHD, cos, sin), turn(key_NHD, cos, sin)
 
-        core = self.core_attention
-        attend: Callable[..., Tensor] = partial(
-            attend_in_rectangles, cu_seqlens, core.softmax_offset, core.window
-        )
-        if group.size() > 1:
-            attend = partial(
-                _attend_to_all_ranks, group, positions_N, cu_seqlens, core.softmax_offset, core.window
-            )
-        elif fusion.ATTENTION in self.config.fused and core.softmax_offset is None:
-            attend = partial(fusion.attend, cu_seqlens, packed_seq_params.max_seqlen_q, core.window)
+        attend = self._attention(packed_seq_params, positions_N)
         if self.checkpoint_core_attention and self.training:
             output = checkpoint(attend, False, query_NHD, key_NHD, value_NHD)
         else:
@@ -288,6 +282,19 @@ class PackedSelfAttention(SelfAttention):
             gate = projected[3].reshape(output.shape)
             output = output * torch.sigmoid(wide(gate)).to(output.dtype)
         return self.linear_proj(output)
+
+    def _attention(self, sequences: PackedSeqParams, positions_N: Tensor) -> Callable[..., Tensor]:
+        """Return attention within these sequences, from this rank's queries, keys and values."""
+        core, group = self.core_attention, self.pg_collection.cp
+        cu_seqlens, shared = sequences.cu_seqlens_q, shared_prompts.continuations(sequences)
+        of_layer = core.softmax_offset, core.window
+        if shared is not None:
+            return partial(packed_attention.attend_with_shared_prompts, shared, *of_layer)
+        if group.size() > 1:
+            return partial(packed_attention.attend_to_all_ranks, group, positions_N, cu_seqlens, *of_layer)
+        if fusion.ATTENTION in self.config.fused and core.softmax_offset is None:
+            return partial(fusion.attend, cu_seqlens, sequences.max_seqlen_q, core.window)
+        return partial(packed_attention.attend_in_rectangles, cu_seqlens, *of_layer)
 
 
 def rotate(x_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -299,89 +306,3 @@ def rotate(x_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 compiled_rotate = fusion.Compiled(fusion.ROTARY, rotate, rows=(0, 1, 2))
-
-
-def attend_in_rectangles(
-    cu_seqlens: Tensor,
-    sinks_H: Tensor | None,
-    window: int | None,
-    query_NHD: Tensor,
-    key_NGD: Tensor,
-    value_NGD: Tensor,
-) -> Tensor:
-    """Compute causal attention within each sequence; H query heads share G key/value heads. [N, H, D].
-
-    Args:
-        sinks_H: each head's logit of an empty key; None: no sinks.
-        window: number of tokens that each attends to, itself the last; None: all before it.
-    """
-    rectangles = packed.by_length(cu_seqlens)
-    parts = (rectangles.split(packed.take(x, rectangles)) for x in (query_NHD, key_NGD, value_NGD))
-    outputs = []
-    for part in zip(*parts, strict=True):
-        query, key, value = (x_BLHD.transpose(1, 2) for x_BLHD in part)
-        if sinks_H is None and window is None:
-            attended_BHLD = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        else:
-            mask = _attention_mask(torch.arange(key.shape[2], device=key.device)[:, None], key, window)
-            attended_BHLD = _attend_where(mask, query, key, value, sinks_H)
-        outputs.append(attended_BHLD.transpose(1, 2).flatten(0, 1))
-    return packed.drop(torch.cat(outputs), rectangles)
-
-
-def _attention_mask(position_L: Tensor, key_BGKD: Tensor, window: int | None) -> Tensor:
-    """Return which of a sequence's keys the queries at position_L [..., L, 1] attend to: bool [..., L, K]."""
-    keys_K = torch.arange(key_BGKD.shape[2], device=key_BGKD.device)
-    mask = keys_K <= position_L  # padding of a sequence comes after all positions
-    return mask if window is None else mask & (keys_K > position_L - window)
-
-
-def _attend_where(
-    mask: Tensor, query_BHLD: Tensor, key_BGKD: Tensor, value_BGKD: Tensor, sinks_H: Tensor | None
-) -> Tensor:
-    """Compute attention to the keys of the mask. [B, H, L, D]. A sink is one more key, of value zero, before
-    the others: queries, keys and values get one more element, whose product is the sink."""
-    if sinks_H is None:
-        return F.scaled_dot_product_attention(
-            query_BHLD, key_BGKD, value_BGKD, attn_mask=mask, enable_gqa=True
-        )
-    size = query_BHLD.shape[-1]
-    sinks = sinks_H.to(query_BHLD.dtype).view(1, -1, 1, 1).expand(*query_BHLD.shape[:3], 1)
-    query = torch.cat((query_BHLD * size**-0.5, sinks), dim=-1)
-    of_sink = key_BGKD.new_zeros(*key_BGKD.shape[:2], 1, size + 1)
-    of_sink[..., -1] = 1
-    key = torch.cat((of_sink, F.pad(key_BGKD, (0, 1))), dim=2)
-    value = F.pad(value_BGKD, (0, 1, 1, 0))
-    mask = F.pad(mask, (1, 0), value=True)
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=1.0, enable_gqa=True)
-    return attended[..., :size]
-
-
-def _attend_to_all_ranks(
-    group: Any,
-    positions_N: Tensor,
-    cu_seqlens: Tensor,
-    sinks_H: Tensor | None,
-    window: int | None,
-    query_NHD: Tensor,
-    key_NGD: Tensor,
-    value_NGD: Tensor,
-) -> Tensor:
-    """Compute attention of this rank's queries, at `positions_N` in their sequences, to keys and values of
-    all context-parallel ranks. [N, H, D]. Other arguments as in `attend_in_rectangles`."""
-    ranks = group.size()
-    key_value = torch.cat((key_NGD, value_NGD), dim=1)
-    by_rank = gather_from_sequence_parallel_region(key_value, tensor_parallel_output_grad=True, group=group)
-    ordered = by_rank.index_select(0, packed.places(cu_seqlens, ranks))
-    query_rectangles, key_rectangles = packed.by_length(cu_seqlens, ranks), packed.by_length(cu_seqlens)
-    queries = query_rectangles.split(packed.take(query_NHD, query_rectangles))
-    positions = query_rectangles.split(packed.take(positions_N, query_rectangles))
-    outputs = []
-    for query_BLHD, position_BL, part_BKGD in zip(
-        queries, positions, key_rectangles.split(packed.take(ordered, key_rectangles)), strict=True
-    ):
-        key, value = part_BKGD.transpose(1, 2).chunk(2, dim=1)
-        mask = _attention_mask(position_BL[:, None, :, None], key, window)
-        attended_BHLD = _attend_where(mask, query_BLHD.transpose(1, 2), key, value, sinks_H)
-        outputs.append(attended_BHLD.transpose(1, 2).flatten(0, 1))
-    return packed.drop(torch.cat(outputs), query_rectangles)

@@ -53,11 +53,16 @@ class Rectangles:
 
     def split(self, x_MX: Tensor) -> list[Tensor]:
         """Return views [rows, width, ...] of each rectangle."""
-        sizes = [rows * width for rows, width in zip(self.rows, self.widths, strict=True)]
-        return [
-            part.unflatten(0, (rows, width))
-            for part, rows, width in zip(x_MX.split(sizes), self.rows, self.widths, strict=True)
-        ]
+        return split(x_MX, self.rows, self.widths)
+
+
+def split(x_MX: Tensor, rows: list[int], widths: list[int]) -> list[Tensor]:
+    """Return views [rows, width, ...] of rectangles that lie one after another."""
+    sizes = [number * width for number, width in zip(rows, widths, strict=True)]
+    parts = x_MX.split(sizes)
+    return [
+        part.unflatten(0, shape) for part, shape in zip(parts, zip(rows, widths, strict=True), strict=True)
+    ]
 
 
 class _Take(torch.autograd.Function):
@@ -115,6 +120,11 @@ def positions(cu_seqlens: Tensor) -> Tensor:
     )
 
 
+def length_classes(lengths_S: Tensor) -> Tensor:
+    """Return int64 [S]: a number that lengths within a third of a power of two share."""
+    return ((lengths_S - 1).clamp(min=1).log2() * CLASSES_PER_OCTAVE).floor().long()
+
+
 @once_per_batch
 def by_length(cu_seqlens: Tensor, share: int = 1) -> Rectangles:
     """Lay out one row per sequence, of which the tokens are 1 / share. A rectangle has lengths within a third
@@ -122,12 +132,12 @@ def by_length(cu_seqlens: Tensor, share: int = 1) -> Rectangles:
     on_host = cu_seqlens.cpu()  # one wait for the device; there, every line below would be one
     starts, lengths = on_host[:-1].long(), on_host.diff().long()
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-    classes = ((lengths - 1).clamp(min=1).log2() * CLASSES_PER_OCTAVE).floor().long()
+    classes = length_classes(lengths)
     order = classes.argsort(stable=True)
     starts, lengths, classes = starts[order] // share, lengths[order] // share, classes[order]
     kinds, rows = classes.unique_consecutive(return_counts=True)
     widths = [int(lengths[classes == kind].max()) for kind in kinds]
-    laid_out = _rectangles(starts, lengths, rows.tolist(), widths, int(on_host[-1]) // share)
+    laid_out = rectangles(starts, lengths, rows.tolist(), widths, int(on_host[-1]) // share)
     return laid_out.to(cu_seqlens.device)
 
 
@@ -150,11 +160,11 @@ def by_chunks(cu_seqlens: Tensor, chunk: int) -> Rectangles:
     rows = [int((chunks > i).sum()) for i in range(int(chunks[0]))]
     row_starts = torch.cat([starts[:n] + i * chunk for i, n in enumerate(rows)])
     row_lengths = torch.cat([(lengths[:n] - i * chunk).clamp(max=chunk) for i, n in enumerate(rows)])
-    laid_out = _rectangles(row_starts, row_lengths, rows, [chunk] * len(rows), int(on_host[-1]))
+    laid_out = rectangles(row_starts, row_lengths, rows, [chunk] * len(rows), int(on_host[-1]))
     return laid_out.to(cu_seqlens.device)
 
 
-def _rectangles(
+def rectangles(
     starts: Tensor, lengths: Tensor, rows: list[int], widths: list[int], tokens: int
 ) -> Rectangles:
     """Return rectangles whose rows hold `lengths` tokens from `starts` on, padded to their widths."""

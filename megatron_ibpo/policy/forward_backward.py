@@ -23,7 +23,6 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -240,19 +239,8 @@ def _forward(model: Any, batch: PackedBatch, processor: Callable[..., Tensor] | 
         batch.input_ids_1N,
         batch.position_ids_1N,
         None,
-        packed_seq_params=packed_sequences(batch),
+        packed_seq_params=batch.sequences,
         output_processor=processor,
-    )
-
-
-def packed_sequences(batch: PackedBatch) -> PackedSeqParams:
-    """Return the places of a micro-batch's sequences in the form of Megatron's layers."""
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=batch.rows.cu_seqlens,
-        cu_seqlens_kv=batch.rows.cu_seqlens,
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
     )
 
 

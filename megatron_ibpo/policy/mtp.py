@@ -188,8 +188,8 @@ class Mtp:
             batch.rows.targets_N[None],
             batch.position_ids_1N,
             self._embed,
-            self._policy.rotary_pos_emb(batch.max_seqlen, packed_seq=True),
-            forward_backward.packed_sequences(batch),
+            self._policy.rotary_pos_emb(batch.sequences.max_seqlen_q, packed_seq=True),
+            batch.sequences,
         )
         whole_NH = whole_hidden_states(hidden_states=output, output_layer=self._policy.output_layer)[0]
         rows_R, labels_R, drafted_R = _drafts(batch)

@@ -2,7 +2,7 @@
 Suffixes: S sequences, T tokens (prompts and responses), R response tokens, N rows of the model's output."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron_ibpo.loss import LossRows, RowIndex, SamplingSets
 from megatron_ibpo.loss.packed_rows import GradientPlaces, response_positions
 from megatron_ibpo.models.layout import context_chunks
 from megatron_ibpo.models.packed import places as packed_places
+from megatron_ibpo.models.shared_prompts import Continuations, PackedSequences
 from megatron_ibpo.policy.planning import MicroBatch
 from megatron_ibpo.policy.sampling_masks import joined_mask, sets_of_rows
 
@@ -59,7 +60,8 @@ class PackedArrays:
     routed_experts: ExpertIds | None = None
     """Experts that the routers must choose, [tokens but the last of each sequence, layers, experts per
     token]. None if no sequence has any; `no_expert` throughout a sequence without any."""
-
+    siblings: tuple[int, ...] = ()
+    """As in `MicroBatch`."""
     sampling_mask_R: SamplingMask | None = None
     """Ids over which log-probs of response tokens are normalised in every pass; None if none is
     restricted."""
@@ -95,7 +97,8 @@ class PackedBatch:
 
     input_ids_1N: Tensor
     position_ids_1N: Tensor
-    max_seqlen: int
+    sequences: PackedSequences
+    """The sequences as the model's layers take them."""
     rows: LossRows
     """Rows of the loss with an index, including the padding sequence; the mask is float32. Without old
     log-probs the forward pass itself gives them; without a reference policy it has no log-probs."""
@@ -110,7 +113,8 @@ class PackedBatch:
     places_R: Lengths
     """Row of each response token; under context parallelism among the rows of all ranks, laid end to end."""
     places_T: Lengths
-    """Row of each input token (all but the last of each sequence), in the same way."""
+    """Row of each input token (all but the last of each sequence), in the same way. Those of a shared prompt
+    have the same rows in all its sequences, but for its last token."""
     context: Context = SINGLE_RANK
     routed_experts_NLK: ExpertIds | None = None
     """Experts that the routers must choose, [N, layers, experts per token] on the host; `no_expert` in the
@@ -158,6 +162,7 @@ def pack(micro_batch: MicroBatch) -> PackedArrays:
         members_S=np.array(micro_batch.members, np.int64),
         off_policy_S=np.array([s.off_policy for s in chosen]) if any(s.off_policy for s in chosen) else None,
         routed_experts=_concatenate_choices(chosen),
+        siblings=micro_batch.siblings,
         sampling_mask_R=joined_mask(chosen),
     )
 
@@ -194,25 +199,83 @@ def _or_all(values: Weights | None, value: float, sequence: TrainSequence) -> We
     return np.full(len(sequence.response_token_ids), value) if values is None else values
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a micro-batch on all ranks that share it: of each sequence, then of roots (see
+    `models.shared_prompts`), then padding. To the loss, roots and padding are one more sequence."""
+
+    bounds: Lengths
+    """Boundaries of the loss's sequences."""
+    model_bounds: Lengths
+    """Boundaries of the model's sequences: each root, and the padding, is one of its own."""
+    positions: Lengths
+    """Position of each row in its sequence."""
+    rows_T: Lengths
+    """The row of each input token: of all but the last of each sequence."""
+    is_response_T: Flags
+    """Input tokens that are followed by a response token."""
+    max_seqlen: int
+
+
+def _place_rows(arrays: PackedArrays, chunks: int, multiple: int) -> _Rows:
+    """Give each sequence a multiple of `chunks` rows, and all together a multiple of `multiple`."""
+    prompts_S, siblings = arrays.prompt_lengths_S, np.array(arrays.siblings, np.int64)
+    lengths_S = prompts_S + arrays.response_lengths_S - 1
+    family_C = np.repeat(np.arange(len(siblings)), siblings)
+    in_roots_S = np.where(np.arange(len(lengths_S)) < len(family_C), prompts_S - 1, 0)
+    roots_F = in_roots_S[siblings.cumsum() - siblings]
+    rows_S = -(-(lengths_S - in_roots_S) // chunks) * chunks
+    padding = -int(rows_S.sum() + roots_F.sum()) % multiple or (0 if len(lengths_S) else multiple)
+
+    parts = np.concatenate([rows_S, roots_F, [padding] if padding else []]).astype(np.int64)
+    before = np.append(in_roots_S, np.zeros(len(parts) - len(in_roots_S), np.int64))
+    model_bounds = np.append(0, parts.cumsum())
+    sequence_T = np.repeat(np.arange(len(lengths_S)), lengths_S)
+    position_T = np.arange(len(sequence_T)) - np.repeat(lengths_S.cumsum() - lengths_S, lengths_S)
+    rows_T = (model_bounds[:-1] - before)[sequence_T] + position_T
+    in_root_T = position_T < in_roots_S[sequence_T]
+    root_starts_F = model_bounds[len(lengths_S) : len(lengths_S) + len(roots_F)]
+    rows_T[in_root_T] = root_starts_F[family_C[sequence_T[in_root_T]]] + position_T[in_root_T]
+    return _Rows(
+        bounds=np.unique(np.append(model_bounds[: len(lengths_S) + 1], model_bounds[-1])),
+        model_bounds=model_bounds,
+        positions=np.arange(model_bounds[-1]) - np.repeat(model_bounds[:-1] - before, parts),
+        rows_T=rows_T,
+        is_response_T=position_T >= prompts_S[sequence_T] - 1,
+        max_seqlen=int((parts + before).max()),
+    )
+
+
+def _continuations(
+    arrays: PackedArrays, model_bounds: Lengths, tensor: Callable[..., Tensor]
+) -> Continuations | None:
+    """Return which of the model's sequences continue others. `tensor`: (array, dtype) → on the device."""
+    if not arrays.siblings:
+        return None
+    count = sum(arrays.siblings)
+    rows = int(model_bounds[count])
+    root_C = len(arrays.members_S) - count + np.repeat(np.arange(len(arrays.siblings)), arrays.siblings)
+    return Continuations(
+        rows,
+        tensor(model_bounds[: count + 1], torch.int32),
+        tensor(model_bounds[count:] - rows, torch.int32),
+        tensor(root_C, torch.int64),
+    )
+
+
 def lay_out(
     arrays: PackedArrays, *, multiple: int, device: torch.device, context: Context = SINGLE_RANK
 ) -> PackedBatch:
     """Return the tensors of a micro-batch on this rank, with rows padded to a multiple of `multiple`."""
     chunks = context_chunks(context.size)
-    lengths = arrays.prompt_lengths_S + arrays.response_lengths_S - 1
-    padded = -(-lengths // chunks) * chunks
-    row_multiple = math.lcm(chunks, multiple * context.size)
-    padding = -int(padded.sum()) % row_multiple or (0 if len(lengths) else row_multiple)
+    rows = _place_rows(arrays, chunks, math.lcm(chunks, multiple * context.size))
+
+    bounds = rows.bounds
 
     def with_padding(values_S: npt.NDArray[Any], value: float) -> npt.NDArray[Any]:
-        return np.append(values_S, np.array(value, values_S.dtype)) if padding else values_S
+        return np.append(values_S, np.array(value, values_S.dtype))[: len(bounds) - 1]
 
-    all_lengths = with_padding(padded, padding)
-    bounds = np.append(0, all_lengths.cumsum())
-    positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], all_lengths)
-    prompts = with_padding(arrays.prompt_lengths_S, padding + 1)
-    real = positions < np.repeat(with_padding(lengths, 0), all_lengths)
-    rows_R = np.flatnonzero(real & (positions >= np.repeat(prompts - 1, all_lengths)))
+    rows_R = rows.rows_T[rows.is_response_T]
     ends = (arrays.prompt_lengths_S + arrays.response_lengths_S).cumsum()
     places = packed_places(torch.from_numpy(bounds), context.size).numpy()
     rank_rows = np.argsort(places).reshape(context.size, -1)[context.rank]
@@ -228,7 +291,7 @@ def lay_out(
 
     def token_rows(tokens: npt.NDArray[Any]) -> Tensor:
         all_rows = np.zeros(bounds[-1], tokens.dtype)
-        all_rows[real] = tokens
+        all_rows[rows.rows_T] = tokens
         return tensor(all_rows[rank_rows], torch.int64)
 
     def per_row(values_R: npt.NDArray[Any] | None) -> Tensor | None:
@@ -242,7 +305,7 @@ def lay_out(
         if ids is None:
             return None
         all_rows = np.full((bounds[-1], *ids.shape[1:]), no_expert(ids), ids.dtype)
-        all_rows[real] = ids
+        all_rows[rows.rows_T] = ids
         return all_rows[rank_rows]
 
     def sampling_sets(mask: SamplingMask | None) -> SamplingSets | None:
@@ -279,14 +342,24 @@ def lay_out(
         ends=tuple(np.searchsorted(loss_rows, bounds[1:] // context.size).tolist()),
         policy_places=GradientPlaces(policy_places, tensor(policy_places, torch.int64)),
     )
+    cu_seqlens = tensor(bounds, torch.int32)
+    continuations = _continuations(arrays, rows.model_bounds, tensor)
+    of_model = cu_seqlens if continuations is None else tensor(rows.model_bounds, torch.int32)
     return PackedBatch(
         input_ids_1N=token_rows(np.delete(arrays.tokens_T, ends - 1))[None],
-        position_ids_1N=tensor(positions[rank_rows], torch.int64)[None],
-        max_seqlen=int(all_lengths.max()),
+        position_ids_1N=tensor(rows.positions[rank_rows], torch.int64)[None],
+        sequences=PackedSequences(
+            qkv_format="thd",
+            cu_seqlens_q=of_model,
+            cu_seqlens_kv=of_model,
+            max_seqlen_q=rows.max_seqlen,
+            max_seqlen_kv=rows.max_seqlen,
+            continuations=continuations,
+        ),
         rows=LossRows(
             targets_N=token_rows(np.delete(arrays.tokens_T, np.append(0, ends[:-1])[: len(ends)])),
             response_mask_N=mask_N,
-            cu_seqlens=tensor(bounds, torch.int32),
+            cu_seqlens=cu_seqlens,
             advantages=(
                 sequences(arrays.advantages_S, 0.0) if token_advantages_N is None else token_advantages_N
             ),
@@ -306,10 +379,10 @@ def lay_out(
         importance_weights_N=per_row(arrays.importance_weights_R),
         returns_N=per_row(arrays.returns_R) if has_critic else None,
         values_N=per_row(arrays.values_R) if has_critic else None,
-        num_sequences=len(lengths),
+        num_sequences=len(arrays.members_S),
         compared_rows_R=compared_rows_R,
         places_R=places_R,
-        places_T=places[real],
+        places_T=places[rows.rows_T],
         context=context,
         routed_experts_NLK=choices(arrays.routed_experts),
     )

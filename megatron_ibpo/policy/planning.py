@@ -1,8 +1,8 @@
 """The driver's half of packing: it assigns the computation to ranks. Needs no torch."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
@@ -11,14 +11,11 @@ import numpy as np
 from megatron_ibpo.basics.records import TrainSequence, repeated_prefixes
 from megatron_ibpo.config import Config, LossConfig
 from megatron_ibpo.models.layout import context_chunks
+from megatron_ibpo.policy.dealing import Cost, Sizes, cut_shares, deal, siblings_first
 from megatron_ibpo.policy.overrides import read_overrides
 from megatron_ibpo.policy.sampling_masks import check_mask
 
 Share = TypeVar("Share")
-
-Cost = Callable[[int], float]
-"""Tokens of a sequence → cost of a pass over it, in any unit; `forward_flops` of the model's shape. Ranks
-wait for each other, so all should have about the same amount to compute."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +26,9 @@ class MicroBatch:
     members: tuple[int, ...]
     """Index of each sequence in the planned list."""
     sequences: tuple[TrainSequence, ...]
+    siblings: tuple[int, ...] = ()
+    """Sizes of the families that the first sequences form, one after the other: a family's sequences have the
+    same prompt, which goes through the model once. All other sequences are whole."""
 
 
 @dataclass(frozen=True)
@@ -261,52 +261,6 @@ def empty_micro_batches(shares: Sequence[RankUpdate]) -> int:
     return sum(not batch.members for cut in cuts for batch in cut.micro_batches)
 
 
-def deal(lengths: Sequence[int], num_ranks: int, cost: Cost) -> list[list[int]]:
-    """Deal the sequences to data-parallel ranks, longest first, each to the rank with the least so far. The
-    fullest of R ranks gets at most 4/3 - 1/(3R) of its load under the best deal (R. L. Graham, "Bounds on
-    multiprocessing timing anomalies", 1969)."""
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0.0, rank) for rank in range(num_ranks)]
-    heapify(loads)
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, rank = loads[0]
-        shares[rank].append(index)
-        heapreplace(loads, (load + cost(lengths[index]), rank))
-    return shares
-
-
-def cut_shares(
-    shares: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int, cost: Cost, multiple: int = 1
-) -> list[list[list[int]]]:
-    """Cut each rank's sequences into micro-batches of up to `max_tokens` tokens; a longer sequence has one of
-    its own.
-
-    Returns [rank][micro-batch][index]. Every rank has the same number of them, a multiple of `multiple`;
-    empty ones fill up. Each sequence goes into the first micro-batch with room. The most expensive come
-    first, since ranks that share experts wait for each other in every micro-batch.
-    """
-    plan = [_first_fit(share, lengths, max_tokens) for share in shares]
-    for batches in plan:
-        batches.sort(key=lambda batch: -sum(cost(lengths[i]) for i in batch))
-    num_batches = max(1, *(len(batches) for batches in plan))
-    num_batches = -(-num_batches // multiple) * multiple
-    return [[*batches, *([] for _ in range(num_batches - len(batches)))] for batches in plan]
-
-
-def _first_fit(share: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    batches: list[list[int]] = []
-    rooms: list[int] = []
-    for index in share:
-        length = lengths[index]
-        place = next((number for number, room in enumerate(rooms) if room >= length), len(rooms))
-        if place == len(rooms):
-            batches.append([])
-            rooms.append(max_tokens)
-        batches[place].append(index)
-        rooms[place] -= length
-    return batches
-
-
 def has_gradient(sequence: TrainSequence, config: Config) -> bool:
     """Return whether the run's loss of a sequence has a gradient, by its advantage or a term that all pay."""
     if _has_advantage(sequence):
@@ -339,18 +293,41 @@ def _cuts(sequences: Sequence[TrainSequence], config: Config, num_ranks: int, co
         return [Cut([], []) for _ in range(num_ranks)]
     ranks = config.parallel.context_parallel_size
     chunks = context_chunks(ranks)
-    lengths = [-(-s.num_tokens // chunks) * chunks for s in sequences]
-    shares = deal(lengths, num_ranks, cost)
+    tokens = [-(-s.num_tokens // chunks) * chunks for s in sequences]
+    sizes = _sizes_of_families(sequences) if config.model.share_prompts else Sizes.of_whole(tokens)
+    shares = deal(sizes, num_ranks, cost)
     multiple = read_overrides(config).micro_batch_multiple
 
+    def micro_batch(indices: Sequence[int]) -> MicroBatch:
+        members, siblings = siblings_first(indices, sizes)
+        return MicroBatch(tuple(members), tuple(sequences[i] for i in members), siblings)
+
     def cut(max_tokens: int) -> list[list[MicroBatch]]:
-        return [
-            [MicroBatch(tuple(members), tuple(sequences[i] for i in members)) for members in batches]
-            for batches in cut_shares(shares, lengths, max_tokens * ranks, cost, multiple)
-        ]
+        batches_by_rank = cut_shares(shares, sizes, max_tokens * ranks, cost, multiple)
+        return [[micro_batch(indices) for indices in batches] for batches in batches_by_rank]
 
     pairs = zip(cut(config.model.max_tokens_per_gpu), cut(config.model.tokens_without_gradient), strict=True)
     return [Cut(micro_batches, forward_batches) for micro_batches, forward_batches in pairs]
+
+
+def _sizes_of_families(sequences: Sequence[TrainSequence]) -> Sizes:
+    """Return the sizes of sequences, whole ones of one context-parallel rank, that share equal prompts."""
+    numbers: dict[bytes, int] = {}
+    families = [numbers.setdefault(s.prompt_token_ids.tobytes(), len(numbers)) for s in sequences]
+    count = Counter(families)
+    # of a prompt of one token nothing is before the token that predicts the responses
+    is_shared = [
+        count[family] > 1 and len(s.prompt_token_ids) > 1
+        for family, s in zip(families, sequences, strict=True)
+    ]
+    return Sizes(
+        [s.num_tokens for s in sequences],
+        [
+            family if shared else -1 - i
+            for i, (family, shared) in enumerate(zip(families, is_shared, strict=True))
+        ],
+        [len(s.prompt_token_ids) * shared for s, shared in zip(sequences, is_shared, strict=True)],
+    )
 
 
 def _minibatch(

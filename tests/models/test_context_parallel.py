@@ -150,7 +150,7 @@ def loss_and_gradients(world, path, parallel_config, libraries=LOCAL):
 
     def forward(iterator, chunk):
         batch = next(iterator)
-        ends, longest = batch.rows.cu_seqlens, batch.max_seqlen
+        ends, longest = batch.rows.cu_seqlens, batch.sequences.max_seqlen_q
         packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
         output = chunk(batch.input_ids_1N, batch.position_ids_1N, None, packed_seq_params=packed)
         return output, lambda logits: loss_of(batch, logits)

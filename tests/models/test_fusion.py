@@ -52,7 +52,7 @@ def assert_equal(computed, plain, error=1e-12):
 @pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 64), (3, 1, 128), (2, 2, 256)])
 @pytest.mark.parametrize("window", [None, 4])
 def test_flash_attention_equals_the_rectangles(lengths, heads, groups, size, window):
-    from megatron_ibpo.models.local_modules import attend_in_rectangles
+    from megatron_ibpo.models.packed_attention import attend_in_rectangles
 
     flash_attention.register()
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_ibpo.config import Config, ConfigError, LossConfig
 from megatron_ibpo.loss import make_objective, policy_loss
 from megatron_ibpo.policy import planning
+from megatron_ibpo.policy.dealing import Sizes, cut_shares, deal
 from megatron_ibpo.policy.group import data_parallel_rank
 from megatron_ibpo.policy.importance_correction import Corrected, correct, correction_metrics, is_rejected
 from megatron_ibpo.policy.packing import SINGLE_RANK, Context, lay_out, pack
@@ -56,7 +57,7 @@ def test_two_sequences_shared_by_two_ranks_are_packed_by_hand():
         assert batch.rows.index.response_rows_R.tolist() == [0, 3]
         assert batch.rows.advantages.tolist() == [-2, 1]
         assert batch.places_R.tolist() == [0, 4, 7, 3], "on the first rank, on the second, there and back"
-        assert (batch.rows.cp_group, batch.max_seqlen) == ("both", 4)
+        assert (batch.rows.cp_group, batch.sequences.max_seqlen_q) == ("both", 4)
     narrow = laid_out(rows, 3, Context(1, 2, "both"))
     assert narrow.input_ids_1N.shape == (1, 6), "12 rows: a sequence of four pads both ranks to threes"
 
@@ -110,10 +111,11 @@ def test_per_token_inputs_lie_on_the_response_rows():
 @given(st.lists(st.integers(2, 300), max_size=60), st.integers(1, 5), st.integers(50, 400), st.integers(1, 5))
 def test_every_sequence_is_planned_once_on_balanced_ranks(lengths, ranks, max_tokens, multiple):
     """Micro-batches of nothing fill up to what an interleaved schedule takes."""
-    shares = planning.deal(lengths, ranks, cost)
-    plan = planning.cut_shares(shares, lengths, max_tokens, cost)
+    sizes = Sizes.of_whole(lengths)
+    shares = deal(sizes, ranks, cost)
+    plan = cut_shares(shares, sizes, max_tokens, cost)
     assert sorted(i for batches in plan for batch in batches for i in batch) == list(range(len(lengths)))
-    filled = planning.cut_shares(shares, lengths, max_tokens, cost, multiple)
+    filled = cut_shares(shares, sizes, max_tokens, cost, multiple)
     most = -(-len(plan[0]) // multiple) * multiple
     assert filled == [[*batches, *[[]] * (most - len(plan[0]))] for batches in plan]
     for batches in plan:

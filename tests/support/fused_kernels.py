@@ -37,7 +37,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
-from megatron_ibpo.models import fusion, local_modules, packed
+from megatron_ibpo.models import fusion, local_modules, packed, packed_attention
 from megatron_ibpo.models.fusion_check import _swiglu
 from support.aot_kernels import CUOBJDUMP, describe
 from support.fused_record import RECORD, expected, sources_hash
@@ -174,7 +174,7 @@ def parts():
     yield "rotation of queries", 1, local_modules.rotate, None, [heads[0], *angles]
     yield "rotation of keys", 1, local_modules.rotate, None, [heads[1], *angles]
     yield "activation", 1, _swiglu, None, [made(1, 2 * FFN)]
-    plain = partial(local_modules.attend_in_rectangles, ENDS, None, None)
+    plain = partial(packed_attention.attend_in_rectangles, ENDS, None, None)
     yield "attention", 1, plain, partial(fusion.attend, ENDS, max(LENGTHS), None), heads
 
 

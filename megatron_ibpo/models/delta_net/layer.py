@@ -16,8 +16,8 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_ibpo.models import packed
-from megatron_ibpo.models.delta_net import state_passing
+from megatron_ibpo.models import packed, shared_prompts
+from megatron_ibpo.models.delta_net import continuation, state_passing
 from megatron_ibpo.models.local_modules import RMSNorm, wide
 
 CHUNK = 32
@@ -127,6 +127,10 @@ def _mix(
         slices = state_passing.make_slices(cu_seqlens, layer.pg_collection.cp, layer.conv_kernel_dim - 1)
         qkv = state_passing.convolve(own_conv, qkv, slices)
         rule = partial(state_passing.delta_rule, rule, slices=slices)
+    elif (shared := shared_prompts.continuations(packed_seq_params)) is not None:
+        weight_FK = layer.conv1d.weight.squeeze(1)
+        qkv = continuation.convolve(partial(_silu_conv, weight_FK), qkv, layer.conv_kernel_dim - 1, shared)
+        rule = partial(continuation.recur, rule, continuations=shared)
     else:
         qkv = own_conv(qkv, cu_seqlens)
         rule = partial(rule, cu_seqlens=cu_seqlens)
@@ -145,7 +149,11 @@ def _mix(
 
 
 def _torch_conv(x_NF: Tensor, weight_FK: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return F.silu(causal_conv(x_NF, weight_FK, packed.positions(cu_seqlens)))
+    return _silu_conv(weight_FK, x_NF, packed.positions(cu_seqlens))
+
+
+def _silu_conv(weight_FK: Tensor, x_NF: Tensor, positions_N: Tensor) -> Tensor:
+    return F.silu(causal_conv(x_NF, weight_FK, positions_N))
 
 
 def _flash_conv(x_NF: Tensor, weight_FK: Tensor, cu_seqlens: Tensor) -> Tensor:
