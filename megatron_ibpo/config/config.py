@@ -54,6 +54,12 @@ class Config:
         return [flag for flag, excludes in flags.items() if excludes]
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether the trainer computes a prompt once for all its responses, in a configuration resolved for
+        its devices."""
+        return self.model.share_prompts is not False and not self.excluding_shared_prompts
+
+    @property
     def holds_out(self) -> bool:
         """True if prompts of --prompt-data are held out for evaluation, since no others are named."""
         return bool(

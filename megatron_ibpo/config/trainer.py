@@ -42,8 +42,8 @@ class ModelConfig:
     plain torch is tens of times slower there, and such a slow run is usually a mistake."""
     share_prompts: bool | None = None
     """Compute the prompt of sequences that share it once per micro-batch, forward and backward, in place of
-    once for each. Gradients are the same up to rounding. None: where plain torch computes the layers, on
-    CPUs, unless another setting excludes it."""
+    once for each. Gradients are the same up to rounding. None: on CPUs, unless another setting excludes it;
+    the kernels of GPUs take whole sequences."""
     max_tokens_per_gpu: Annotated[int, COUNT] = 16384
     """Tokens (prompt and response) packed into one micro-batch on one rank; a longer sequence gets its own
     micro-batch. Bounds activation memory. With --context-parallel-size, the limit holds for each of the ranks

@@ -118,11 +118,9 @@ def on_device(config: Config, shape: ModelShape, *, on_gpu: bool, max_context: i
         max_context: limit of tokens in prompt and response; None: as it is.
     """
     bf16 = on_gpu if config.model.bf16 is None else config.model.bf16
-    share_prompts = config.model.share_prompts
-    if share_prompts is None:
-        share_prompts = not on_gpu and not config.excluding_shared_prompts
-    elif share_prompts and on_gpu:
+    if on_gpu and config.model.share_prompts:
         raise ValueError("--share-prompts True: the kernels of GPUs take whole sequences only; drop it")
+    share_prompts = False if on_gpu else config.model.share_prompts
     rollout, (name, obstacles) = config.rollout, _choice(config.rollout, shape, on_gpu=on_gpu)
     rollout = replace(
         rollout,

@@ -343,6 +343,8 @@ def lay_out(
         policy_places=GradientPlaces(policy_places, tensor(policy_places, torch.int64)),
     )
     cu_seqlens = tensor(bounds, torch.int32)
+    if arrays.siblings and device.type == "cuda":
+        raise ValueError("the kernels of GPUs take whole sequences: resolve the configuration for GPUs")
     continuations = _continuations(arrays, rows.model_bounds, tensor)
     of_model = cu_seqlens if continuations is None else tensor(rows.model_bounds, torch.int32)
     return PackedBatch(

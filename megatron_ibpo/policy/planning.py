@@ -294,7 +294,7 @@ def _cuts(sequences: Sequence[TrainSequence], config: Config, num_ranks: int, co
     ranks = config.parallel.context_parallel_size
     chunks = context_chunks(ranks)
     tokens = [-(-s.num_tokens // chunks) * chunks for s in sequences]
-    sizes = _sizes_of_families(sequences) if config.model.share_prompts else Sizes.of_whole(tokens)
+    sizes = _sizes_of_families(sequences) if config.shares_prompts else Sizes.of_whole(tokens)
     shares = deal(sizes, num_ranks, cost)
     multiple = read_overrides(config).micro_batch_multiple
 

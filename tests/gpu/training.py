@@ -69,7 +69,7 @@ def set_up(job, family, *, slow=False, **sections):
     shape = SHAPES[family] if job.on_gpu else tiny
     path = make_random_model(job.scratch / "model", shape, job.device, dtype)
     model = ModelConfig(hf_checkpoint=path, bf16=job.on_gpu, max_tokens_per_gpu=load.max_tokens)
-    model.allow_local_modules = True
+    model.allow_local_modules, model.share_prompts = True, False
     optimizer = OptimizerConfig(lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0)
     rollout = RolloutConfig(rollout_max_response_len=load.response)
     rollout.rollout_max_context_len = load.prompt + load.response

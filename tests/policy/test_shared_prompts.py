@@ -129,10 +129,11 @@ def test_each_prompt_is_once_in_a_micro_batch_of_even_ranks(drawn, ranks, max_to
 
 def test_prompts_are_shared_on_cpus_unless_another_setting_excludes_it(shapes):
     def resolved(config, on_gpu=False):
-        return on_device(config, shapes["dense"], on_gpu=on_gpu).model.share_prompts
+        return on_device(config, shapes["dense"], on_gpu=on_gpu).shares_prompts
 
     assert resolved(Config()) is True
     assert resolved(Config(), on_gpu=True) is False
+    assert resolved(on_device(Config(), shapes["dense"], on_gpu=False), on_gpu=True) is False
     assert resolved(sharing(shared=False)) is False
     with pytest.raises(ValueError, match="--share-prompts True: the kernels of GPUs take whole sequences"):
         resolved(sharing(), on_gpu=True)
