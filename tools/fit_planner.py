@@ -344,7 +344,8 @@ def main(arguments: Arguments) -> None:
     print(f"the fastest layout is right in {right} of {len(layouts)}")
     if arguments.save:
         save(used, error)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        # most of it is thousands of numbers that nobody reads
+        RESULTS.write_text(json.dumps(results, separators=(",", ":")) + "\n", encoding="utf-8")
         write_page(results)
 
 

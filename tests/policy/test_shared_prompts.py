@@ -100,7 +100,7 @@ def load(rows):
 
 
 @given(DRAWN, st.integers(1, 4), st.integers(30, 200))
-def test_each_prompt_is_once_in_a_micro_batch_of_even_ranks(drawn, ranks, max_tokens):
+def test_micro_batches_of_even_ranks_hold_each_prompt_once(drawn, ranks, max_tokens):
     """No sequence would even the fullest and the emptiest rank out if it moved from one to the other."""
     rows = drawn_rows(drawn)
     shares = plan_update(rows, sharing(max_tokens=max_tokens), ranks, cost).shares
