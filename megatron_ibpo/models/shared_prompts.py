@@ -52,13 +52,14 @@ class Continuations:
     """int64: the root of each continuation, among the other sequences."""
 
     @cached_property
-    def root_lengths_C(self) -> Tensor:
-        return self.cu_roots.diff().long()[self.root_C]
+    def root_ends_C(self) -> Tensor:
+        """int64: where the root of each continuation ends, among the micro-batch's tokens."""
+        return self.rows + self.cu_roots.long()[self.root_C + 1]
 
     @cached_property
     def positions_N(self) -> Tensor:
         """int64: the position of each token in its sequence, a root counted as part of what continues it."""
-        before = self.root_lengths_C.repeat_interleave(self.cu_seqlens.diff())
+        before = self.cu_roots.diff().long()[self.root_C].repeat_interleave(self.cu_seqlens.diff())
         own = packed.positions(self.cu_seqlens) + before
         return torch.cat((own, packed.positions(self.cu_roots)))
 
@@ -68,7 +69,7 @@ class Continuations:
         device, root_C = self.cu_seqlens.device, self.root_C.cpu()
         cu_seqlens, cu_roots = self.cu_seqlens.cpu().long(), self.cu_roots.cpu().long()
         lengths = cu_seqlens.diff()
-        root_lengths, root_ends = cu_roots.diff()[root_C], self.rows + cu_roots[root_C + 1]
+        root_lengths, root_ends = cu_roots.diff()[root_C], self.root_ends_C.cpu()
         classes = torch.stack((packed.length_classes(lengths), packed.length_classes(root_lengths)), dim=1)
         kinds, kind_C, rows = classes.unique(dim=0, return_inverse=True, return_counts=True)
         widths, root_widths = (

@@ -18,27 +18,30 @@ def convolve(
     `function`: (tokens [M, F], position of each in its sequence) → [M, F]; it looks no further back than a
     sequence's start.
     """
-    led_M, positions_M, places_N = _led(continuations.cu_seqlens, continuations, width)
+    # not `continuations` itself, which would hold what is kept with the boundaries that it holds
+    led_M, positions_M, places_N = _led(
+        continuations.cu_seqlens, continuations.root_ends_C, continuations.positions_N, width
+    )
     return function(x_NF.index_select(0, led_M), positions_M).index_select(0, places_N)
 
 
 @packed.once_per_batch
-def _led(cu_seqlens: Tensor, continuations: Continuations, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _led(
+    cu_seqlens: Tensor, root_ends_C: Tensor, positions_N: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Lay the last `width` tokens of its root before each continuation. Returns (the token at each place, its
     position, the place of each token); tokens before a root's start are arbitrary, and none sees them."""
-    device, lengths_C = cu_seqlens.device, cu_seqlens.diff().long()
+    device, starts_C, lengths_C = cu_seqlens.device, cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     back_W = torch.arange(width, 0, -1, device=device)
-    root_ends_C = continuations.rows + continuations.cu_roots.long()[continuations.root_C + 1]
-    before_CW = (root_ends_C[:, None] - back_W).clamp(min=0)
-    tokens = torch.arange(len(continuations.positions_N), device=device)
-    number_N = torch.arange(len(lengths_C), device=device).repeat_interleave(lengths_C)
-    places_N = tokens + width * len(lengths_C)
-    places_N[: continuations.rows] = tokens[: continuations.rows] + (number_N + 1) * width
-    led_M = tokens.new_empty(len(tokens) + before_CW.numel())
+    leading_C = (torch.arange(len(lengths_C), device=device) + 1) * width
+    before_N = torch.full_like(positions_N, width * len(lengths_C))
+    before_N[: int(cu_seqlens[-1])] = leading_C.repeat_interleave(lengths_C)
+    tokens = torch.arange(len(positions_N), device=device)
+    places_N = tokens + before_N
+    led_M = tokens.new_empty(len(tokens) + width * len(lengths_C))
     led_M[places_N] = tokens
-    leading_CW = (cu_seqlens[:-1].long() + (1 + torch.arange(len(lengths_C), device=device)) * width)[:, None]
-    led_M[(leading_CW - back_W).flatten()] = before_CW.flatten()
-    return led_M, continuations.positions_N[led_M], places_N
+    led_M[(starts_C + leading_C)[:, None] - back_W] = (root_ends_C[:, None] - back_W).clamp(min=0)
+    return led_M, positions_N[led_M], places_N
 
 
 def recur(
