@@ -22,7 +22,7 @@ class Sizes:
     families: Sequence[int]
     """Number of each one's family."""
     prompts: Sequence[int]
-    """Tokens of the family's prompt; 0 for a sequence that shares none."""
+    """Tokens that the family shares."""
 
     @classmethod
     def of_whole(cls, tokens: Sequence[int]) -> "Sizes":

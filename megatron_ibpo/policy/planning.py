@@ -1,6 +1,5 @@
 """The driver's half of packing: it assigns the computation to ranks. Needs no torch."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -311,23 +310,10 @@ def _cuts(sequences: Sequence[TrainSequence], config: Config, num_ranks: int, co
 
 
 def _sizes_of_families(sequences: Sequence[TrainSequence]) -> Sizes:
-    """Return the sizes of sequences, whole ones of one context-parallel rank, that share equal prompts."""
+    """Return the sizes of sequences of which those with the same prompt are a family."""
     numbers: dict[bytes, int] = {}
     families = [numbers.setdefault(s.prompt_token_ids.tobytes(), len(numbers)) for s in sequences]
-    count = Counter(families)
-    # of a prompt of one token nothing is before the token that predicts the responses
-    is_shared = [
-        count[family] > 1 and len(s.prompt_token_ids) > 1
-        for family, s in zip(families, sequences, strict=True)
-    ]
-    return Sizes(
-        [s.num_tokens for s in sequences],
-        [
-            family if shared else -1 - i
-            for i, (family, shared) in enumerate(zip(families, is_shared, strict=True))
-        ],
-        [len(s.prompt_token_ids) * shared for s, shared in zip(sequences, is_shared, strict=True)],
-    )
+    return Sizes([s.num_tokens for s in sequences], families, [len(s.prompt_token_ids) for s in sequences])
 
 
 def _minibatch(

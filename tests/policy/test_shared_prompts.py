@@ -32,8 +32,8 @@ def sharing(parallel=None, *, shared=True, **settings):
     return config
 
 
-def families(prompts=(1, 2, 3, 30, 70, 4), seed=0):
-    """Draw uneven families; the last sequence is one by itself."""
+def families(prompts=(1, 2, 3, 30, 70, 33, 4), seed=0):
+    """Draw uneven families, two with prompts of similar lengths; the last sequence is one by itself."""
     draw = np.random.default_rng(seed)
     rows = []
     for group, length in enumerate(prompts):
@@ -91,12 +91,10 @@ def drawn_rows(drawn):
 
 
 def load(rows):
-    """Return the cost of a pass, which has each prompt of two or more tokens once."""
+    """Return the cost of a pass, which has each prompt once."""
     prompts = {row.prompt_token_ids.tobytes(): len(row.prompt_token_ids) for row in rows}
-    shared = sum(cost(length) for length in prompts.values() if length > 1)
-    return shared + sum(
-        cost(row.num_tokens) - (cost(own) if (own := len(row.prompt_token_ids)) > 1 else 0.0) for row in rows
-    )
+    own = sum(cost(row.num_tokens) - cost(len(row.prompt_token_ids)) for row in rows)
+    return own + sum(cost(length) for length in prompts.values())
 
 
 @given(DRAWN, st.integers(1, 4), st.integers(30, 200))
@@ -109,8 +107,7 @@ def test_micro_batches_of_even_ranks_hold_each_prompt_once(drawn, ranks, max_tok
     for batch in (batch for batches in batches_by_rank for batch in batches):
         laid_out = lay_out(pack(batch), multiple=1, device=torch.device("cpu"))
         prompts = {row.prompt_token_ids.tobytes(): len(row.prompt_token_ids) for row in batch.sequences}
-        long = sum(length for length in prompts.values() if length > 1)
-        tokens = long + sum(len(row.response_token_ids) for row in batch.sequences)
+        tokens = sum(prompts.values()) + sum(len(row.response_token_ids) for row in batch.sequences)
         assert laid_out.input_ids_1N.shape[1] <= max(1, tokens)
         assert tokens <= max_tokens or len(batch.members) == 1
         read = [[*row.prompt_token_ids, *row.response_token_ids][:-1] for row in batch.sequences]
@@ -125,6 +122,14 @@ def test_micro_batches_of_even_ranks_hold_each_prompt_once(drawn, ranks, max_tok
     for place, row in enumerate(fullest if ranks > 1 else []):
         moved_loads = load(fullest[:place] + fullest[place + 1 :]), load([*emptiest, row])
         assert max(moved_loads) > max(loads) * (1 - 1e-9)
+
+
+def test_a_short_response_joins_its_family_and_not_the_first_gap():
+    """Of 8 tokens with its prompt, and so much is left beside the long sequence."""
+    shapes = (([1] * 17, 5), ([2] * 5, 10), ([2] * 5, 3))
+    rows = [sequence(prompt, [3] * tokens, advantage=1.0, weight=0.5, group=0) for prompt, tokens in shapes]
+    batches = plan_update(rows, sharing(max_tokens=30), 1, cost).shares[0][0].cut.micro_batches
+    assert [(batch.members, batch.siblings) for batch in batches] == [((0,), ()), ((1, 2), (2,))]
 
 
 def test_prompts_are_shared_on_cpus_unless_another_setting_excludes_it(shapes):
