@@ -124,8 +124,8 @@ def test_micro_batches_of_even_ranks_hold_each_prompt_once(drawn, ranks, max_tok
         assert max(moved_loads) > max(loads) * (1 - 1e-9)
 
 
-def test_a_short_response_joins_its_family_and_not_the_first_gap():
-    """Of 8 tokens with its prompt, and so much is left beside the long sequence."""
+def test_a_short_response_joins_its_family():
+    """And not the first gap: it has 8 tokens with its prompt, and so many are left beside the long sequence."""
     shapes = (([1] * 17, 5), ([2] * 5, 10), ([2] * 5, 3))
     rows = [sequence(prompt, [3] * tokens, advantage=1.0, weight=0.5, group=0) for prompt, tokens in shapes]
     batches = plan_update(rows, sharing(max_tokens=30), 1, cost).shares[0][0].cut.micro_batches
