@@ -125,7 +125,7 @@ def test_micro_batches_of_even_ranks_hold_each_prompt_once(drawn, ranks, max_tok
 
 
 def test_a_short_response_joins_its_family():
-    """And not the first gap: it has 8 tokens with its prompt, and so many are left beside the long sequence."""
+    """And not the first gap, of the 8 tokens that it has with its prompt, beside the long sequence."""
     shapes = (([1] * 17, 5), ([2] * 5, 10), ([2] * 5, 3))
     rows = [sequence(prompt, [3] * tokens, advantage=1.0, weight=0.5, group=0) for prompt, tokens in shapes]
     batches = plan_update(rows, sharing(max_tokens=30), 1, cost).shares[0][0].cut.micro_batches
