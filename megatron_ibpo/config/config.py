@@ -18,7 +18,7 @@ from megatron_ibpo.config.paths import Kind, hub_id, path_in_recipe, path_of_use
 from megatron_ibpo.config.rollout import EnvironmentConfig, RolloutConfig
 from megatron_ibpo.config.run import EVAL_PRESETS, ClusterConfig, RunConfig
 from megatron_ibpo.config.trainer import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_ibpo.config.values import EVAL_SETS, NAMED_VALUES, OF_ALL, Range
+from megatron_ibpo.config.values import EVAL_SETS, NAMED_VALUES, OF_ALL, Range, named_values
 
 
 @dataclass
@@ -50,6 +50,9 @@ class Config:
             "--use-rollout-routing-replay": self.rollout.use_rollout_routing_replay,
             "--moe-aux-loss-coeff": self.model.moe_aux_loss_coeff > 0,
             "--mtp-num-layers": self.model.mtp_num_layers > 0,
+            # a loss of each token that a router sees, as the balancing loss is
+            "--model-override moe_z_loss_coeff": "moe_z_loss_coeff"
+            in named_values(self.model.model_override),
         }
         return [flag for flag, excludes in flags.items() if excludes]
 

@@ -150,6 +150,9 @@ def test_prompts_are_shared_on_cpus_unless_another_setting_excludes_it(shapes):
         ),
         "--moe-aux-loss-coeff": lambda config: setattr(config.model, "moe_aux_loss_coeff", 0.1),
         "--mtp-num-layers": lambda config: setattr(config.model, "mtp_num_layers", 1),
+        "--model-override moe_z_loss_coeff": (
+            lambda config: setattr(config.model, "model_override", ("moe_z_loss_coeff=0.001",))
+        ),
     }
     for flag, exclude in excluding.items():
         config = Config()

@@ -36,7 +36,7 @@ BUCKETS_UNDERWAY = 2
 """Number of buckets whose messages travel while one more is packed or loaded."""
 LARGEST_BUCKET = 16 * 1024**2
 """Bytes of a bucket, whatever memory is allowed: fresh memory costs more than the messages of small buckets.
-An update of 0.54 GB on two cores took 1.4 to 1.6 s with buckets of 8 to 32 MiB, 2.0 with 64, 2.8 to 3.5 with
+An update of 0.54 GB on two cores took 1.4 to 1.6 s with buckets of 8 to 32 MiB, 2.0 with 64, 2.8 to 3.9 with
 256."""
 BLOCKS_IN_A_BUCKET = 8
 """Memory blocks per bucket."""
