@@ -58,6 +58,7 @@ def small_run(config: Config, scratch: Path, *, full: bool) -> Config:
         config,
         model=replace(
             config.model, bf16=False, mtp_num_layers=0, ref_load=None,
+            share_prompts=False if on_gpu else config.model.share_prompts,
             hf_checkpoint=hf_dir if full or is_tiny else cut_down(hf_dir, scratch / "model", run.seed),
             model_override=config.model.model_override if on_gpu else (),
         ),
